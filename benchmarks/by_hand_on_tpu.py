@@ -37,11 +37,10 @@ from twins.program import Program
 import gshard
 from flops import elements_of
 from gshard.device.machine import Machine
-from gshard.xla.cycles import cycles_of, estimated_cycles
 from gshard.xla.hlo_collectives import OPCODE
 from gshard.xla.hlo_parser import Module, read_module
 from gshard.xla.peer import xla_function
-from gshard.xla.topology import topology_mesh
+from gshard.xla.tpu import cycles_of, estimated_cycles, topology_mesh
 
 SIDES = "ours", "by hand", "XLA", "XLA, opened"
 FEW = 64  # bytes sent that count as none

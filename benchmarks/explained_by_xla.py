@@ -33,7 +33,7 @@ import gshard
 from gshard.core.jax_adapter import sub_jaxprs
 from gshard.device.machine import Machine
 from gshard.xla.hlo_collectives import collectives
-from gshard.xla.topology import topology_mesh
+from gshard.xla.tpu import topology_mesh
 from steps import STEPS, Step
 
 WANTED = 0.98

@@ -38,9 +38,8 @@ from gshard import split
 from gshard.device.machine import Machine
 from gshard.device.network import seconds_among
 from gshard.emit.compile import named_sharding
-from gshard.xla.cycles import estimated_cycles
 from gshard.xla.peer import xla_function
-from gshard.xla.topology import topology_mesh
+from gshard.xla.tpu import estimated_cycles, topology_mesh
 
 # Multiplications and additions that the matrix units of one device finish in a cycle: units of 128 x 128.
 MATRIX_UNITS = {"v3": 2, "v5e": 4}

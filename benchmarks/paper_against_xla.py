@@ -35,13 +35,11 @@ from gshard.emit.compile import named_sharding
 from gshard.moe.config import TransformerConfig
 from gshard.moe.transformer import param_specs
 from gshard.plan_command import configured, lower, lowered_as_searched
-from gshard.remat.fit import peak_of
-from gshard.remat.rematerialise import MemoryLimitError
+from gshard.remat.rematerialise import MemoryLimitError, peak_of
 from gshard.xla import hlo_collectives
-from gshard.xla.cycles import estimated_cycles
 from gshard.xla.hlo_parser import Computation, Instruction, Module, read_module, type_bytes
 from gshard.xla.peer import xla_function
-from gshard.xla.topology import topology_mesh
+from gshard.xla.tpu import estimated_cycles, topology_mesh
 
 MODELS = ("MoE(128E, 12L)", "v3:8x8", "MoE(2048E, 12L)", "v3:32x32", "MoE(2048E, 36L)", "v3:32x32")
 _TILE = (8, 128)  # of the last two dimensions of an array on a TPU

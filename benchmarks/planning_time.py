@@ -31,8 +31,8 @@ import families
 import gshard
 from gshard.device.machine import Machine
 from gshard.emit.partition import partition
-from gshard.planning import axis_steps
-from gshard.search import emitted
+from gshard.planning import reshard_costs as axis_steps
+from gshard.search import seconds as emitted
 from gshard.search.pipeline import plans_of
 from gshard.search.seconds import on_machine
 from gshard.tracing.trace import trace

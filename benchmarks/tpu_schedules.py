@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from gshard.xla.cycles import cycles_of
 from gshard.xla.hlo_collectives import computations_run, sent_in
 from gshard.xla.hlo_parser import Instruction, Module, read_module
+from gshard.xla.tpu import cycles_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

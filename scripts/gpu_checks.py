@@ -27,7 +27,7 @@ import numpy as np
 from resumable import ROOT, Asked, Found, answer
 
 import gshard
-from gshard.api.jitted import Jitted
+from gshard.api.jit import Jitted
 from gshard.core.sharding import Sharding
 from gshard.testing import rule_checks
 

@@ -23,8 +23,7 @@ from resumable import Asked, Found, answer
 
 import gshard
 from gshard.device.cost import cost
-from gshard.device.hardware import kind_called
-from gshard.device.machine import Machine
+from gshard.device.machine import Machine, kind_called
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 SECONDS = 0.25  # of one batch of calls

@@ -29,8 +29,7 @@ from resumable import ROOT, Asked, Found, answer
 import gshard
 from gshard import moe
 from gshard.device.cost import cost
-from gshard.device.hardware import kind_called
-from gshard.device.machine import Machine
+from gshard.device.machine import Machine, kind_called
 from gshard.moe.feed_forward import feed_forward, feed_forward_specs
 from gshard_m4.config import ModelChoice, TrainConfig
 from gshard_m4.step import initial_state, make_step

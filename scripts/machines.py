@@ -6,7 +6,7 @@ python scripts/machines.py             # or: make machines
 import re
 from pathlib import Path
 
-from gshard.device.machine_kinds import DIRECT, KINDS, Kind
+from gshard.device.machine import DIRECT, KINDS, Kind
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "machines.md"
 HEAD = (

@@ -1,4 +1,4 @@
-"""What a per-device program says to other devices, read off its jaxpr; see ``gshard.device.jaxpr_collectives``."""
+"""What a per-device program says to other devices, read off its jaxpr; see ``gshard.testing.rule_checks``."""
 
-from gshard.device.jaxpr_collectives import emitted as emitted
-from gshard.device.jaxpr_collectives import reported as reported
+from gshard.testing.rule_checks import emitted as emitted
+from gshard.testing.rule_checks import reported as reported

@@ -9,7 +9,7 @@ import pytest
 
 import gshard
 from gshard.__main__ import main
-from gshard.configure_command import choices_of_options
+from gshard.commands import choices_of_options
 
 PROGRAM = """
 import jax, jax.numpy as jnp

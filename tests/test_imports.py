@@ -10,10 +10,10 @@ import pytest
 # Modules that no call of ``gshard.jit`` needs.
 UNNEEDED = (
     "gshard.__main__",
-    "gshard.ahead_of_time",
+    "gshard.plan_command",
     "gshard.commands",
     "gshard.named_target",
-    "gshard.baselines",
+    "gshard.commands",
     "jax.experimental.pallas",
     "jax.export",
 )

@@ -33,7 +33,6 @@ if _typing.TYPE_CHECKING:
     from gshard import stages as stages
     from gshard import testing as testing
     from gshard.api.attention_function import attention as attention
-    from gshard.api.by_path import shard_by_path as shard_by_path
     from gshard.api.configure import configure as configure
     from gshard.api.dimensions import dimensions as dimensions
     from gshard.api.explained import explain as explain
@@ -44,6 +43,7 @@ if _typing.TYPE_CHECKING:
     from gshard.api.marks import name as name
     from gshard.api.marks import replicate as replicate
     from gshard.api.marks import shard as shard
+    from gshard.api.marks import shard_by_path as shard_by_path
     from gshard.api.marks import split as split
     from gshard.api.pipeline_mark import pipeline as pipeline
     from gshard.api.row_functions import put_rows as put_rows
@@ -61,9 +61,9 @@ if _typing.TYPE_CHECKING:
     from gshard.core.layout import Layout as Layout
     from gshard.core.mesh import Mesh as Mesh
     from gshard.core.uneven import UnevenArray as UnevenArray
-    from gshard.device.hardware import UnknownMachineWarning as UnknownMachineWarning
     from gshard.device.machine import Machine as Machine
     from gshard.device.machine import MachineError as MachineError
+    from gshard.device.machine import UnknownMachineWarning as UnknownMachineWarning
     from gshard.planning.collective_matmuls import CollectiveMatmul as CollectiveMatmul
     from gshard.planning.saved_plan import SavedPlan as SavedPlan
     from gshard.remat.rematerialise import MemoryLimitError as MemoryLimitError
@@ -72,7 +72,6 @@ if _typing.TYPE_CHECKING:
 # The public names of each module. A name is imported when it is first read, so that ``import gshard`` takes no time.
 _NAMES = {
     "api.attention_function": "attention",
-    "api.by_path": "shard_by_path",
     "api.configure": "configure",
     "api.dimensions": "dimensions",
     "api.explained": "explain",
@@ -80,7 +79,7 @@ _NAMES = {
     "api.instead_of_jit": "instead_of_jit",
     "api.jit": "jit",
     "api.kernel_function": "kernel",
-    "api.marks": "name replicate shard split",
+    "api.marks": "name replicate shard shard_by_path split",
     "api.pipeline_mark": "pipeline",
     "api.row_functions": "put_rows take_rows",
     "api.search": "search",
@@ -89,8 +88,7 @@ _NAMES = {
     "core.layout": "Layout",
     "core.mesh": "Mesh",
     "core.uneven": "UnevenArray",
-    "device.hardware": "UnknownMachineWarning",
-    "device.machine": "Machine MachineError",
+    "device.machine": "Machine MachineError UnknownMachineWarning",
     "planning.collective_matmuls": "CollectiveMatmul",
     "planning.saved_plan": "SavedPlan",
     "remat.rematerialise": "MemoryLimitError",

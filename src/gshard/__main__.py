@@ -10,14 +10,7 @@ from gshard.command_options import parsed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Args:
-        arguments: without the program's name; those of the process by default.
-
-    Returns:
-        the exit status, see ``gshard.commands``.
-    """
+    """Runs one command."""
     options = parsed(sys.argv[1:] if arguments is None else arguments)
     status: int = importlib.import_module("gshard.commands").run(options)
     return status

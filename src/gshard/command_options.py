@@ -19,14 +19,7 @@ PRINTED = Path()  # --export without a file
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of a command line.
-
-    Args:
-        arguments: the command line without the program's name.
-
-    Returns:
-        the options, the name of the command as ``command``.
-    """
+    """The options of a command line."""
     command = next((text for text in arguments if not text.startswith("-")), "")
     parser, commands = _parser()
     if command and command not in commands:

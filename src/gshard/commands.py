@@ -1,49 +1,342 @@
-"""The commands: ``gshard explain``, ``search``, ``configure``, ``plan`` and ``calibrate``.
-
-The exit status is 0; 1 after an error that is the user's to mend; 2 after one in the options themselves; 3 if
-``explain`` found more than ``--fail-above`` or ``--baseline`` allows, or if what ``search`` or ``plan`` found does
-not fit; 130 after Ctrl-C and 143 after SIGTERM, which end a search with the best plan so far.
-"""
+"""The commands ``gshard explain``, ``search``, ``configure``, ``plan`` and ``export``, and checks against baselines."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gshard.api.compiled_programs import STAGES
-from gshard.api.explained import explain
+import jax
+from jax.sharding import NamedSharding
+
+from gshard.api.compiled_programs import (
+    GSHARD,
+    STAGES,
+    XLA,
+    is_from_jax_jit,
+    lowered_by_jax,
+    partitions_of,
+)
+from gshard.api.configure import configure
+from gshard.api.explained import Planned, explain, explain_lowered
 from gshard.api.export import export_plan
-from gshard.api.jit import jit
-from gshard.api.jitted import Jitted
+from gshard.api.function_again import with_bound_arguments
+from gshard.api.jit import Jitted, jit
 from gshard.api.search import search
-from gshard.baselines import SIGNALLED, CheckFailed, check_fits, check_sent, end_search, explanation_in, limit_of
+from gshard.api.wrapped import clear_call_errors
 from gshard.command_options import PRINTED
-from gshard.compiled_command import is_dump, mesh_of_arguments, of_dump, of_function
-from gshard.configure_command import run_configure
-from gshard.core.errors import GShardError
+from gshard.core.errors import ArgumentError, GShardError, known_names
 from gshard.core.mesh import Mesh
 from gshard.core.program import format_bytes
 from gshard.device.machine import Machine
 from gshard.explanation.difference import Difference, difference
 from gshard.explanation.explain import Explanation
 from gshard.explanation.report.page import page
-from gshard.export_command import export_to, form_of
 from gshard.moe.models import ModelError
-from gshard.named_target import TOLD, TargetError, load, mesh_of, need_folder, place_of, play_devices, told_by
+from gshard.named_target import TOLD, TargetError, load, mesh_of, named, need_folder, place_of, play_devices, told_by
 from gshard.plan_command import plan
 from gshard.planning.saved_plan import SavedPlan
+from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 from gshard.xla.calibrate import calibrate
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
 from gshard.xla_programs.compiled_report import NO_MACHINE
+from gshard.xla_programs.exported_plan import ExportedPlan
 from gshard.xla_programs.tried_constraints import TriedConstraints
 from gshard.xla_programs.tried_shardings import TriedShardings
+
+# Export command: ``gshard search --export``: writes a plan in the form that is given, or prints it.
+
+_FORMS: Mapping[str, Callable[[ExportedPlan], str | bytes]] = {
+    "shardings": str,
+    "stablehlo": lambda plan: plan.stablehlo(),
+    "jax-export": lambda plan: bytes(plan.jax_export().serialize()),
+}
+_SUFFIXES = {".mlir": "stablehlo", ".jax_export": "jax-export"}
+
+
+def form_of(file: Path | None, form: str | None) -> str:
+    """The form in which a plan is exported.
+
+    >>> form_of(Path("plan.mlir"), None), form_of(None, None)
+    ('stablehlo', 'shardings')
+    """
+    name = form or _SUFFIXES.get(file.suffix if file is not None else "", "shardings")
+    if name not in _FORMS:
+        raise ArgumentError(f"a plan has no form {name!r}.", hint=known_names(name, _FORMS, "--export-as takes"))
+    if name == "jax-export" and file is None:
+        raise ArgumentError("--export-as jax-export writes bytes.", hint="Name a file: --export plan.jax_export.")
+    return name
+
+
+def export_to(plan: ExportedPlan, file: Path | None, form: str) -> str:
+    """Writes a plan, and returns what to print: the form itself, or where it was written with what XLA makes of it."""
+    made = _FORMS[form](plan)
+    if file is None:
+        assert isinstance(made, str), "bytes are not printed"
+        return made
+    if isinstance(made, bytes):
+        file.write_bytes(made)
+    else:
+        file.write_text(made if made.endswith("\n") else f"{made}\n", "utf-8")
+    return f"wrote {file}: {str(plan).partition(chr(10))[0]}"
+
+
+# Baselines: compares a program with a limit or with an earlier version (``gshard explain --baseline``).
+
+_SHOWN = 5  # lines that a failure names
+_GROWTH = 1.01  # of FLOPs and memory: less is no change of the plan
+SIGNALLED = 128  # exit status after a signal, with its number added, as shells have it
+
+
+class CheckFailed(Exception):
+    """More is sent, computed or held than is allowed; the text says what and where."""
+
+
+def explanation_in(path: str) -> dict[str, Any]:
+    """What ``--json`` wrote."""
+    hint = "Write one with: gshard explain TARGET --json FILE"
+    try:
+        data: dict[str, Any] = json.loads(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise TargetError(f"{path} cannot be read: {error.strerror}.", hint=hint) from error
+    except ValueError as error:
+        raise TargetError(f"{path} is no explanation: {error}.", hint=hint) from error
+    return data
+
+
+def limit_of(text: str) -> int:
+    """A number of bytes: ``50MiB``, or 0."""
+    try:
+        return 0 if text.strip() in ("0", "0B") else bytes_of(text)
+    except MemoryLimitError as error:
+        raise TargetError(f"--fail-above {text} is no number of bytes.", hint="Write 50MiB, 1.5GB or 0.") from error
+
+
+def end_search(stopped: int | None, peak: int, limit: float) -> None:
+    """Ends the command that searched: as a signal asks for, if one ended the search; else by what fits."""
+    if stopped is not None:
+        raise SystemExit(SIGNALLED + stopped)
+    check_fits(peak, int(limit))
+
+
+def check_fits(peak: int, memory: int) -> None:
+    """Refuses what does not fit."""
+    if peak > memory:
+        raise CheckFailed(
+            f"this does not fit: a device would hold {format_bytes(peak)}, and may {format_bytes(memory)}."
+        )
+
+
+def check_sent(data: Mapping[str, Any], limit: int | None, baseline: Mapping[str, Any] | None) -> None:
+    """Refuses a program that goes beyond ``--fail-above`` or ``--baseline``."""
+    failures = [
+        "" if limit is None else over_limit(data, limit),
+        "" if baseline is None else over_baseline(baseline, data),
+    ]
+    if any(failures):
+        raise CheckFailed("\n\n".join(filter(None, failures)))
+
+
+def over_limit(data: Mapping[str, Any], limit: int) -> str:
+    """The lines that send most, if each device sends more than so many bytes in one call; else nothing."""
+    total = data["totals"]["sent"]
+    if total <= limit:
+        return ""
+    most = sorted(data["lines"].items(), key=lambda pair: -pair[1][1])[:_SHOWN]
+    texts = {f"{f['name']}:{n}": text.strip() for f in data["files"] for n, text in f["lines"]}
+    sent = f"each device sends {format_bytes(total)} in one call of {data['name']}"
+    rows = [f"  {format_bytes(row[1]):>10}  {place}  {texts.get(place, '')}" for place, row in most if row[1]]
+    return "\n".join([f"{sent}, and --fail-above allows {format_bytes(limit)}. Most is sent by", *rows])
+
+
+def over_baseline(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """What grew, with its lines, if a program sends more bytes than it did, or computes or holds a percent more."""
+    found = difference(before, after)
+    grown = []
+    if found.after.sent > found.before.sent:
+        grown.append("bytes sent")
+    if found.after.flops > _GROWTH * found.before.flops:
+        grown.append("FLOPs of a device")
+    if found.peaks is not None and found.peaks[1] > _GROWTH * found.peaks[0]:
+        grown.append("peak memory of a device")
+    if not grown:
+        return ""
+    rows = [line for line in found.lines if line.more > 0 or line.after.flops > _GROWTH * line.before.flops]
+    totals = found.format(lines=0).partition("\n\n")[0]
+    lines = [f"{' and '.join(grown)} grew since the baseline.", *totals.splitlines(), "", "worse"]
+    for line in rows[:_SHOWN]:
+        flops = f", {line.before.flops:,} -> {line.after.flops:,} FLOPs" if line.after.flops > line.before.flops else ""
+        sent = f"{format_bytes(line.before.sent)} -> {format_bytes(line.after.sent)}"
+        lines.append(f"  {line.place}  {sent}{flops}  {line.text.strip()[:70]}")
+    if len(rows) > _SHOWN:
+        lines.append(f"  and {len(rows) - _SHOWN} more lines")
+    return "\n".join(lines if rows else lines[:-2])
+
+
+# Configure command: ``gshard configure module:builder``, the configuration of a training step for a machine.
+
+
+def run_configure(options: argparse.Namespace) -> None:
+    """Runs ``gshard configure`` with the options of the command line."""
+    choices = choices_of_options(options.choice)
+    size = _devices(options)
+    play_devices(max(8, size))
+    builder = named(options.target)
+    meshes: dict[str, Any] = {"mesh": mesh_of(options.mesh)} if options.mesh else {"devices": size}
+    try:
+        found = configure(
+            builder,
+            machine=options.machine,
+            global_batch=options.global_batch,
+            choices=choices,
+            offload=options.offload,
+            memory_limit=options.memory_limit,
+            budget_seconds=options.budget_seconds,
+            finite=options.finite,
+            progress=True,
+            **{name: getattr(options, name) for name in TOLD},
+            **meshes,
+        )
+    except MemoryLimitError as error:
+        if not error.needed:
+            raise
+        raise CheckFailed("\n  ".join(filter(None, (error.what, error.got, error.hint)))) from error
+    print(found)
+    if options.html:
+        print(f"wrote {found.html(options.html)}")
+    if options.json:
+        options.json.write_text(json.dumps(found.data()), "utf-8")
+        print(f"wrote {options.json}")
+    if options.save:
+        found.best.save(options.save)
+        builder_name = options.target.rpartition(":")[2]
+        print(f"wrote {options.save}: gshard.stages.Configuration.load({str(options.save)!r}, {builder_name}) reads it")
+    end_search(found.stopped, found.best.cost.peak, found.limit)
+
+
+def choices_of_options(texts: list[str]) -> dict[str, list[Any]]:
+    """Reads ``keyword=value,value``; numbers, True, False and None are those of Python, the rest is text.
+
+    >>> choices_of_options(["micro_batches=1,4", "recompute=none,full"])
+    {'micro_batches': [1, 4], 'recompute': ['none', 'full']}
+    """
+    found: dict[str, list[Any]] = {}
+    for text in texts:
+        key, equals, values = text.partition("=")
+        if not equals or not key.isidentifier() or not values:
+            raise ArgumentError(
+                f"--choice {text} is not understood.", hint="Write --choice keyword=value,value, once for each keyword."
+            )
+        found.setdefault(key, []).extend(_value(value) for value in values.split(","))
+    return found
+
+
+def _value(text: str) -> Any:
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return value if value is None or isinstance(value, bool | int | float) else text
+
+
+def _devices(options: argparse.Namespace) -> int:
+    """The number of devices: of the mesh, as given, or of the machine."""
+    if options.mesh:
+        return mesh_of(options.mesh).size
+    if options.devices is not None:
+        return int(options.devices)
+    return Machine.of(options.machine or "").size if ":" in (options.machine or "") else 8
+
+
+# Compiled command: ``gshard explain`` of what XLA compiles: a dump of a program, or a function from ``jax.jit``.
+
+_PLANS = ("memory_limit", "plan", "finite", *TOLD)  # options that say how gshard partitions
+_OF_STAGES = ("is not for a function that is lowered", "Leave it out, or name the function itself.")
+
+
+def is_dump(target: str) -> bool:
+    """Whether a target is a file of a compiled program, and no function in a file."""
+    return not target.endswith(".py") and Path(target).is_file()
+
+
+def of_dump(options: argparse.Namespace) -> CompiledExplanation:
+    """The explanation of a dump."""
+    _refuse(options, (*_PLANS, "why", "arg"), "is not for a compiled program", "Leave it out, or name a function.")
+    if options.partitioner == GSHARD:
+        raise ArgumentError(
+            "a compiled program is partitioned already.",
+            got="--partitioner gshard",
+            hint="Name the function: gshard explain train.py:step --partitioner gshard.",
+        )
+    mesh = mesh_of(options.mesh) if options.mesh else None
+    return explain(Path(options.target), mesh=mesh, machine=options.machine)
+
+
+def of_function(f: Any, arguments: tuple[Any, ...], options: argparse.Namespace) -> CompiledExplanation | None:
+    """The explanation of what XLA compiles of a function; None if gshard partitions it, as for ``explain``."""
+    if isinstance(f, STAGES):
+        return _of_stage(f, options)
+    f, (arguments, named) = with_bound_arguments(f, arguments, {})
+    if isinstance(f, Jitted) or not is_from_jax_jit(f) or options.partitioner == GSHARD:
+        return None
+    asks_for_plan = any(getattr(options, name) for name in ("mesh", *_PLANS))
+    if options.partitioner is None and asks_for_plan:
+        return None
+    if (mesh := mesh_of_arguments((arguments, named))) is not None:
+        play_devices(mesh.size)  # XLA compiles for devices that exist
+    with clear_call_errors(explain, f, arguments, named):
+        lowered = lowered_by_jax(f, arguments, named)
+    if options.partitioner is None and partitions_of(lowered) == 1:
+        return None
+    _refuse(
+        options, ("mesh", *_PLANS, "why"), "is for what gshard partitions, and XLA partitions this",
+        f"Leave it out, or give --partitioner {GSHARD}.",
+    )  # fmt: skip
+    return explain_lowered(lowered, f, arguments, named, options.machine)
+
+
+def _of_stage(f: Any, options: argparse.Namespace) -> CompiledExplanation | None:
+    """The explanation of a function that is lowered or compiled; None if gshard planned it, as for ``of_function``."""
+    by_gshard = isinstance(f, Planned)
+    if by_gshard and options.partitioner != XLA:
+        named = [name for name in ("mesh", *_PLANS) if getattr(options, name)]
+        _refuse_given(options, [f"--{name.replace('_', '-')}" for name in named], *_OF_STAGES)
+        return None
+    if not by_gshard and options.partitioner == GSHARD:
+        raise ArgumentError(
+            "a program that jax.jit lowered is partitioned by XLA.",
+            got="--partitioner gshard",
+            hint="Name a function that returns (function, *arguments).",
+        )
+    _refuse(options, ("mesh", *_PLANS, "why"), *_OF_STAGES)
+    return explain(f, machine=options.machine, partitioner="xla") if by_gshard else explain(f, machine=options.machine)
+
+
+def mesh_of_arguments(arguments: Any) -> Mesh | None:
+    """The mesh of the first argument that is placed on one, abstract ones included; None without."""
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments))
+    found = next((s.mesh for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1), None)
+    return None if found is None else Mesh.of(found)
+
+
+def _refuse(options: argparse.Namespace, names: tuple[str, ...], why: str, hint: str) -> None:
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
+    given += [f"--against {XLA}"] if options.against == XLA else []
+    _refuse_given(options, given, why, hint)
+
+
+def _refuse_given(options: argparse.Namespace, given: list[str], why: str, hint: str) -> None:
+    if given:
+        raise ArgumentError(f"{given[0]} {why}.", got=f"{options.target} with {', '.join(given)}", hint=hint)
+
 
 FAILED = 3  # exit status
 

@@ -37,12 +37,7 @@ class TargetError(GShardError):
 
 
 def play_devices(count: int, force: bool = False) -> None:
-    """Has JAX play so many devices on the CPU, unless it has begun: a target may ask for devices that do not exist.
-
-    Args:
-        count: how many at least.
-        force: whether on the CPU even where JAX was told another platform.
-    """
+    """Has JAX play so many devices on the CPU, unless it has begun: a target may ask for devices that do not exist."""
     told: dict[str, Any] = jax.config.values
     with contextlib.suppress(RuntimeError):  # it has begun
         jax.config.update("jax_num_cpu_devices", max(count, told.get("jax_num_cpu_devices") or 0))
@@ -69,14 +64,7 @@ def _not_imported(module: str, error: ImportError) -> TargetError:
 
 
 def named(text: str) -> Any:
-    """What a command line names, a function in general.
-
-    Args:
-        text: ``module:name`` or ``file.py:name``; the current folder is searched too.
-
-    Raises:
-        TargetError: there is nothing of this name, or it is no function.
-    """
+    """What a command line names, a function in general."""
     found = _named(text)
     if not callable(found):
         raise TargetError(f"{text!r} is a {type(found).__name__} and no function.")
@@ -84,16 +72,7 @@ def named(text: str) -> Any:
 
 
 def load(text: str, shapes: Sequence[str] = (), stages: tuple[type, ...] = ()) -> tuple[Any, tuple[Any, ...]]:
-    """The function and its arguments.
-
-    Args:
-        text: ``module:name`` or ``file.py:name``; the current folder is searched too.
-        shapes: arguments as text, ``f32[64,512]``.
-        stages: what may stand for a function and its arguments: one that is lowered or compiled.
-
-    Raises:
-        TargetError: there is nothing of this name, or its arguments are not known.
-    """
+    """The function and its arguments."""
     found = _named(text)
     if isinstance(found, stages) and not shapes:
         return found, ()
@@ -162,11 +141,7 @@ def _named(text: str) -> Any:
 
 
 def need_folder(path: Path, option: str) -> None:
-    """Refuses a file whose folder does not exist, before the work that it would hold.
-
-    Raises:
-        TargetError: there is no such folder.
-    """
+    """Refuses a file whose folder does not exist, before the work that it would hold."""
     if not path.parent.is_dir():
         raise TargetError(
             f"there is no folder {path.parent}.", got=f"{option} {path}", hint="Make it, or name another file."
@@ -177,16 +152,7 @@ TOLD = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames"
 
 
 def told_by(f: Callable[..., Any], given: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The static and donated arguments of a command line, as ``jit`` takes them.
-
-    Args:
-        f: the function.
-        given: how many arguments it gets.
-        options: of the command line.
-
-    Raises:
-        TargetError: there is no argument of such a number.
-    """
+    """The static and donated arguments of a command line, as ``jit`` takes them."""
     made = {name: getattr(options, name) for name in TOLD}
     for option, number in ((f"--{name.replace('_', '-')}", n) for name in TOLD[::2] for n in made[name] or ()):
         if not 0 <= number < given:
@@ -228,9 +194,6 @@ def shape_of(text: str) -> jax.ShapeDtypeStruct:
 
     >>> shape_of("bf16[8,4]")
     ShapeDtypeStruct(shape=(8, 4), dtype=bfloat16)
-
-    Raises:
-        TargetError: it cannot be read.
     """
     match = re.fullmatch(r"(pred|s|u|f|bf|c)(\d*)\[((?:\d+(?:,\d+)*)?)\]", text.replace(" ", ""))
     try:
@@ -255,9 +218,6 @@ def mesh_of(text: str) -> Mesh:
 
     >>> print(mesh_of("data=4,model=2"))
     data=4 model=2
-
-    Raises:
-        TargetError: it cannot be read.
     """
     if re.fullmatch(r"\d+", text):
         return Mesh.abstract(devices=int(text))

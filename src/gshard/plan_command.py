@@ -1,14 +1,4 @@
-"""Planning: whether a model fits a machine, and the time of a training step there (``gshard plan``).
-
-    print(plan("MoE(128E, 12L)", "v3:8x8"))
-    print(plan("mixtral-8x7b", "h100:8x8"))
-
-The step is loss, gradients and a plain update of donated parameters (Adafactor's factored state is a thousandth of the
-experts' weights). The paper's models have the marks of section 3.2 only and the batch of Table 3. Decoders, which have
-fewer experts than such machines have devices, have a layout: experts over one axis, tokens over both, and every weight
-split over all devices and gathered when it is read. With libtpu installed (``pip install libtpu``) the step can also be
-compiled for the real topology, without a TPU.
-"""
+"""Plan command: plans a model of a given size for machines that need not exist, and compiles it with libtpu."""
 
 from __future__ import annotations
 
@@ -22,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.ahead_of_time import compiled_by_libtpu
 from gshard.api.jit import jit
 from gshard.api.lowered import Lowered
 from gshard.api.search import search
@@ -35,14 +24,37 @@ from gshard.device.cost import Cost, KernelCost
 from gshard.device.cost import cost as cost_of
 from gshard.device.fusion_model import PRODUCT
 from gshard.device.machine import Machine
-from gshard.explanation.found import SearchResult
+from gshard.explanation.search_result import SearchResult
 from gshard.moe.config import TransformerConfig
 from gshard.moe.models import MODELS, model_name
 from gshard.moe.param import Param, shapes
 from gshard.moe.transformer import loss, param_specs
-from gshard.remat.rematerialise import MemoryLimitError, bytes_of
-from gshard.search.meshes import meshes
-from gshard.xla.topology import topology_mesh
+from gshard.remat.rematerialise import MemoryLimitError, bytes_of, peak_of
+from gshard.search.find import meshes
+from gshard.xla.tpu import estimated_cycles, topology_mesh
+
+# Compiles a program ahead of time with libtpu for a TPU that need not exist, and reads what the compiler tells.
+
+CYCLES_A_SECOND = {"v3": 940e6}
+
+
+def compiled_by_libtpu(lowered: Lowered, machine: Machine) -> dict[str, str]:
+    """What libtpu's compiler says of the program, which may be that it does not fit."""
+    try:
+        made = lowered.executable.compiled
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return {"does not fit": str(error).splitlines()[0].partition("RESOURCE_EXHAUSTED: ")[2]}
+    cycles = estimated_cycles(made.as_text())
+    found = {
+        "peak memory": f"{peak_of(made) / 2**30:.2f} GiB",
+        "estimated cycles": f"{cycles:,}",
+    }
+    if machine.kind in CYCLES_A_SECOND and cycles:
+        found["estimated step"] = f"{1e3 * cycles / CYCLES_A_SECOND[machine.kind]:.1f} ms"
+    return found
+
 
 # Table 3: "Batch sz. (Tokens)", per side of the translation, by number of experts. The paper does not say how long
 # sentences are; ``LENGTH`` tokens is an assumption that only attention notices.
@@ -70,32 +82,19 @@ _CLASSES = {
 
 @dataclasses.dataclass(frozen=True)
 class PlannedModel:
-    """One model on one machine.
+    """One model on one machine."""
 
-    Attributes:
-        name: of the model.
-        config: the model.
-        parameters: number of weights.
-        batch: sentences of a step and their length.
-        cost: time, bytes and memory of a step.
-        replicated, distributed: bytes of a device's weights that all hold, and that are split.
-        collectives: for each kind how often and how many bytes a device sends.
-        recomputed: what a limit of memory made the step recompute.
-        found: the plan, if it was searched.
-        compiled: what libtpu makes of it, by name, if asked for.
-    """
-
-    name: str
-    config: TransformerConfig
-    parameters: int
-    batch: tuple[int, int]
-    cost: Cost
-    replicated: int
+    name: str  # of the model
+    config: TransformerConfig  # the model
+    parameters: int  # number of weights
+    batch: tuple[int, int]  # sentences of a step and their length
+    cost: Cost  # time, bytes and memory of a step
+    replicated: int  # replicated, distributed: bytes of a device's weights that all hold, and that are split
     distributed: int
-    collectives: dict[str, tuple[int, int]]
-    recomputed: Recomputed | None = None
-    found: SearchResult | None = None
-    compiled: dict[str, str] = dataclasses.field(default_factory=dict)
+    collectives: dict[str, tuple[int, int]]  # for each kind how often and how many bytes a device sends
+    recomputed: Recomputed | None = None  # what a limit of memory made the step recompute
+    found: SearchResult | None = None  # the plan, if it was searched
+    compiled: dict[str, str] = dataclasses.field(default_factory=dict)  # what libtpu makes of it, by name, if asked for
 
     @property
     def activations(self) -> int:
@@ -185,18 +184,7 @@ def arguments(config: TransformerConfig, sentences: int, length: int) -> tuple[A
 
 
 def configured(name: str, topology: str, remat: bool | str | None = None) -> tuple[TransformerConfig, Machine]:
-    """A named model for all devices of a machine.
-
-    Args:
-        name: of the model, see ``gshard.moe.MODELS``; capitals and punctuation do not matter.
-        topology: of the machine; without a shape it gets as many devices as the model has experts.
-        remat: whether pairs of layers are recomputed, or ``"branches"``, see ``TransformerConfig``; None recomputes
-            pairs from 28 layers on, as the paper's models of 36 needed it.
-
-    Raises:
-        ModelError: no such model.
-        MachineError: no such machine.
-    """
+    """A named model for all devices of a machine."""
     config = MODELS[model_name(name)]
     machine = Machine.of(topology, None if ":" in topology else config.experts or 2048)
     deep = config.encoder_layers + config.decoder_layers >= 28
@@ -207,16 +195,7 @@ def configured(name: str, topology: str, remat: bool | str | None = None) -> tup
 
 
 def mesh_for(config: TransformerConfig, machine: Machine, compiled: bool = False) -> Mesh:
-    """The devices of a machine as a model has them: in one axis, or for a decoder in ``data`` and ``experts``.
-
-    Args:
-        config: the model.
-        machine: the machine.
-        compiled: whether they are those of a TPU topology, as libtpu knows them.
-
-    Raises:
-        PlanningError: libtpu is missing or does not know the topology.
-    """
+    """The devices of a machine as a model has them: in one axis, or for a decoder in ``data`` and ``experts``."""
     if config.encoder_layers:
         return topology_mesh(machine) if compiled else Mesh.abstract(devices=machine.size)
     experts = math.gcd(config.experts or 1, machine.size)
@@ -333,25 +312,7 @@ def plan(
     compiled: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> PlannedModel:
-    """Plans a named model for a machine.
-
-    Args:
-        name: a row of Table 1, such as ``MoE(2048E, 36L)``, or a decoder such as ``Mixtral-8x7B``.
-        topology: ``v3:32x32``, or ``v3`` for as many devices as the model has experts.
-        remat: whether pairs of layers are recomputed; None does so from 28 layers on.
-        tokens_of_device: tokens of a batch a side for each device; None takes the batch of Table 3, or for a decoder
-            a million tokens.
-        memory_limit: bytes that a device may hold, or text such as ``"14GiB"``; what does not fit is recomputed.
-        search_plan: search for the plan of the model without its marks, instead of taking that of the marks.
-        compiled: compile with libtpu too.
-        tell: receives the reason for a longer run.
-
-    Raises:
-        MemoryLimitError: the step does not fit, whatever is recomputed.
-        ModelError: no such model.
-        PlanningError: libtpu is missing or refuses.
-        MachineError: no such machine.
-    """
+    """Plans a named model for a machine."""
     config, machine = configured(name, topology, remat)
     mesh = mesh_for(config, machine, compiled)
     found = None

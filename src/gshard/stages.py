@@ -8,7 +8,7 @@ prefetching follow ``partition`` (``search.pipeline``).
 
 from gshard.api.configuration import Configuration as Configuration
 from gshard.api.configurations import Configurations as Configurations
-from gshard.api.jitted import Jitted as Jitted
+from gshard.api.jit import Jitted as Jitted
 from gshard.api.kernel_function import KernelFunction as KernelFunction
 from gshard.api.lowered import Compiled as Compiled
 from gshard.api.lowered import Lowered as Lowered
@@ -21,7 +21,7 @@ from gshard.emit.compile import Executable as Executable
 from gshard.emit.compile import compile as compile
 from gshard.emit.partition import partition as partition
 from gshard.explanation.explain import Explanation as Explanation
-from gshard.explanation.found import SearchResult as SearchResult
+from gshard.explanation.search_result import SearchResult as SearchResult
 from gshard.naming.dimension_classes import Dimensions as Dimensions
 from gshard.planning.propagate import propagate as propagate
 from gshard.tracing.trace import trace as trace

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard.core.jax_adapter_context import context_of
-from gshard.device.jaxpr_collectives import emitted, reported
+from gshard.testing.rule_checks import emitted, reported
 from placed import in_every_way, mesh_of
 
 MESH = {"a": 2, "b": 4}

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard.core.errors import ShardingError
-from gshard.language.low_precision import SENT
+from gshard.language.mark_primitive import SENT
 from gshard.simulator.simulate import simulate
 from gshard.testing.rule_checks import parts_of
 from gshard.xla.hlo_collectives import CompiledCollective, collectives

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.api.static_leaves import Fixed
+from gshard.api.signature import Fixed
 
 
 @jax.tree_util.register_dataclass

@@ -12,14 +12,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.comm.exchange import exchange
 from gshard.comm.reshard import plan_reshard
 from gshard.comm.route import pairs
-from gshard.comm.steps import Step, bytes_sent, is_exchange, rounds, run
+from gshard.comm.steps import Step, bytes_sent, exchange, is_exchange, rounds, run
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
-from gshard.device.step_times import StepTimes
+from gshard.device.network import StepTimes
 from gshard.simulator.simulate import simulate_function
 from laws.test_reshard_any import move, parts, shardings
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import pytest
 
 from gshard.comm import reshard
-from gshard.comm.exchange import can_change
 from gshard.comm.reshard import plan_reshard, reshard_bytes, single_steps
 from gshard.comm.steps import (
     ALL_GATHER,
@@ -22,12 +21,14 @@ from gshard.comm.steps import (
     REDUCE_SCATTER,
     Step,
     bytes_sent,
+    can_be_exchanged,
+    can_change,
+    moved,
 )
-from gshard.comm.tiles import can_be_exchanged, moved
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
-from gshard.device.step_times import StepTimes
+from gshard.device.network import StepTimes
 from laws.test_reshard_any import shardings
 
 CUBE, SHAPE, BYTES = Mesh.abstract(a=2, b=2, c=2), (64, 64, 64), 4

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pallas_tpu
 
-from gshard.core.jax_adapter_attention import tpu_attention, tpu_attention_gradient, tpu_refusal
-from gshard.language.attention_blocks import Blocks, Mask
+from gshard.core.jax_adapter_kernels import tpu_attention, tpu_attention_gradient, tpu_refusal
+from gshard.language.attention_primitive import Blocks, Mask
 
 
 @pytest.mark.parametrize(("causal", "segmented"), [(True, False), pytest.param(False, True, marks=pytest.mark.slow)])

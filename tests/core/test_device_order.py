@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gshard.core.device_order import cut, order_for, permutation, positions_of_parts, table_of_ids
+from gshard.core.mark import cut, order_for, permutation, positions_of_parts, table_of_ids
 from gshard.core.mesh import Mesh
 
 MESHES = (Mesh.abstract(devices=8), Mesh.abstract(a=2, b=6), Mesh.abstract(a=3, b=2, c=2), Mesh.abstract(a=1, b=5))

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import pytest
 
-from gshard.core.garbage import collected_seldom
 from gshard.core.mesh import Mesh
+from gshard.core.phases import collected_seldom
 from gshard.emit.partition import partition
 from gshard.planning.propagate import propagate
 from gshard.tracing.trace import trace

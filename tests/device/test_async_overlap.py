@@ -11,8 +11,7 @@ import pytest
 import gshard
 from gshard import split
 from gshard.device.async_overlap import Step, overlapped
-from gshard.device.machine import Machine
-from gshard.device.machine_kinds import KINDS
+from gshard.device.machine import KINDS, Machine
 
 BOTH = KINDS["v5e"].compiler
 ONE_WAY = KINDS["v5p"].compiler

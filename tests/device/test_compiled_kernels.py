@@ -16,8 +16,7 @@ from gshard.core.sharding import Sharding
 from gshard.device.compiled_kernels import as_compiled
 from gshard.device.cost import Cost, cost
 from gshard.device.fusion_model import FUSED, REGION, Kernels, device_program
-from gshard.device.machine import Machine
-from gshard.device.machine_kinds import COMPILERS
+from gshard.device.machine import COMPILERS, Machine
 from gshard.device.memory import memory_of
 from gshard.planning.reshard_costs import axes_of
 from gshard.search.seconds import Seconds

@@ -7,9 +7,9 @@ import pytest
 import gshard
 from device.models import MODELS, WITH_EXPERTS, lowered, model
 from gshard.device.cost import cost
-from gshard.device.jaxpr_collectives import emitted, reported
 from gshard.device.machine import Machine
 from gshard.search.seconds import Seconds
+from gshard.testing.rule_checks import emitted, reported
 
 
 def costed(name, machine="cpu:8"):

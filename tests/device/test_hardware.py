@@ -12,9 +12,9 @@ import pytest
 
 import gshard
 from gshard import Machine, Mesh, UnknownMachineWarning, split
-from gshard.device import hardware
+from gshard.device import machine as hardware
 from gshard.device.cost import cost
-from gshard.device.hardware import kind_of_devices, machine_of, machine_to_order, machine_to_plan_for, unknown_devices
+from gshard.device.machine import kind_of_devices, machine_of, machine_to_order, machine_to_plan_for, unknown_devices
 from gshard.remat.rematerialise import rematerialise
 
 CALLED = "NVIDIA L40S"

@@ -10,7 +10,7 @@ import pytest
 
 import gshard
 from device.models import f32
-from gshard.device.held import Held, held_at_peak
+from gshard.device.memory import Held, held_at_peak
 
 MESH = gshard.Mesh.abstract(data=8)
 LAYERS, WIDTH, HIDDEN = 3, 64, 512

@@ -14,11 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from device.models import f32
+from gshard.device.compiled_kernels import stack_slices
 from gshard.device.cost import cost
 from gshard.device.fusion_model import kernels_of
-from gshard.device.loop_stacks import stack_slices
-from gshard.device.machine import Machine
-from gshard.device.machine_kinds import COMPILERS, Compiler
+from gshard.device.machine import COMPILERS, Compiler, Machine
 from gshard.device.roofline import copy_seconds
 from gshard.search.seconds import seconds_on
 from gshard.tracing.trace import trace

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from gshard.core.mesh import Mesh
-from gshard.device.machine import Machine, MachineError
-from gshard.device.machine_kinds import KINDS, RING
+from gshard.device.machine import KINDS, RING, Machine, MachineError
 from gshard.device.network import (
     extents,
     goes_one_way,

@@ -13,12 +13,10 @@ import pytest
 import gshard
 from gshard import Machine, Mesh, split
 from gshard.device.cost import cost
-from gshard.device.hardware import kind_called
-from gshard.device.machine import Dimension
-from gshard.device.machine_kinds import COMPILERS, DEVICE_KINDS, DIRECT, KINDS
+from gshard.device.machine import COMPILERS, DEVICE_KINDS, DIRECT, KINDS, Dimension, kind_called
 from gshard.device.network import least_gather_seconds, permutation_seconds, seconds
 from gshard.xla.calibrate import calibrate
-from gshard.xla.topology import PlanningError, topology_mesh
+from gshard.xla.tpu import PlanningError, topology_mesh
 
 ROOT = Path(__file__).resolve().parents[2]
 LABEL = "the machine under the desk"

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from gshard.core.mesh import Mesh
-from gshard.device.machine import Dimension, Machine
-from gshard.device.machine_kinds import COMPILERS, LINE, RING
+from gshard.device.machine import COMPILERS, LINE, RING, Dimension, Machine
 from gshard.device.network import latency, link_loads, seconds
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "benchmarks" / "figure9.py"

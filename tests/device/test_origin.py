@@ -5,9 +5,9 @@ import pytest
 
 import gshard
 from device.models import explained, f32, model
+from gshard.device.cost import origins
 from gshard.device.fusion_model import COLLECTIVE
-from gshard.device.origin import origins
-from gshard.explanation.merged_collectives import merged
+from gshard.explanation.rows import merged
 
 
 @pytest.mark.parametrize("name", ["gradient", "recurrent", "vocabulary", "experts gradient"])

@@ -14,12 +14,12 @@ from gshard import Machine, Mesh, split
 from gshard.comm.steps import ALL_SLICE, Step
 from gshard.core.program import itemsize
 from gshard.core.sharding import Sharding
+from gshard.device.async_overlap import product_seconds
+from gshard.device.compiled_kernels import epilogues
 from gshard.device.cost import cost, kernel_cost
-from gshard.device.epilogues import epilogues
 from gshard.device.fusion_model import PRODUCT, Kernels, device_program, kernels_of
-from gshard.device.gather_stalls import product_seconds
+from gshard.device.network import StepTimes
 from gshard.device.roofline import INDICES, copy_seconds, launch_seconds, roofline
-from gshard.device.step_times import StepTimes
 from gshard.planning.reshard_costs import axes_of
 from gshard.search.seconds import Seconds
 

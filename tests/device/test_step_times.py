@@ -15,9 +15,8 @@ from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import tables
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
-from gshard.device.network import least_gather_seconds, seconds
+from gshard.device.network import StepTimes, least_gather_seconds, seconds
 from gshard.device.roofline import copy_seconds
-from gshard.device.step_times import StepTimes
 from sampled import crossed
 
 MACHINES = ["v5e:2x4", "v3:4x2", "h100:2x8", "cpu:8"]

@@ -18,9 +18,9 @@ from jax.sharding import NamedSharding
 
 import gshard
 from gshard.comm.collectives import KINDS
-from gshard.core.context import NO_CONTEXT, Context
 from gshard.core.jax_adapter import closed, sub_jaxprs
 from gshard.core.jax_adapter_context import context_of, in_context
+from gshard.core.program import NO_CONTEXT, Context
 from gshard.device.cost import cost
 from gshard.device.machine import Machine
 

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.explanation.moved_instead import moved_instead
+from gshard.explanation.warnings import moved_instead
 
 MESH = gshard.Mesh.abstract(fsdp=8, tensor=8)
 

@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from device.models import f32, model
 from gshard.core.mark import Mark
-from gshard.explanation.changes import changes_of
-from gshard.explanation.merged_collectives import rows_of
-from gshard.explanation.trials import trials
+from gshard.explanation.rows import rows_of
+from gshard.explanation.trials import changes_of, trials
 from gshard.planning.added_marks import with_marks
 from gshard.planning.propagate import propagate
 

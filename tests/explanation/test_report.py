@@ -12,8 +12,8 @@ import pytest
 import gshard
 from device.models import explained, f32
 from gshard.device.cost import BOUNDS
-from gshard.device.jaxpr_collectives import emitted
 from gshard.device.machine import MachineError
+from gshard.testing.rule_checks import emitted
 
 
 @pytest.fixture(scope="module")

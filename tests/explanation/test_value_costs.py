@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from gshard.core.program import Value
 from gshard.explanation.explain import Explanation
-from gshard.planning.causes import Causes
+from gshard.explanation.value_costs import Causes
 from gshard.planning.propagate import Choice, choose
 from gshard.planning.settled import settled
 from gshard.search.seconds import on_machine, seconds_on

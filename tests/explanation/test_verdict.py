@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from device.models import f32, model
 from gshard.core.program import format_bytes
-from gshard.explanation.bounds import alone
+from gshard.explanation.verdict import alone
 
 MESH = gshard.Mesh.abstract(data=4, model=2)
 

@@ -9,7 +9,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.language.beforehand import beforehand
+from gshard.language.region import beforehand
 
 MASKS = frozenset(("and", "eq", "ne", "lt", "le", "gt", "ge", "or", "not"))
 

@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 
 import gshard
-from gshard.language.interpret import Interpreter
-from gshard.rules.concatenate_slices import concatenate_slices_p
+from gshard.language.region import Interpreter
+from gshard.rules.slicing import concatenate_slices_p
 
 RNG = np.random.default_rng(2)
 X, Y = (RNG.standard_normal((3, 8, 4)).astype(np.float32) for _ in range(2))

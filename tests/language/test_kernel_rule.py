@@ -6,8 +6,7 @@ import pytest
 
 from gshard.core.mesh import Mesh
 from gshard.language.kernel_loops import call_of
-from gshard.language.kernel_primitive import Kernel, kernel_p
-from gshard.language.kernel_rule import kernel_rule
+from gshard.language.kernel_primitive import Kernel, kernel_p, kernel_rule
 
 MESH = Mesh.abstract(a=2, b=3)
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.language.over_axes import OverAxes
+from gshard.language.per_device import OverAxes
 
 MESH = gshard.Mesh.of(jax.make_mesh((2, 4), ("a", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 2))
 OVER = [atoms for n in (1, 2, 3) for atoms in itertools.permutations(MESH.atoms, n)]

@@ -10,10 +10,10 @@ from gshard.core.errors import RuleError
 from gshard.core.jax_adapter import bind
 from gshard.core.program import Constant, Value
 from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE
-from gshard.language.notation import check_without_local, parse
+from gshard.language.custom import check_without_local, parse
 from gshard.language.registry import Call, contradiction, known_primitives, rule
 from gshard.language.traits import names_where, traits_of
-from gshard.rules.movement import at_places
+from gshard.rules.shape import at_places
 from harness import Row, rows
 from invented import invented
 

@@ -21,7 +21,7 @@ from gshard.device.cost import cost
 from gshard.device.machine import Machine
 from gshard.emit.partition import partition
 from gshard.planning.choices import graph_of
-from gshard.planning.io_shardings import at_boundary
+from gshard.planning.demands import at_boundary
 from gshard.planning.objective import bytes_on
 from gshard.planning.propagate import decided, propagate
 from gshard.planning.reshard_costs import axes_of

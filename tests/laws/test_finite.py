@@ -17,7 +17,7 @@ import pytest
 from jax import lax
 
 from gshard.core.mesh import Mesh
-from gshard.core.split import is_valid, operand_sharding, result_sharding
+from gshard.core.rule import is_valid, operand_sharding, result_sharding
 from gshard.testing.rule_checks import emit, plan_of, run_on_all
 from gshard.tracing.permitted import permitted
 from gshard.tracing.trace import trace

@@ -1,7 +1,7 @@
 """The law: inside of a jitted program, a partitioned function computes what it computes without partitions.
 
 It is called in each transformation and in each control structure of JAX. ``jax.jit`` lowers many of these before their
-operands are sharded, so that XLA's partitioner determines how the function is partitioned (``api/at_partitioning.py``).
+operands are sharded, so that XLA's partitioner determines how the function is partitioned (``api/transformations.py``).
 """
 
 from __future__ import annotations

@@ -18,14 +18,13 @@ import numpy as np
 import pytest
 from jax import lax
 
+from gshard.core.plan import Boundary
 from gshard.core.program import Equation, Value
-from gshard.core.program_boundary import Boundary
-from gshard.core.rule import MONOIDS, Rule
+from gshard.core.rule import MONOIDS, Rule, is_valid, operand_sharding
 from gshard.core.sharding import Sharding
-from gshard.core.split import is_valid, operand_sharding
 from gshard.core.xla_workarounds import AS_WRITTEN
 from gshard.emit.partition import partition
-from gshard.planning.io_shardings import at_boundary
+from gshard.planning.demands import at_boundary
 from gshard.simulator.simulate import simulate
 from gshard.tracing.trace import trace
 from harness import Row, rows

@@ -21,9 +21,9 @@ from gshard.core.mesh import Mesh
 from gshard.explanation.explain import Explanation
 from gshard.planning.propagate import choose
 from gshard.planning.settled import settled
-from gshard.search.meshes import axes_text
+from gshard.search.find import axes_text
+from gshard.search.pipeline import PricedPlan, Pricing
 from gshard.search.presets import AS_IT_IS, marked_presets
-from gshard.search.priced import PricedPlan, Pricing
 from sampled import sampled
 from steps import STEPS
 

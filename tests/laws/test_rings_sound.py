@@ -21,10 +21,9 @@ import gshard
 from emitted import emitted, reported
 from gshard.comm.steps import aligned
 from gshard.core.mesh import Mesh
-from gshard.core.plan import Plan
+from gshard.core.plan import Plan, Ring, entering, leaving
 from gshard.core.program import Equation, Value, itemsize
-from gshard.core.ring import Ring, entering, leaving
-from gshard.core.split import Split, operand_sharding, result_sharding
+from gshard.core.rule import Split, operand_sharding, result_sharding
 from gshard.testing import rule_checks
 from gshard.tracing.trace import trace
 from sampled import crossed

@@ -17,8 +17,8 @@ import pytest
 from emitted import emitted, reported
 from gshard.core.plan import Plan
 from gshard.core.program import Equation, Program
+from gshard.core.rule import Split
 from gshard.core.sharding import Sharding
-from gshard.core.split import Split
 from gshard.language.registry import known_primitives
 from gshard.testing import rule_checks
 from harness import Row, elementwise, rows

@@ -9,8 +9,21 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Dims, Factor, Rule
-from gshard.core.split import Split, fits, is_valid, local_size, place, project
+from gshard.core.rule import (
+    COMMUNICATE,
+    PARALLEL,
+    REDUCE,
+    REPLICATE,
+    Dims,
+    Factor,
+    Rule,
+    Split,
+    fits,
+    is_valid,
+    local_size,
+    place,
+    project,
+)
 
 MESH = Mesh.abstract(a=2, b=3, c=4)
 

@@ -13,7 +13,7 @@ import pytest
 import gshard
 from emitted import reported
 from gshard import CollectiveMatmul, split
-from gshard.device.gather_stalls import gather_stalls
+from gshard.device.async_overlap import gather_stalls
 from gshard.device.machine import Machine
 from sampled import crossed
 

@@ -19,8 +19,8 @@ import gshard
 from every_choice import every_choice
 from families import CASES
 from gshard.comm.collectives import KINDS
+from gshard.core.plan import AS_MARKED
 from gshard.core.program import Program, Value
-from gshard.core.program_boundary import AS_MARKED
 from gshard.core.sharding import Sharding
 from gshard.device.cost import Cost, cost, kernel_cost
 from gshard.device.fusion_model import REGION, size

@@ -16,14 +16,14 @@ import gshard
 from gshard.planning import propagate as of_propagate
 from gshard.planning.choices import graph_of
 from gshard.planning.graph import Graph
-from gshard.planning.layers import classes_of_layers
 from gshard.planning.objective import bytes_on
+from gshard.planning.propagate import classes_of_layers
 from gshard.planning.propagated import Propagated
 from gshard.planning.reshard_costs import axes_of
 from gshard.planning.settled import settled
 from gshard.solver.descent import Descent
 from gshard.solver.problem import Problem
-from gshard.solver.tied import tied
+from gshard.solver.solve import tied
 
 MESH = gshard.Mesh.abstract(data=8)
 WIDTH, HEADS = 256, 4

@@ -15,16 +15,14 @@ from gshard.core.mesh import Mesh
 from gshard.core.program import Program
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
-from gshard.planning import nearby
-from gshard.planning.axis_steps import axis_steps
+from gshard.planning import strategies as nearby
 from gshard.planning.choices import graph_of
 from gshard.planning.graph import Graph
-from gshard.planning.nearby import estimated_entries, is_limited, runs_of
 from gshard.planning.objective import bytes_on
 from gshard.planning.propagate import choose
-from gshard.planning.reshard_costs import axes_of
+from gshard.planning.reshard_costs import axes_of, axis_steps
 from gshard.planning.settled import settled
-from gshard.planning.strategies import places_for, places_of, shardings
+from gshard.planning.strategies import estimated_entries, is_limited, places_for, places_of, runs_of, shardings
 from gshard.search.seconds import seconds_on
 from gshard.tracing.trace import trace
 

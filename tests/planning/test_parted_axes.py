@@ -13,9 +13,8 @@ import pytest
 
 import gshard
 from gshard.core.mesh import Mesh
-from gshard.planning.axis_steps import is_considered
 from gshard.planning.propagate import propagate
-from gshard.planning.reshard_costs import axes_of
+from gshard.planning.reshard_costs import axes_of, is_considered
 from gshard.planning.strategies import shardings
 from gshard.testing.rule_checks import emit, parts_of, run_on_all
 from gshard.tracing.trace import trace

@@ -15,11 +15,9 @@ from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import tables
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
-from gshard.planning import axis_steps
-from gshard.planning.axis_steps import swapped
+from gshard.planning import reshard_costs as axis_steps
 from gshard.planning.objective import bytes_on
-from gshard.planning.reshard_costs import Moves, axes_of
-from gshard.planning.step_table import StepTable
+from gshard.planning.reshard_costs import Moves, StepTable, axes_of, swapped
 from gshard.planning.strategies import shardings
 from gshard.search.seconds import Seconds, on_machine, seconds_on
 

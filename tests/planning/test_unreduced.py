@@ -15,8 +15,8 @@ from jax import lax
 import gshard
 from gshard import replicate, split
 from gshard.core.mesh import Mesh
+from gshard.core.rule import is_valid, operand_sharding, result_sharding
 from gshard.core.sharding import Sharding
-from gshard.core.split import is_valid, operand_sharding, result_sharding
 from gshard.tracing.permitted import permitted
 from gshard.tracing.trace import trace
 

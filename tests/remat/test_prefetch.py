@@ -11,9 +11,9 @@ import gshard
 from device.models import f32
 from gshard.device.cost import cost
 from gshard.device.fusion_model import device_program
-from gshard.device.jaxpr_collectives import emitted, reported
 from gshard.device.machine import Machine
 from gshard.remat.prefetch import prefetched
+from gshard.testing.rule_checks import emitted, reported
 
 # Products take long enough to hide what is gathered.
 SLOW = dataclasses.replace(

@@ -14,12 +14,11 @@ from device.models import f32
 from gshard.core.spmd import RECOMPUTED
 from gshard.device.cost import cost
 from gshard.device.fusion_model import device_program
-from gshard.device.jaxpr_collectives import emitted, reported
 from gshard.device.machine import Machine
 from gshard.device.memory import memory_of
 from gshard.emit.compile import compile_spmd
-from gshard.remat.fit import compiled_within, peak_of
-from gshard.remat.rematerialise import MemoryLimitError, bytes_of, rematerialise
+from gshard.remat.rematerialise import MemoryLimitError, bytes_of, compiled_within, peak_of, rematerialise
+from gshard.testing.rule_checks import emitted, reported
 from laws.test_any_program import PHASES, Step, all_shapes, check, programs
 
 CPU = Machine.of("cpu:8")

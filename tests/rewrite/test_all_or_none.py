@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 from gshard.core.jax_adapter import jaxpr_without_dead_code
-from gshard.language.interpret import Interpreter
+from gshard.language.region import Interpreter
 from gshard.tracing.builder import Builder
 
 N, M = 8, 3

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.rewrite.piecewise_region import may_begin
+from gshard.rewrite.piecewise import may_begin
 from sampled import crossed
 
 MESH = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -10,8 +10,8 @@ from jax import ShapeDtypeStruct
 from jax.experimental import io_callback
 
 import gshard
+from gshard.planning.batched import equal_functions
 from gshard.rewrite.driver import at, run
-from gshard.rewrite.equal_functions import equal_functions
 from gshard.tracing.trace import trace
 
 

@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import gshard
-from gshard.language.interpret import Interpreter
+from gshard.language.region import Interpreter
 from gshard.rewrite.driver import run
 from gshard.rewrite.rewrites import SPLIT, TRACE
 from gshard.tracing.builder import Builder

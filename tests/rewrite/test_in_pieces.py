@@ -7,8 +7,7 @@ import pytest
 from jax import lax
 
 from gshard.core.program import Value
-from gshard.rewrite.piecewise_equation import in_pieces, may_be_in_pieces, touched
-from gshard.rewrite.piecewise_layout import Piece, starts_of, whole
+from gshard.rewrite.piecewise import Piece, in_pieces, may_be_in_pieces, starts_of, touched, whole
 from harness import rows
 from sampled import sampled_rows
 

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import gshard
-from gshard.language.merged_dims import groups_of
+from gshard.language.traits import groups_of
 from sampled import crossed
 
 B, S, D, F = 3, 16, 8, 12

@@ -9,7 +9,7 @@ from jax import lax
 import gshard
 from gshard.core.jax_adapter import scan_counts
 from gshard.core.program import Value
-from gshard.language.interpret import Interpreter
+from gshard.language.region import Interpreter
 
 LENGTH, ROWS, COLUMNS = 4, 3, 5
 

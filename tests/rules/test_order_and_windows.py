@@ -11,8 +11,8 @@ from jax import lax
 import gshard
 from gshard import split
 from gshard.comm.shards import Shards
-from gshard.comm.sorting import Columns, _columns, ways
 from gshard.core.mesh import Mesh
+from gshard.rules.sort import Columns, _columns, ways
 from gshard.simulator.simulate import simulate_function
 from gshard.tracing.trace import trace
 from laws.test_rules_sound import the_equation

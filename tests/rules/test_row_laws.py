@@ -9,9 +9,8 @@ from jax import lax
 from gshard.comm.shards import Shards
 from gshard.core.jax_adapter import bind
 from gshard.core.mesh import Mesh
-from gshard.core.rule import COMMUNICATE, REPLICATE
-from gshard.core.split import place
-from gshard.rules.movement import elements, index_of
+from gshard.core.rule import COMMUNICATE, REPLICATE, place
+from gshard.rules.shape import elements, index_of
 from gshard.simulator.simulate import local_jaxpr
 from gshard.tracing.trace import trace
 from harness import rows

@@ -12,12 +12,10 @@ import jax.numpy as jnp
 import pytest
 
 import gshard
-from gshard.core.deadline import OutOfTime, until
-from gshard.search.find import MeshSearch
-from gshard.search.in_model import in_model
+from gshard.core.phases import OutOfTime, until
+from gshard.search.find import MeshSearch, in_model
 from gshard.search.presets import Preset
-from gshard.search.progress import Progress
-from gshard.search.time_budget import TimeBudget
+from gshard.search.time_budget import Progress, TimeBudget
 from gshard.solver.solve import solve
 from random_problems import layered
 from search.test_search import RESIDUAL, shape, small, trained

@@ -8,9 +8,7 @@ import pytest
 import gshard
 from gshard.core.planning_tables import tables
 from gshard.device.machine import Machine
-from gshard.search.find import MeshSearch
-from gshard.search.in_model import in_model
-from gshard.search.meshes import cut_in_two, on_finer
+from gshard.search.find import MeshSearch, cut_in_two, in_model, on_finer
 from gshard.search.time_budget import TimeBudget
 
 RNG = np.random.default_rng(4)

@@ -11,8 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from gshard.core.errors import RuleError, TraceError
-from gshard.simulator.simulate import local_jaxpr, simulate, simulate_function
-from gshard.simulator.simulated_collectives import device_groups
+from gshard.simulator.simulate import device_groups, local_jaxpr, simulate, simulate_function
 
 CUBE = {"a": 2, "b": 2, "c": 2}
 ORDERS = [axes for n in (1, 2, 3) for axes in itertools.permutations(CUBE, n)]

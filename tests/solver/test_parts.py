@@ -6,19 +6,12 @@ import numpy as np
 import pytest
 
 from gshard.core.errors import GShardError
-from gshard.solver import few
-from gshard.solver.descent import Descent
-from gshard.solver.exact import exact
-from gshard.solver.few import best_of_few
-from gshard.solver.flat import Flat
-from gshard.solver.forest import Forest
-from gshard.solver.messages import Messages
-from gshard.solver.moments import fullest_moments
-from gshard.solver.peak import least_peak
-from gshard.solver.prices import paid
+from gshard.solver import solve as few
+from gshard.solver.descent import Descent, Forest, Walk, paid
+from gshard.solver.messages import Flat, Messages
 from gshard.solver.problem import Load, Problem, ProblemError
-from gshard.solver.reduce import _Work, reduce
-from gshard.solver.walk import Walk
+from gshard.solver.reduce import _Work, fullest_moments, reduce
+from gshard.solver.solve import best_of_few, exact, least_peak
 from random_problems import exhaustive, exhaustive_alternatives, random_problem
 
 

@@ -10,9 +10,8 @@ import pytest
 from scipy.optimize import LinearConstraint, milp
 from scipy.sparse import coo_matrix
 
-from gshard.solver.peak import least_peak
 from gshard.solver.problem import Problem, ProblemError
-from gshard.solver.solve import solve
+from gshard.solver.solve import least_peak, solve
 from random_problems import exhaustive, exhaustive_alternatives, layered, random_problem
 
 

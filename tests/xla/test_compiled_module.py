@@ -7,13 +7,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gshard.device.machine import Machine
-from gshard.xla.buffers import aliased_results, held_by
 from gshard.xla.dataflow import Array, Dataflow
-from gshard.xla.elapsed import elapsed
 from gshard.xla.hlo_collectives import computations_run, sent_by
-from gshard.xla.hlo_parser import read_module
-from gshard.xla.kernels import Work, arrays_of, bytes_in_memory, work_of
-from gshard.xla.op_names import Origin, origin_of
+from gshard.xla.hlo_parser import Origin, origin_of, read_module
+from gshard.xla.kernels import Work, aliased_results, arrays_of, bytes_in_memory, elapsed, held_by, work_of
 
 
 def layers(x, ws):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gshard.xla.cycles import estimated_cycles
+from gshard.xla.tpu import estimated_cycles
 
 SCHEDULES = Path(__file__).resolve().parents[2] / "benchmarks" / "tpu_schedules.py"
 

@@ -12,8 +12,13 @@ import jax.numpy as jnp
 from gshard.core.errors import ArgumentError, known_names
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
-from gshard.language.attention_blocks import all_scores
-from gshard.language.attention_primitive import AttentionParams, attention_gradient_p, attention_p, wide_dtype
+from gshard.language.attention_primitive import (
+    AttentionParams,
+    all_scores,
+    attention_gradient_p,
+    attention_p,
+    wide_dtype,
+)
 
 Implementation = Literal["auto", "blocks", "plain"]
 IMPLEMENTATIONS = ("auto", "blocks", "plain")

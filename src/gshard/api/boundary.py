@@ -65,18 +65,7 @@ def _mark_of_abstract(sharding: NamedSharding, ndim: int, mesh: Mesh) -> Mark:
 def marks_of_arguments(
     program: Program, arrays: Sequence[tuple[Any, Any]], mesh: Mesh, given: Sequence[Mark | None], take: bool
 ) -> tuple[Mark | None, ...]:
-    """The marks that the arguments of a call come with.
-
-    Args:
-        program: which is called.
-        arrays: for each argument its type and its sharding.
-        mesh: the devices of the program.
-        given: what ``in_shardings`` says; goes before the arrays' own shardings.
-        take: whether these count.
-
-    Raises:
-        ShardingError: the program does what the type of an argument on another mesh demands.
-    """
+    """The marks that the arguments of a call come with."""
     names = program.names[len(program.captured) :]
     for name, (aval, _) in zip(names, arrays, strict=True):
         _refuse_another_mesh(program, name, aval, mesh)
@@ -104,17 +93,7 @@ def _refuse_another_mesh(program: Program, name: str, aval: Any, mesh: Mesh) -> 
 
 
 def marks_of_specs(what: str, prefix: Any, tree: Any, names: Collection[str] = ()) -> list[Mark | None]:
-    """What a pytree prefix of shardings says of each leaf of the tree, as marks.
-
-    Args:
-        what: the name of the prefix in messages.
-        prefix: shardings.
-        tree: what they are about.
-        names: if that is the arguments of a function, what they are called.
-
-    Raises:
-        ShardingError: it is no prefix, or does not fit a leaf; the message has the leaf's path.
-    """
+    """What a pytree prefix of shardings says of each leaf of the tree, as marks."""
     if isinstance(prefix, list) and isinstance(tree, tuple):
         prefix = tuple(prefix)  # arguments are a tuple, so a list can only mean one
     if names and isinstance(prefix, tuple) and not is_spec(prefix) and len(prefix) != len(tree):
@@ -140,11 +119,7 @@ def marks_of_specs(what: str, prefix: Any, tree: Any, names: Collection[str] = (
 def marks_of_in_shardings(
     in_shardings: Any, f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[Mark | None]:
-    """What ``in_shardings`` of a function say of each leaf of its positional arguments; nothing if they are None.
-
-    Raises:
-        ShardingError: as ``marks_of_specs``. ArgumentError: there are arguments by name.
-    """
+    """What ``in_shardings`` of a function say of each leaf of its positional arguments; nothing if they are None."""
     if in_shardings is None:
         return []
     _refuse_named(kwargs, f)
@@ -152,11 +127,7 @@ def marks_of_in_shardings(
 
 
 def _refuse_named(kwargs: Mapping[str, Any], f: Callable[..., Any]) -> None:
-    """Refuses arguments given by name to a function with ``in_shardings``, which are of positional ones.
-
-    Raises:
-        ArgumentError: there are some; a ValueError too, as of ``jax.jit``.
-    """
+    """Refuses arguments given by name to a function with ``in_shardings``, which are of positional ones."""
     if kwargs:
         raise ArgumentError.like(
             ValueError(),
@@ -212,15 +183,7 @@ def _in_memories(out_shardings: Any, tree: Any) -> Any:
 
 
 def shardings_of_results(options: Options, results: Any) -> list[NamedSharding | None]:
-    """What ``out_shardings`` says of each flat result, before anything is planned; None where it leaves something open.
-
-    Args:
-        options: what ``gshard.jit`` was asked for. Without a mesh, given or set, all is open.
-        results: a pytree of shapes and dtypes.
-
-    Raises:
-        ShardingError: as ``marks_of_specs``, or a spec does not fit the mesh.
-    """
+    """What ``out_shardings`` requires of each flat result, before planning; None where it leaves something open."""
     marks = marks_of_specs("out_shardings", options.out_shardings, results)
     if options.mesh is None and mesh_of_context() is None:
         return [None] * len(marks)
@@ -241,11 +204,6 @@ def memories(program: Program, signature: Signature, options: Options) -> dict[s
     An argument comes in the memory in which it is, or in the one that ``in_shardings`` names: an array that is in
     another is moved there before each call. A result leaves in the memory of its type, or in the one that
     ``out_shardings`` names. A ``PartitionSpec`` or an axis name is a sharding in the default memory of the devices.
-
-    Args:
-        program: the traced function.
-        signature: of the call.
-        options: what ``gshard.jit`` was asked for.
     """
     asked: list[str | None] = [None] * len(signature.every)
     if options.in_shardings is not None:

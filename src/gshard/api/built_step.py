@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from gshard.api.jitted import Jitted
+from gshard.api.jit import Jitted
 from gshard.api.signature import Parameters
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
@@ -20,22 +20,14 @@ from gshard.tracing.by_jax import name_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BuiltStep:
-    """A step with its arguments.
+    """A step with its arguments."""
 
-    Attributes:
-        keywords: the keywords that were chosen.
-        fixed: other keywords, which every call of the builder gets.
-        step: the function.
-        arguments: its arguments; those of the state on the host name this memory in their shardings.
-        own: static and donated arguments and ``finite``, as ``gshard.jit`` takes them.
-        host: pairs of a flat argument in the memory of the host and the flat result that replaces it.
-    """
-
-    keywords: Mapping[str, Any]
-    fixed: Mapping[str, Any]
-    step: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    own: Mapping[str, Any]
+    keywords: Mapping[str, Any]  # the keywords that were chosen
+    fixed: Mapping[str, Any]  # other keywords, which every call of the builder gets
+    step: Callable[..., Any]  # the function
+    arguments: tuple[Any, ...]  # its arguments; those of the state on the host name this memory in their shardings
+    own: Mapping[str, Any]  # static and donated arguments and ``finite``, as ``gshard.jit`` takes them
+    # pairs of a flat argument in the memory of the host and the flat result that replaces it
     host: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -63,11 +55,7 @@ class BuiltStep:
         return tuple(x if i in static else next(arrays) for i, x in enumerate(arguments))
 
     def with_host(self, pairs: Mapping[int, int]) -> BuiltStep:
-        """The same with a part of the state in the memory of the host.
-
-        Args:
-            pairs: for each flat argument on the host, the flat result that replaces it.
-        """
+        """The same with a part of the state in the memory of the host."""
         leaves, tree = self.leaves(self.arguments)
         placed = [_on_host(x) if i in pairs else x for i, x in enumerate(leaves)]
         return dataclasses.replace(
@@ -81,12 +69,7 @@ class BuiltStep:
 def built_by(
     builder: Callable[..., Any], keywords: Mapping[str, Any], fixed: Mapping[str, Any], own: Mapping[str, Any]
 ) -> BuiltStep | None:
-    """Calls a builder; None if it returns None, because there is no step for these keywords.
-
-    Raises:
-        ArgumentError: the builder returns something else than ``(step, *arguments)``. An error of the builder gets a
-            note with the keywords.
-    """
+    """Calls a builder; None if it returns None, because there is no step for these keywords."""
     name = name_of(builder)
     try:
         made = builder(**fixed, **keywords)

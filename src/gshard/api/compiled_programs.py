@@ -1,15 +1,10 @@
-"""Compiled programs: reads what XLA compiles, or has compiled, for ``explain``.
-
-a function from jax.jit      lowered and compiled with the shardings of its arguments
-jax.stages.Traced, Lowered   compiled
-jax.stages.Compiled          read
-jax.export.Exported          compiled for as many devices as it was exported for
-the text of a program        read: a dump of XLA's, from whatever machine; also the path of a file with it, or of a .gz
-"""
+"""Compiled programs: reads what XLA compiles, or has compiled, of functions from JAX's and frameworks' jit."""
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
+import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,17 +13,19 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import NamedSharding
 
-from gshard.api.lowered import Compiled, Lowered
-from gshard.api.traced import Traced
+from gshard.api.instead_of_jit import instead_of_jit
+from gshard.api.jit import Jitted
+from gshard.api.lowered import Compiled, Lowered, Traced
+from gshard.api.wrapped import clear_call_errors, mesh_of_shardings
 from gshard.core.errors import ArgumentError, MeshError
-from gshard.core.jax_adapter import user_line
-from gshard.core.jax_adapter_given import axes_of_exported
+from gshard.core.jax_adapter import mesh_of_context, user_line
+from gshard.core.jax_adapter_jit import arguments_of_calls, axes_of_exported, given_to_jit
 from gshard.core.mesh import Mesh, MeshLike
-from gshard.device.hardware import kind_of_devices, machine_of
-from gshard.device.machine import Machine
+from gshard.core.paths import leaf_names
+from gshard.device.machine import Machine, kind_of_devices, machine_of
+from gshard.tracing.by_jax import name_of
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
-from gshard.xla_programs.compiled_program import memory_figures, read_program
-from gshard.xla_programs.read_shardings import WHOLE, ReadSharding, sharding_of_spec
+from gshard.xla_programs.compiled_program import WHOLE, ReadSharding, memory_figures, read_program, sharding_of_spec
 
 CompiledLike = jax.stages.Compiled | jax.stages.Lowered | jax.stages.Traced | jax.export.Exported | str | Path
 STAGES = (
@@ -65,18 +62,7 @@ def stage_inside(f: Any) -> Any:
 def explain_compiled(
     f: Any, mesh: MeshLike = None, machine: str | Machine | None = None, names: Mapping[str, str] | None = None
 ) -> CompiledExplanation:
-    """Explains a program that is compiled, or is compiled here.
-
-    Args:
-        f: what ``is_compiled`` accepts.
-        mesh: the devices and the names of their axes, for a text or an exported function, which do not tell.
-        machine: what times are modelled on; None takes the devices that it was compiled for.
-        names: other names of arguments, by those in the program.
-
-    Raises:
-        ArgumentError: a text is no compiled program, or cannot be read.
-        MeshError: the mesh has another number of devices; there are not enough devices to compile for.
-    """
+    """Explains a program that is compiled, or is compiled here."""
     if isinstance(f, str | Path):
         return _told_on(read_program(_text_of(f), None if mesh is None else Mesh.of(mesh)), None, machine)
     if isinstance(f, jax.export.Exported):
@@ -87,12 +73,7 @@ def explain_compiled(
 
 
 def explain_compiled_by_gshard(compiled: Compiled, machine: str | Machine | None = None) -> CompiledExplanation:
-    """Explains what XLA compiled of a function from ``gshard.jit``: the arguments have the names of the function's.
-
-    Args:
-        compiled: what ``gshard.jit(f).lower(...).compile()`` returned.
-        machine: as for ``explain_compiled``.
-    """
+    """Explains what XLA compiled of a function from ``gshard.jit``: the arguments have the names of the function's."""
     lowered = compiled.lowered
     names = {f"arrays[{i}]": name for i, name in enumerate(lowered.program.names)}
     return _read(lowered.executable.compiled, lowered.mesh, machine, compiled.out_tree, names)
@@ -105,15 +86,7 @@ def _read(
     out_tree: Any,
     names: Mapping[str, str] | None = None,
 ) -> CompiledExplanation:
-    """Reads a compiled program with what JAX's object tells of it.
-
-    Args:
-        compiled: JAX's object.
-        mesh: its devices; None takes those of its shardings.
-        machine: as for ``explain_compiled``.
-        out_tree: the structure of the results.
-        names: other names of arguments, by those in the text.
-    """
+    """Reads a compiled program with what JAX's object tells of it."""
     text = compiled.as_text()
     if not text:
         raise ArgumentError("this compiled program has no text.", user_line(), hint="Its backend does not give one.")
@@ -129,24 +102,13 @@ def _read(
 
 
 def lowered_by_jax(f: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Lowers a function from ``jax.jit``; abstract meshes of arguments become meshes of the first devices.
-
-    Returns:
-        a ``jax.stages.Lowered``; in a block of ``instead_of_jit`` gshard's.
-
-    Raises:
-        MeshError: there are fewer devices.
-    """
+    """Lowers a function from ``jax.jit``; abstract meshes of arguments become meshes of the first devices."""
     args, kwargs = on_first_devices((tuple(args), dict(kwargs)))
     return stage_inside(f.lower(*args, **kwargs))
 
 
 def on_first_devices(tree: Any) -> Any:
-    """The same arguments with their abstract meshes as meshes of the first devices.
-
-    Raises:
-        MeshError: there are fewer devices.
-    """
+    """The same arguments with their abstract meshes as meshes of the first devices."""
     leaves, structure = jax.tree.flatten(tree)
     moved = [_on_devices(leaf) for leaf in leaves]
     is_same = all(new is old for new, old in zip(moved, leaves, strict=True))
@@ -263,3 +225,77 @@ def _word(entry: Any) -> str:
 def _results(tree: Any) -> list[str]:
     paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))[0]
     return [f"result{jax.tree_util.keystr(path)}" for path, _ in paths]
+
+
+# Framework jit: functions that ``flax.nnx.jit`` or ``equinox.filter_jit`` returned, which call ``jax.jit`` themselves.
+
+_log = logging.getLogger(__name__)
+
+
+def is_from_framework(f: Any) -> bool:
+    """Whether ``flax.nnx.jit``, ``equinox.filter_jit`` or the like returned a function."""
+    return is_from_jax_jit(f) and not isinstance(f, Jitted) and given_to_jit(f) is None
+
+
+def names_of_arrays(f: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, str]:
+    """The names of arrays in the user's arguments, by the names that they have in the program of ``jax.jit``.
+
+    The function is traced, and the arrays that reach ``jax.jit`` are found among its arguments.
+    """
+    if not is_from_framework(f):
+        return {}
+    leaves, tree = jax.tree.flatten((args, dict(kwargs)))
+    arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
+    names = leaf_names(f, (args, dict(kwargs)))
+
+    def called(given: list[Any]) -> None:
+        whole = dict(enumerate(leaves)) | dict(zip(arrays, given, strict=True))
+        args, kwargs = jax.tree.unflatten(tree, [whole[i] for i in range(len(leaves))])
+        f(*args, **kwargs)
+
+    try:
+        found = arguments_of_calls(jax.make_jaxpr(called)([leaves[i] for i in arrays]))
+    except Exception as error:  # what is lowered need not be traced in a program: it keeps the framework's names
+        _log.info("gshard: the arguments of %s have the names of its framework: %s", name_of(f), error)
+        return {}
+    return {name: names[arrays[i]] for name, i in found[0].items()} if len(found) == 1 else {}
+
+
+def mesh_of_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> MeshLike:
+    """The mesh that the arguments are on; None where ``jax.set_mesh`` has set one, or they are on none."""
+    if mesh_of_context() is not None:
+        return None
+    return mesh_of_shardings(getattr(x, "sharding", None) for x in jax.tree.leaves((args, dict(kwargs))))
+
+
+def lowered_instead_of_jit(
+    f: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mesh: MeshLike,
+    options: Mapping[str, Any],
+    refused: Mapping[str, Any],
+    asker: Any,
+) -> Lowered:
+    """Lowers a function in a block of ``instead_of_jit``, so that gshard partitions it."""
+    given = [name for name, value in refused.items() if value is not None]
+    if given:
+        raise ArgumentError(
+            f"gshard.{asker.__name__} takes {' and '.join(given)} for a function of arrays only.",
+            user_line(),
+            got=f"{given[0]}= for {name_of(f)}",
+            hint="Give what jits this function its static and donated arguments.",
+        )
+    mesh = mesh_of_arguments(args, kwargs) if mesh is None else mesh
+    with instead_of_jit(mesh, **options), clear_call_errors(asker, f, args, kwargs):
+        lowered = lowered_by_jax(f, args, kwargs)
+    if not isinstance(lowered, Lowered):
+        raise MeshError(
+            f"{name_of(f)} is left to XLA: its arguments are on devices that are not in the mesh.",
+            user_line(),
+            got=f"mesh: {Mesh.of(mesh)}",
+            hint="Give the mesh of the devices on which the arguments are.",
+        )
+    names = names_of_arrays(f, args, kwargs)
+    program = dataclasses.replace(lowered.program, names=tuple(names.get(n, n) for n in lowered.program.names))
+    return dataclasses.replace(lowered, program=program)

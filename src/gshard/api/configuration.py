@@ -12,8 +12,7 @@ from typing import Any
 import jax
 
 from gshard.api.built_step import BuiltStep, built_by
-from gshard.api.jit import jit
-from gshard.api.jitted import Jitted
+from gshard.api.jit import Jitted, jit
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import put_all, user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
@@ -23,10 +22,10 @@ from gshard.core.plan import Plan, local_bytes
 from gshard.core.program import format_bytes
 from gshard.device.cost import Cost
 from gshard.device.machine import Machine
-from gshard.explanation.found import SearchResult
+from gshard.explanation.search_result import SearchResult
 from gshard.planning.saved_plan import SavedPlan
 from gshard.search.builder_choices import text_of
-from gshard.search.priced import PricedPlan
+from gshard.search.pipeline import PricedPlan
 from gshard.tracing.by_jax import name_of
 
 _FORMAT = 1

@@ -11,8 +11,8 @@ from gshard.api.configuration import Configuration
 from gshard.core.number_text import format_seconds, significant
 from gshard.core.program import format_bytes
 from gshard.device.machine import Machine
-from gshard.explanation.bounds import headline
-from gshard.search.how_near import ended, how_near
+from gshard.explanation.verdict import headline
+from gshard.search.find import ended, how_near
 
 _SHOWN = 5  # rows of the table
 _NONE = 1e-5  # a gap that counts as none, to the printed digits
@@ -20,21 +20,13 @@ _NONE = 1e-5  # a gap that counts as none, to the printed digits
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NotSearched:
-    """A configuration that was left out, and why.
+    """A configuration that was left out, and why."""
 
-    Attributes:
-        text: its keywords, and where the state is.
-        why: the reason.
-        fits: whether it may fit into memory. If not, no bound needs to hold for it.
-        least_seconds: seconds that it takes at least in the simplified model; 0 if nothing is known.
-        is_estimated: whether it was estimated.
-    """
-
-    text: str
-    why: str
-    fits: bool
-    least_seconds: float = 0.0
-    is_estimated: bool = True
+    text: str  # its keywords, and where the state is
+    why: str  # the reason
+    fits: bool  # whether it may fit into memory. If not, no bound needs to hold for it.
+    least_seconds: float = 0.0  # seconds that it takes at least in the simplified model; 0 if nothing is known
+    is_estimated: bool = True  # whether it was estimated
 
     def __str__(self) -> str:
         return f"{self.text}: {self.why}"

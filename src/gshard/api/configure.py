@@ -24,17 +24,15 @@ from typing import Any
 from gshard.api.configuration import Configuration
 from gshard.api.configurations import Configurations
 from gshard.api.configure_run import ConfigureRun
-from gshard.api.search_run import is_number_of_devices, meshes_to_try
+from gshard.api.search import is_number_of_devices, meshes_to_try
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.mesh import Mesh
-from gshard.device.hardware import machine_of
-from gshard.device.machine import Machine
+from gshard.device.machine import Machine, machine_of
 from gshard.remat.rematerialise import bytes_of
 from gshard.search.builder_choices import choices_of
-from gshard.search.stopping import stoppable
-from gshard.search.time_budget import TimeBudget, seconds_of
+from gshard.search.time_budget import TimeBudget, seconds_of, stoppable
 
 
 @without_our_frames

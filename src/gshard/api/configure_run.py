@@ -15,29 +15,26 @@ from typing import Any
 import jax
 
 from gshard.api.built_step import BuiltStep, built_by
-from gshard.api.call_errors import clear_call_errors
 from gshard.api.configuration import Configuration
 from gshard.api.configurations import Configurations, NotSearched
 from gshard.api.estimated_step import EstimatedStep
-from gshard.api.jitted import Jitted
-from gshard.api.search_run import EFFORT, FINISHED, OfArrays, SearchRun, searched_of
-from gshard.core.deadline import OutOfTime
+from gshard.api.jit import Jitted
+from gshard.api.search import EFFORT, FINISHED, OfArrays, SearchRun, searched_of
+from gshard.api.wrapped import clear_call_errors
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.memory_kinds import PINNED_HOST
 from gshard.core.mesh import Mesh
+from gshard.core.phases import OutOfTime
 from gshard.core.planning_tables import tables
 from gshard.core.program import format_bytes
 from gshard.device.machine import Machine
 from gshard.remat.rematerialise import MemoryLimitError
 from gshard.search.builder_choices import combinations, text_of
-from gshard.search.find import MeshSearch
-from gshard.search.meshes import axes_text
-from gshard.search.progress import Progress
+from gshard.search.find import MeshSearch, axes_text
 from gshard.search.screening import estimated
 from gshard.search.state_on_host import state_to_offload
-from gshard.search.stopping import Stop
-from gshard.search.time_budget import TimeBudget, in_a_line
+from gshard.search.time_budget import Progress, Stop, TimeBudget, in_a_line
 
 _SCREENING = 1 / 3  # of the time, what estimates may take
 _EXPLORING = 1 / 3  # of the time that is left then, what plans by hand may take
@@ -345,11 +342,7 @@ class ConfigureRun:
         )
 
     def _result(self, stop: Stop) -> Configurations | None:
-        """What was found; None if a signal ended the search before it had a plan.
-
-        Raises:
-            MemoryLimitError: no configuration fits.
-        """
+        """What was found; None if a signal ended the search before it had a plan."""
         limit, meshes = self.limit, len(self.meshes)
         made = [(candidate, self._configuration(candidate, stop)) for candidate in self.candidates]
         rows = [row for _, row in made if row is not None]

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from gshard.api.jitted import Jitted
+from gshard.api.jit import Jitted
 from gshard.api.names import names_of_arguments, paths_of_arguments, with_names_of_arguments
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter_tracebacks import without_our_frames

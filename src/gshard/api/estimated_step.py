@@ -6,9 +6,9 @@ import dataclasses
 
 from gshard.api.built_step import BuiltStep
 from gshard.api.configurations import NotSearched
-from gshard.api.search_run import Searched, SearchRun
+from gshard.api.search import Searched, SearchRun
 from gshard.search.find import MeshSearch
-from gshard.search.priced import PricedPlan
+from gshard.search.pipeline import PricedPlan
 from gshard.search.screening import Estimate
 
 _RECOMPUTES = 4 / 3  # of the time of a step whose estimate does not fit: a second forward pass, at most

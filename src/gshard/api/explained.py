@@ -13,7 +13,6 @@ from typing import Any, Literal, overload
 
 import jax
 
-from gshard.api.call_errors import clear_call_errors
 from gshard.api.compiled_programs import (
     GSHARD,
     XLA,
@@ -21,19 +20,19 @@ from gshard.api.compiled_programs import (
     explain_compiled,
     explain_compiled_by_gshard,
     is_compiled,
+    is_from_framework,
     is_from_jax_jit,
     lowered_by_jax,
+    lowered_instead_of_jit,
+    names_of_arrays,
     partitions_of,
     stage_inside,
 )
-from gshard.api.framework_jit import is_from_framework, lowered_instead_of_jit, names_of_arrays
 from gshard.api.function_again import compiled_again, with_bound_arguments
-from gshard.api.jit import jit
-from gshard.api.jitted import Jitted
-from gshard.api.lowered import Compiled, Lowered
+from gshard.api.jit import Jitted, jit
+from gshard.api.lowered import Compiled, Lowered, Traced
 from gshard.api.specs import told
-from gshard.api.traced import Traced
-from gshard.api.wrapped import mesh_that_is_meant
+from gshard.api.wrapped import clear_call_errors, mesh_that_is_meant
 from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.jax_adapter import mesh_of_context, user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
@@ -185,12 +184,7 @@ def _of_stage(
     machine: str | Machine | None,
     partitioner: str | None,
 ) -> Explanation | CompiledExplanation:
-    """The explanation of a function from ``gshard.jit`` that is traced, lowered or compiled.
-
-    Args:
-        f, args, kwargs, machine, partitioner: as for ``explain``.
-        options: the others; None where they are not given.
-    """
+    """The explanation of a function from ``gshard.jit`` that is traced, lowered or compiled."""
     own = {**options, "machine": machine if partitioner != XLA else None}
     given = [f"{name}=" for name in (*(n for n, value in own.items() if value is not None), *kwargs)]
     given += map(told, args)
@@ -229,12 +223,7 @@ def _as_compiled(
     partitioner: str | None,
     ours: Mapping[str, Any],
 ) -> CompiledExplanation | Explanation | None:
-    """The explanation of what XLA compiles; None if gshard is to partition.
-
-    Args:
-        f, args, kwargs, mesh, machine, partitioner: as for ``explain``.
-        ours: options of gshard's partitioner; None where they are not given.
-    """
+    """The explanation of what XLA compiles; None if gshard is to partition."""
     given = [name for name, value in ours.items() if value is not None]
     if is_compiled(f):
         if given or args or kwargs or partitioner == GSHARD:
@@ -290,13 +279,7 @@ def explain_lowered(
     kwargs: Mapping[str, Any],
     machine: str | Machine | None = None,
 ) -> CompiledExplanation:
-    """Explains what XLA compiles of a function; the explanation can compile it again with other shardings.
-
-    Args:
-        lowered: the function for its arguments.
-        f, args, kwargs: the function from ``jax.jit``, or of a framework, and its arguments.
-        machine: as for ``explain``.
-    """
+    """Explains what XLA compiles of a function; the explanation can compile it again with other shardings."""
     names = names_of_arrays(f, args, kwargs)
     found = explain_compiled(lowered, None, machine, names)
     read = functools.partial(explain_compiled, names=names)
@@ -304,17 +287,7 @@ def explain_lowered(
 
 
 def refuse_options(asker: str, f: Jitted, finite: bool, **own: Any) -> None:
-    """Refuses options for a function that ``gshard.jit`` returned, which has its own.
-
-    Args:
-        asker: the function of gshard that was called.
-        f: the function.
-        finite: as it was given; True is no other where the function has it.
-        own: other options; those that are not given are None.
-
-    Raises:
-        ArgumentError: one is given.
-    """
+    """Refuses options for a function that ``gshard.jit`` returned, which has its own."""
     given = {name: value for name, value in own.items() if value is not None}
     if finite and not f.options.finite:
         given["finite"] = finite

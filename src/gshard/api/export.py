@@ -5,7 +5,7 @@ from __future__ import annotations
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
-from gshard.explanation.found import SearchResult
+from gshard.explanation.search_result import SearchResult
 from gshard.xla_programs.compiled_ranking import devices_for
 from gshard.xla_programs.exported_plan import ExportedPlan, exported_plan
 

@@ -16,15 +16,14 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from gshard.api.compiled_programs import is_from_jax_jit, lowered_by_jax, on_first_devices
-from gshard.api.framework_jit import is_from_framework
+from gshard.api.compiled_programs import is_from_framework, is_from_jax_jit, lowered_by_jax, on_first_devices
 from gshard.api.jit import jit
-from gshard.core.deadline import OutOfTime, until
 from gshard.core.errors import GShardError
 from gshard.core.jax_adapter import is_transposed, user_place
 from gshard.core.memory_kinds import in_memory
 from gshard.core.mesh import Mesh
 from gshard.core.paths import leaf_names
+from gshard.core.phases import OutOfTime, until
 from gshard.planning.added_marks import spec_of_cut
 from gshard.xla_programs.compiled_explanation import CompiledAgain, CompiledExplanation
 from gshard.xla_programs.tried_shardings import Specs
@@ -48,13 +47,7 @@ def with_bound_arguments(f: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
 def compiled_again(
     found: CompiledExplanation, f: Any, given: Arguments, read: Callable[[Any], CompiledExplanation]
 ) -> CompiledAgain:
-    """What compiles an explained function once more.
-
-    Args:
-        found: the explanation.
-        f, given: the function from ``jax.jit`` or of a framework, and its arguments.
-        read: compiles and explains what is lowered.
-    """
+    """What compiles an explained function once more."""
     leaves, tree = jax.tree.flatten(on_first_devices(given))
     shapes = [_shape_of(leaf) for leaf in leaves]
     numbers = _numbers(found, f, given, shapes)

@@ -18,16 +18,15 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from gshard.api.jitted import Jitted
+from gshard.api.jit import Jitted
 from gshard.api.lowered import Lowered
 from gshard.api.placement import by_dispatch, is_on_cpu, placed_arguments
 from gshard.api.signature import Leaf, Parameters, Signature
 from gshard.api.target import Options
 from gshard.core import jax_adapter_jit as by_jax
-from gshard.core.errors import PlanError, ShardingError
+from gshard.core.errors import PlanError, ShardingError, keywords
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import trace_settings, weakly_cached
-from gshard.core.keywords import keywords
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.plan import Plan
@@ -41,13 +40,7 @@ _log = logging.getLogger("gshard")
 
 
 class OfJaxpr(Jitted):
-    """A partitioned function that JAX has traced already, of its flat arguments.
-
-    Args:
-        jaxpr: JAX's; held weakly, because JAX's caches own it and what is made of it.
-        jitted: what it was jitted with.
-        options: what is asked for besides.
-    """
+    """A partitioned function that JAX has traced already, of its flat arguments."""
 
     def __init__(self, jaxpr: Any, jitted: by_jax.Jitted, options: Options):
         known = weakref.ref(jaxpr)
@@ -113,13 +106,10 @@ class Partitioner:
     """Takes the place of XLA's partitioner; see ``core.jax_adapter_jit.Substitute``.
 
     With equal options one is equal to another, so that a second block finds the programs of the first.
-
-    Attributes:
-        options: what ``instead_of_jit`` was asked for.
     """
 
     def __init__(self, options: Options):
-        self.options = options
+        self.options = options  # what ``instead_of_jit`` was asked for
         self._key: Hashable = options.key
         try:
             self._hash = hash(self._key)
@@ -179,11 +169,7 @@ class Partitioner:
 
 
 def _refuse_explicit(mesh: Mesh) -> None:
-    """Refuses a plan for a mesh with axes of type Explicit.
-
-    Raises:
-        PlanError: the mesh has such axes.
-    """
+    """Refuses a plan for a mesh with axes of type Explicit."""
     explicit = getattr(mesh.given, "explicit_axes", ())
     if explicit:
         raise PlanError(

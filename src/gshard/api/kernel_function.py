@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.api.static_leaves import Fixed, refuse_without_hash
+from gshard.api.signature import Fixed, refuse_without_hash
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import no_mesh_set, user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
@@ -173,11 +173,7 @@ class KernelFunction(Generic[P, R]):
         )
 
     def _checked(self, flat: Callable[..., Any], types: Any) -> Any:
-        """The structure of the results.
-
-        Raises:
-            ArgumentError: the two functions return different ones.
-        """
+        """The structure of the results."""
         shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
         with no_mesh_set():
             fast, plain = (jax.eval_shape(flat(function), *shapes) for function in (self.fast, self.like))

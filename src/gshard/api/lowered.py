@@ -1,40 +1,121 @@
-"""Lowered and Compiled: the stages of one function for one kind of arguments, as in ``jax.stages``.
-
-They have the attributes of JAX's (``jax.stages``), and besides the program, the plan and the per-device program.
-"""
+"""Traced, Lowered and Compiled: the stages of one function for one kind of arguments, as in ``jax.stages``."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 from jax.experimental.layout import Format
 
-from gshard.api.compiled_arguments import as_compiled_for, check_types, flat_arguments
 from gshard.api.placement import placed_arguments
-from gshard.api.reference_arguments import write_back
-from gshard.api.standalone import standalone
-from gshard.api.static_leaves import fixed, freed, has_fixed
+from gshard.api.signature import Leaf, fixed, freed, has_fixed, write_back
 from gshard.api.target import Target
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
-from gshard.core.jax_adapter_dispatch import kept_arguments
+from gshard.core.jax_adapter_dispatch import kept_arguments, names_devices
+from gshard.core.jax_adapter_references import is_reference_type
 from gshard.core.jax_adapter_tracebacks import without_our_frames, without_our_frames_in_methods
 from gshard.core.mesh import Mesh
 from gshard.core.phases import phase
-from gshard.core.plan import Plan
+from gshard.core.plan import Boundary, Plan
 from gshard.core.program import Program
-from gshard.core.program_boundary import Boundary
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.core.uneven import UnevenArray
-from gshard.emit.compile import Executable, named_sharding
-from gshard.explanation.unexpected import warn_of
+from gshard.emit.compile import Executable, compiled_with_constants, named_sharding
+from gshard.explanation.warnings import warn_of
 from gshard.planning.propagate import Choice
-from gshard.search.planned import Planned
+from gshard.search.pipeline import Planned
+
+# Checks that the arguments of a compiled program have the structure and types that it was compiled for.
+
+_HINT = "Lower it for such arguments too, or call what gshard.jit returned."
+
+
+def flat_arguments(name: str, in_tree: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The flat arguments of a call."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    traced = next((type(x).__name__ for x in leaves if isinstance(x, jax.core.Tracer)), None)
+    if traced is not None:
+        raise ArgumentError(
+            "Cannot apply JAX transformations to a function lowered and compiled for a particular signature. "
+            f"Detected an argument of type {traced}.",
+            user_line(),
+            name,
+            "Transform the function that gshard.jit returned.",
+        )
+    if tree != in_tree:
+        raise ArgumentError(
+            "Function compiled with input pytree does not match the input pytree it was called with.",
+            user_line(),
+            f"{name} was compiled for {in_tree} and is called with {tree}",
+            _HINT,
+        )
+    return leaves
+
+
+def check_types(name: str, names: Sequence[str], avals: Sequence[Any], leaves: Iterable[Any]) -> None:
+    """Compares arguments with the types that a program was compiled for."""
+    wrong = [
+        f"Argument '{called}' compiled with {ours.str_short()} and called with {theirs.str_short()}"
+        for called, ours, theirs in zip(names, avals, (Leaf.of(x).aval for x in leaves), strict=True)
+        if (ours.shape, ours.dtype, is_reference_type(ours)) != (theirs.shape, theirs.dtype, is_reference_type(theirs))
+    ]
+    if wrong:
+        raise ArgumentError(
+            f"Argument types differ from the types for which {name} was compiled. The mismatches are:\n"
+            + "\n".join(wrong),
+            user_line(),
+            hint=_HINT,
+        )
+
+
+def as_compiled_for(name: str, i: int, x: Any, padded: Sharding | None, mesh: Mesh) -> Any:
+    """Argument ``i`` in padded parts if the program was compiled for such parts, and only then."""
+    if isinstance(x, UnevenArray) and (x.partitioning, x.mesh) != (padded, mesh):
+        x = x.whole()
+    if padded is None or isinstance(x, UnevenArray):
+        return x
+    raise ArgumentError(
+        f"argument {i} of {name} was compiled in padded parts, and is called with an array of another kind.",
+        user_line(),
+        f"{padded.format(mesh, x.shape, str(x.dtype))}",
+        _HINT,
+    )
+
+
+# Standalone: a compiled program that runs without gshard, so that it can be saved and loaded.
+
+
+def standalone(lowered: Any) -> Any:
+    """The ``jax.stages.Compiled`` of a program's flat arguments and flat results."""
+    name = lowered.program.name
+    outputs = zip(lowered.spmd.out_shardings, lowered.program.block.outputs, strict=True)
+    if lowered.padded or not all(s.is_even(lowered.mesh, v.shape) for s, v in outputs):
+        padded = 'takes or returns arrays in padded parts (uneven="keep")'
+        raise _refused(name, padded, 'Leave out uneven="keep" for it.')
+    if has_fixed(lowered.in_tree) or has_fixed(lowered.out_tree):
+        no_array = "has arguments or results that are no arrays"
+        raise _refused(name, no_array, "Give the arrays alone (equinox.partition), and combine them inside.")
+    if names_devices(lowered.spmd.jaxpr):
+        raise _refused(name, "calls back to Python", "Leave out callbacks (jax.debug.print, pure_callback) in it.")
+    if lowered.spmd.in_orders or lowered.spmd.out_orders:
+        return standalone(dataclasses.replace(lowered, target=dataclasses.replace(lowered.target, reorders=False)))
+    executable, target = lowered.executable, lowered.target
+    if not executable.captured:
+        return executable.compiled
+    options = dict(target.compiler_options) or None
+    return compiled_with_constants(
+        executable, lowered.donated, keep_unused=target.keep_unused, compiler_options=options
+    )
+
+
+def _refused(name: str, what: str, hint: str) -> ArgumentError:
+    return ArgumentError(f"{name} {what}, which cannot be saved with a compiled program.", user_line(), hint=hint)
+
 
 _T = TypeVar("_T")
 
@@ -155,7 +236,7 @@ class Lowered:
         """Whether another one is planned in the same way for the same program, so that this one will do for both.
 
         Values and equations are compared by identity. That is enough: what planning writes in the place of equations
-        belongs to the program, and is the same again where values are split in the same way (``planning.decompose``).
+        belongs to the program, and is the same again where values are split in the same way (``planning.settled``).
         """
         alike = self.program.block is other.program.block and self.in_tree == other.in_tree
         same = self.target == other.target and self.donated == other.donated and self.padded == other.padded
@@ -285,11 +366,7 @@ class Compiled:
 
     @without_our_frames
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs on arrays; they are moved to where the program expects them.
-
-        Raises:
-            TypeError: another structure of arguments, or other shapes or dtypes, than it was compiled for.
-        """
+        """Runs on arrays; they are moved to where the program expects them."""
         if has_fixed(self.in_tree):
             args, kwargs = fixed(args, "arguments, "), fixed(kwargs, "arguments, ")
         leaves = flat_arguments(self._name, self.in_tree, args, kwargs)
@@ -401,3 +478,70 @@ class Compiled:
 
     def __repr__(self) -> str:
         return f"<compiled {self._name} for {self.lowered.mesh}>"
+
+
+# Traced: a traced function that is not planned yet, as ``jax.stages.Traced``.
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Traced:
+    """A traced function, as ``jax.stages.Traced``; what is not defined here is as of ``traced_by_jax()``."""
+
+    jaxpr: Any  # the closed jaxpr over flat arguments
+    in_tree: Any  # the structure of ``(positional, named)`` arguments
+    out_tree: Any  # the structure of the results
+    fun_name: str  # the function's name
+    donated: frozenset[int]  # the flat arguments whose memory the results may take
+    lowered: Callable[[], Lowered]  # goes on to the per-device program
+    # gives what is said of each flat result of a pytree of shapes, None where nothing is
+    out_shardings: Callable[[Any], Sequence[Any]]
+    # the same function traced as a part of a program of JAX's, in which it is one equation
+    traced_by_jax: Callable[[], Any]
+
+    def lower(self, **options: Any) -> Any:
+        """Goes on to the per-device program; with JAX's own options, as ``jax.export`` has, to JAX's ``Lowered``."""
+        given = any(x is not None for x in options.values())
+        return self.traced_by_jax().lower(**options) if given else self.lowered()
+
+    @property
+    def out_info(self) -> Any:
+        """Shapes and dtypes of the results, and the shardings that ``out_shardings`` names, in their structure."""
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in self.jaxpr.out_avals]
+        said = self.out_shardings(jax.tree.unflatten(self.out_tree, shapes))
+        shapes = [x.update(sharding=sharding) for x, sharding in zip(shapes, said, strict=True)]
+        return freed(jax.tree.unflatten(self.out_tree, shapes))
+
+    @property
+    def in_avals(self) -> Any:
+        """JAX's types of the arguments, in their structure."""
+        return jax.tree.unflatten(self.in_tree, self.jaxpr.in_avals)
+
+    @property
+    def out_avals(self) -> Any:
+        """JAX's types of the results, in their structure."""
+        return jax.tree.unflatten(self.out_tree, self.jaxpr.out_avals)
+
+    @property
+    def args_info(self) -> Any:
+        """Shape, dtype and whether it is donated for each argument, in their structure."""
+        infos = [jax.stages.ArgInfo(a, i in self.donated) for i, a in enumerate(self.jaxpr.in_avals)]
+        return jax.tree.unflatten(self.in_tree, infos)
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """The flat arguments that are donated."""
+        return tuple(sorted(self.donated))
+
+    @property
+    def effects(self) -> Any:
+        """The side effects of the function."""
+        return self.jaxpr.effects
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The results of the traced function, partitioned, for arguments without the static ones."""
+        return self.traced_by_jax()(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(jax.stages.Traced, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.traced_by_jax(), name)

@@ -1,40 +1,160 @@
-"""Marks: the functions that annotate arrays (GShard paper, section 3.2).
-
-    x = gshard.split(x, 0, 8)                  # dimension 0 in 8 partitions
-    x = gshard.split(x, {0: "data", 2: "model"})   # two dimensions, each over a mesh axis
-    w = gshard.replicate(w)                    # the same on every device
-    y = gshard.shard(y, P("data", "model"))    # or a NamedSharding, or an array of device ids
-    z = gshard.name(z, "batch length embed")   # a mark whose meaning comes from jit(..., layout=...)
-
-Outside of gshard a mark is an identity: under plain ``jax.jit``, ``grad``, ``vmap``, ``scan`` and on
-one device a marked program computes what the unmarked one does. Inside ``gshard.jit`` it fixes the
-sharding of the value from there on; a second mark on a marked value moves it, as two sharding constraints of JAX's do.
-The cotangent of a marked value carries the same mark.
-
-Only what can be told without a mesh is checked here (ranks, dimensions, device ids); what needs the
-mesh is checked when a program is traced (``core.mark``).
-"""
+"""Marks: the functions that annotate arrays (GShard paper, section 3.2), one by one or by paths of a pytree."""
 
 from __future__ import annotations
 
+import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from gshard.api.mark_arguments import dimension_of, partitions_of
-from gshard.api.sending import marked
 from gshard.api.specs import as_array, describe, hidden_by_vmap, is_spec, mark_of_spec, spread
-from gshard.core.errors import ShardingError, counted
+from gshard.core.errors import ShardingError, counted, keywords, known_names
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
-from gshard.core.keywords import keywords
 from gshard.core.layout import Names
-from gshard.core.mark import Mark
-from gshard.core.partition_spec import entries_of
-from gshard.language.mark_primitive import bind_names
+from gshard.core.mark import Mark, entries_of
+from gshard.core.paths import is_below, path_inside
+from gshard.language.mark_primitive import SENT, bind_mark, bind_names, rounded
+
+# Checks the arguments of ``split``: a dimension, and a number of parts or names of mesh axes.
+
+
+def dimension_of(dim: Any, partitions: Any, call: str) -> int:
+    """A dimension, checked to be a number."""
+    is_name = isinstance(dim, str) or (isinstance(dim, tuple | list) and all(isinstance(n, str) for n in dim))
+    if is_name or isinstance(dim, PartitionSpec | NamedSharding | bool | np.bool_):
+        hint = "Give a number, from 0; negative counts from the end."
+        if isinstance(dim, PartitionSpec | NamedSharding):
+            hint = "A PartitionSpec goes to shard: shard(x, P(...))."
+        elif is_name and (partitions is None or isinstance(partitions, int | np.integer)):
+            first = int(partitions) if isinstance(partitions, int | np.integer) else 0
+            hint = f"split takes the dimension first: split(x, {first}, {dim!r})."
+        raise ShardingError(f"{dim!r} is no dimension of an array.", user_line(), call, hint)
+    try:
+        return operator.index(dim)
+    except TypeError as error:
+        if isinstance(dim, jax.core.Tracer):
+            raise  # JAX says best that a value is needed
+        raise ShardingError(
+            f"a dimension is a whole number, not {type(dim).__name__}.",
+            user_line(),
+            call,
+            "Give a number, from 0; negative counts from the end.",
+        ) from error
+
+
+def partitions_of(partitions: Any, call: str) -> int | str | tuple[str, ...]:
+    """A number of parts or names of axes, checked to be one or the other."""
+    if isinstance(partitions, str):
+        return partitions
+    if isinstance(partitions, tuple | list) and partitions and all(isinstance(n, str) for n in partitions):
+        return tuple(partitions)
+    try:
+        number = None if isinstance(partitions, bool | np.bool_) else operator.index(partitions)
+    except TypeError:
+        if isinstance(partitions, jax.core.Tracer):
+            raise
+        number = None
+    if number is not None and number >= 1:
+        return number
+    hint = "Give a number from 1 to the number of devices, or the name of a mesh axis, or a tuple of names."
+    if number is not None:
+        what = f"an array cannot be split in {number} partitions."
+    elif isinstance(partitions, tuple | list) and not partitions:
+        what, hint = "an array cannot be split over no axes.", "Name an axis, or use replicate(x)."
+    elif isinstance(partitions, PartitionSpec | NamedSharding):
+        what, hint = "a PartitionSpec says how all dimensions are cut.", "Use shard(x, P(...))."
+    else:
+        what = f"{partitions!r} is neither a number of partitions nor names of mesh axes."
+        if isinstance(partitions, float) and partitions.is_integer() and partitions >= 1:
+            hint = f"Give a whole number: {int(partitions)}."
+    raise ShardingError(what, user_line(), call, hint)
+
+
+# Checks ``send=`` of marks, and marks the arrays of a pytree in the precision in which they are sent.
+
+
+def marked(x: Any, leaves: Sequence[tuple[str, Any]], marks: Sequence[Mark | None], send: Any) -> Any:
+    """The pytree with its arrays marked; those without a mark as they are."""
+    given, tree = jax.tree.flatten(x)
+    sent_as = precision_of(send)
+    if sent_as is not None:
+        marks = _with_precision(leaves, marks, sent_as, is_one=jax.tree_util.all_leaves([x]))
+    found = zip(given, leaves, marks, strict=True)
+    return jax.tree.unflatten(tree, [old if m is None or a is None else _bound(a, m) for old, (_, a), m in found])
+
+
+def _bound(x: Any, mark: Mark) -> Any:
+    return rounded(jnp.asarray(x), mark) if mark.send else bind_mark(x, mark)
+
+
+def precision_of(send: Any) -> str | None:
+    """The name of the dtype that ``send=`` gives; None for None."""
+    if send is None:
+        return None
+    try:
+        name = send if isinstance(send, str) else str(jnp.dtype(send))
+    except TypeError:
+        name = repr(send)
+    if name not in SENT:
+        raise ShardingError(f"arrays cannot be sent as {name}.", user_line(), hint=known_names(name, SENT, "Use"))
+    return name
+
+
+def _with_precision(
+    leaves: Sequence[tuple[str, Any]], marks: Sequence[Mark | None], send: str, *, is_one: bool
+) -> list[Mark | None]:
+    """The marks with ``send``, where an array is wider floats. Other arrays of a pytree keep the plain mark."""
+    found = [
+        mark if mark is None or array is None else _mark_of(name, array, mark, send)
+        for (name, array), mark in zip(leaves, marks, strict=True)
+    ]
+    arrays = [array for (_, array), mark in zip(leaves, marks, strict=True) if mark is not None and array is not None]
+    if arrays and not any(map(holds_floats, arrays)):
+        raise nothing_to_send(describe(arrays[0]), send, arrays[0] if is_one else None)
+    return found
+
+
+def nothing_to_send(shown: str, send: str, array: Any = None) -> ShardingError:
+    """The error for a pytree without floats, or for one array of something else."""
+    what = "no array of the pytree has floats to round."
+    if array is not None:
+        what = f"{'a Python number' if _is_python_number(array) else array.dtype} is not rounded."
+    hint = f"Leave out send={send!r}: it rounds floats."
+    return ShardingError(what, user_line(), f"{shown}; send={send!r}", hint)
+
+
+def holds_floats(x: Any) -> bool:
+    """Whether it is an array of floats, which ``send`` may round."""
+    return hasattr(x, "dtype") and bool(jnp.issubdtype(x.dtype, jnp.floating)) and not _is_python_number(x)
+
+
+def _is_python_number(x: Any) -> bool:
+    return not x.shape and getattr(x, "weak_type", False)
+
+
+def _mark_of(name: str, array: Any, mark: Mark, send: str) -> Mark:
+    """The mark of one array."""
+    shown = f"{name}: {describe(array)}; send={send!r}" if name else f"{describe(array)}; send={send!r}"
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        hint = "Mark its real and its imaginary part, or leave out send=."
+        raise ShardingError(f"complex numbers cannot be sent as {send}.", user_line(), shown, hint)
+    if not holds_floats(array) or array.dtype == send:
+        return mark
+    if array.dtype.itemsize <= jnp.dtype(send).itemsize:
+        what = f"{array.dtype} has no wider elements than {send}."
+        raise ShardingError(what, user_line(), shown, "Leave out send=.")
+    if mark.unreduced or mark.reduced:
+        what = f"parts of a sum cannot be sent as {send}."
+        hint = "Reduce the sum first: mark it without unreduced and reduced, then with send=."
+        raise ShardingError(what, user_line(), f"{shown}; {mark}", hint)
+    return dataclasses.replace(mark, send=send, wide=str(array.dtype))
+
 
 T = TypeVar("T")  # an array or a pytree of arrays: marks return what they get
 
@@ -141,11 +261,7 @@ def _split_over_axes(x: Any, axes: Mapping[Any, Any], over: Any, send: Any) -> A
 
 
 def _having(dims: Sequence[int], x: Any, leaves: Sequence[tuple[str, Any]], call: str) -> tuple[list[int], list[bool]]:
-    """The ranks of the arrays, and which of them have these dimensions.
-
-    Raises:
-        ShardingError: none has.
-    """
+    """The ranks of the arrays, and which of them have these dimensions."""
     ndims = [-1 if array is None else array.ndim for _, array in leaves]
     has = [all(-ndim <= dim < ndim for dim in dims) for ndim in ndims]
     if leaves and not any(has):
@@ -241,17 +357,7 @@ def is_names(x: Any) -> bool:
 
 
 def names_of(said: Any, x: Any, leaf: str, at: str = "") -> Names:
-    """The names of one array.
-
-    Args:
-        said: words, or a ``PartitionSpec`` of names.
-        x: the array, for its rank.
-        leaf: what it is called in messages.
-        at: its path, if it is an argument.
-
-    Raises:
-        ShardingError: the names are not as many as dimensions, or are no words.
-    """
+    """The names of one array."""
     if not isinstance(said, str | PartitionSpec):
         raise ShardingError(
             f"{type(said).__name__} names no dimensions.",
@@ -333,3 +439,70 @@ def _mark_of_ids(assignment: Any, x: Any, leaf: str) -> Mark:
             "Each device holds one part; leave devices out to replicate over the rest.",
         )
     return Mark("assignment", ids=tuple(ids.ravel().tolist()), ids_shape=ids.shape, leaf=leaf)
+
+
+# Marks many arrays of a pytree at once, by patterns of their paths (``shard_by_path``).
+
+_SHOWN = 12  # paths in a message
+
+
+@without_our_frames
+def shard_by_path(x: T, assignments: Mapping[str, Any], *, send: Any = None) -> T:
+    """Marks the arrays of a pytree whose paths match a pattern; all other arrays stay open.
+
+    Args:
+        x: pytree of any kind: dictionaries, an NNX state, an Equinox module. The path of ``x["layers"][0]["w1"]`` and
+            of ``x.layers[0].w1`` is ``layers/0/w1``. What no pattern matches need not be an array.
+        assignments: for each pattern what ``shard`` takes for one array, such as a ``PartitionSpec``. In a pattern
+            ``*`` stands for anything inside of a component and ``**`` for any number of components. A pattern is for
+            all that is below the paths that it matches. The first pattern that matches counts.
+        send: ``"int8"`` or ``"bfloat16"``: see ``split``.
+
+    Returns:
+        the same values; with ``send`` floats that a pattern matches are rounded.
+
+    Raises:
+        ShardingError: a pattern matches nothing, or nothing that an earlier one does not match; or an assignment does
+            not fit an array.
+
+    >>> import jax.numpy as jnp
+    >>> from jax.sharding import PartitionSpec as P
+    >>> params = {"layers": [{"w1": jnp.ones((8, 4)), "b": jnp.ones(4)}] * 2}
+    >>> jax.tree.map(jnp.shape, shard_by_path(params, {"layers/*/w1": P("data")}))
+    {'layers': [{'b': (4,), 'w1': (8, 4)}, {'b': (4,), 'w1': (8, 4)}]}
+    """
+    leaves, tree = jax.tree_util.tree_flatten_with_path(x)
+    used: set[str] = set()
+    marked, paths = [], []
+    send, is_sent = precision_of(send), False
+    for keys, leaf in leaves:
+        path = path_inside(keys)
+        paths.append(path)
+        pattern = next((p for p in assignments if is_below(p, path)), None)
+        if pattern is not None:
+            used.add(pattern)
+            may_send = send is not None and (holds_floats(leaf) or jnp.iscomplexobj(leaf))  # complex: an error
+            is_sent |= may_send
+            leaf = _sharded(leaf, assignments[pattern], path, pattern, send if may_send else None)
+        marked.append(leaf)
+    for pattern in assignments:
+        if pattern not in used:
+            raise unused_pattern(pattern, paths)
+    if send is not None and used and not is_sent:
+        raise nothing_to_send(f"a pytree of {len(paths)}", send)
+    return jax.tree.unflatten(tree, marked)
+
+
+def unused_pattern(pattern: str, paths: Sequence[str]) -> ShardingError:
+    """The error for a pattern that marks nothing in a pytree with these paths."""
+    hidden = any(is_below(pattern, path) for path in paths)
+    what = "matches only what an earlier pattern matches" if hidden else "matches no path"
+    hint = "Put it in front." if hidden else known_names(pattern, paths[:_SHOWN], "Paths are")
+    return ShardingError(f"the pattern {pattern!r} {what}.", user_line(), f"a pytree of {len(paths)}", hint)
+
+
+def _sharded(leaf: Any, assignment: Any, path: str, pattern: str, send: str | None) -> Any:
+    try:
+        return shard(leaf, assignment, send=send)
+    except ShardingError as error:
+        raise ShardingError(error.what, error.where, f"{path} ({pattern!r}): {error.got}", error.hint) from None

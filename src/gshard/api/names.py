@@ -28,17 +28,7 @@ from gshard.language.mark_primitive import bind_names
 def names_of_arguments(
     positional: Sequence[str], names: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Names | None]:
-    """The names of each leaf of ``(args, kwargs)``, in JAX's order; None where nothing is said.
-
-    Args:
-        positional: the names of the positional arguments.
-        names: what ``jit`` was given: a dictionary from patterns of paths to names, or to a pytree prefix of names for
-            what is at that path; or a pytree prefix of names for the positional arguments. None says nothing.
-        args, kwargs: arrays or shapes.
-
-    Raises:
-        ShardingError: a pattern matches nothing, two disagree, or names do not fit an argument.
-    """
+    """The names of each leaf of ``(args, kwargs)``, in JAX's order; None where nothing is said."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     numbered = jax.tree.unflatten(tree, range(len(leaves)))
     found: dict[int, tuple[str, Names]] = {}
@@ -77,12 +67,7 @@ def names_of_arguments(
 
 
 def paths_of_arguments(program: Program, tree: Any) -> tuple[str, ...]:
-    """The path of each argument of a program, as ``names=`` of ``jit`` takes it.
-
-    Args:
-        program: the traced function.
-        tree: the structure of its ``(args, kwargs)``.
-    """
+    """The path of each argument of a program, as ``names=`` of ``jit`` takes it."""
     paths, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))
     names = program.names[len(program.captured) :]  # params['l1']['w'], which becomes params/l1/w
     below = [tuple(keys[2:]) for keys, _ in paths]
@@ -131,16 +116,7 @@ def with_named_arguments(f: Callable[..., Any], names: Any) -> Callable[..., Any
 def with_names_of_arguments(
     program: Program, said: Sequence[Names | None], in_shardings: Sequence[Mark | None]
 ) -> Program:
-    """The program whose arguments have names, which are marks as far as its layout has rows for them.
-
-    Args:
-        program: with the marks that its arguments come with.
-        said: the names of each argument.
-        in_shardings: what else was said of them, of the positional ones at least.
-
-    Raises:
-        ShardingError: the layout and ``in_shardings`` both name an argument, or the names contradict the layout.
-    """
+    """The program whose arguments have names, which are marks as far as its layout has rows for them."""
     if not any(said):
         return program
     inputs, layout = program.block.inputs[len(program.captured) :], program.layout

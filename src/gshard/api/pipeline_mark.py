@@ -12,13 +12,9 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from gshard.api.by_path import unused_pattern
-from gshard.api.mark_arguments import partitions_of
-from gshard.api.marks import arrays_of, listed
-from gshard.api.sending import marked
-from gshard.core.errors import ShardingError
+from gshard.api.marks import arrays_of, listed, marked, partitions_of, unused_pattern
+from gshard.core.errors import ShardingError, keywords
 from gshard.core.jax_adapter import user_line
-from gshard.core.keywords import keywords
 from gshard.core.mark import mark_of_stack
 from gshard.core.paths import is_below, path_inside
 from gshard.core.pipeline_schedule import Schedule
@@ -81,15 +77,7 @@ def pipeline(
 
 
 def schedule_of(over: Any, micro_batches: Any, rounds: Any, call: str, hint: str) -> Schedule:
-    """The schedule that arguments of ``pipeline`` or ``stage`` give.
-
-    Args:
-        over, micro_batches, rounds: the arguments.
-        call, hint: the call and the way out, for messages.
-
-    Raises:
-        ShardingError: a number is no positive integer.
-    """
+    """The schedule that arguments of ``pipeline`` or ``stage`` give."""
     for word, number in (("micro_batches", micro_batches), ("rounds", rounds)):
         if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < 1:
             raise ShardingError(f"{word} is a positive integer, not {number!r}.", user_line(), call, hint)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format
 
-from gshard.api.reference_arguments import arrays_of, refuse_twice
+from gshard.api.signature import arrays_of, refuse_twice
 from gshard.core.errors import ShardingError, warn_once
 from gshard.core.jax_adapter import no_mesh_set, user_line
 from gshard.core.jax_adapter_dispatch import address_of, fast_path, input_layouts, layout_of, put_arguments
@@ -58,25 +58,14 @@ class Callee(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placed:
-    """The arguments of one call.
+    """The arguments of one call."""
 
-    Attributes:
-        arrays: the flat arguments where the executable expects them; those that it does not read as they came.
-        by_dispatch: whether JAX's dispatch in C++ brings arguments that lie like these to the same place.
-    """
-
-    arrays: list[Any]
-    by_dispatch: bool
+    arrays: list[Any]  # the flat arguments where the executable expects them; those that it does not read as they came
+    by_dispatch: bool  # whether JAX's dispatch in C++ brings arguments that lie like these to the same place
 
 
 def placed_arguments(callee: Callee, leaves: Sequence[Any]) -> Placed:
-    """Moves flat arguments to where the program expects them; donated ones share no memory with anything else.
-
-    Raises:
-        PlanError: another process of the mesh is about to run another program.
-        ShardingError: memory that may be overwritten is given twice, or was overwritten by an earlier call; it is a
-            ``RuntimeError`` too, as of ``jax.jit``.
-    """
+    """Moves flat arguments to where the program expects them; donated ones share no memory with anything else."""
     if callee.program.references:
         leaves = [*leaves, *callee.closed_over]
         refuse_twice(leaves, lambda: callee.program.names[len(callee.program.captured) :], callee.program.name)
@@ -123,14 +112,7 @@ def _tell(callee: Callee, moved: Sequence[int], arrays: Sequence[Any]) -> bool:
 
 
 def by_dispatch(callee: Callee, placed: Placed, leaves: Sequence[Any], results: Sequence[Any]) -> Any:
-    """What JAX's dispatch in C++ runs from now on for arguments that lie like these; None if each call needs Python.
-
-    Args:
-        callee: what was called.
-        placed: its arguments where it expects them.
-        leaves: its flat arguments as they came.
-        results: its flat results.
-    """
+    """What JAX's dispatch in C++ runs from now on for arguments that lie like these; None if each call needs Python."""
     executable = callee.executable
     reordered = executable.spmd.in_orders or executable.spmd.out_orders
     ours = callee.program.references or any(isinstance(x, UnevenArray) for x in (*results, *leaves))

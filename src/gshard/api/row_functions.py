@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
-from gshard.language.row_primitives import put_rows_p, take_rows_p
+from gshard.rules.row_exchange import put_rows_p, take_rows_p
 
 
 @without_our_frames

@@ -1,28 +1,329 @@
-"""search: finds a fast plan of a function for a machine, with or without marks."""
+"""search: finds a fast plan of a function for a machine, with or without marks, on one or several meshes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import dataclasses
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from gshard.api.call_errors import clear_call_errors
-from gshard.api.jitted import Jitted
-from gshard.api.search_run import (
-    SearchRun,
-    is_number_of_devices,
-    meshes_to_try,
-    searched_of,
-)
-from gshard.core.errors import ArgumentError
+import numpy as np
+
+from gshard.api.compiled_programs import is_from_framework, lowered_instead_of_jit, mesh_of_arguments
+from gshard.api.explained import refuse_options
+from gshard.api.jit import Jitted, jit
+from gshard.api.lowered import Lowered
+from gshard.api.names import paths_of_arguments
+from gshard.api.wrapped import clear_call_errors
+from gshard.core.errors import ArgumentError, MeshError, ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
-from gshard.device.machine import Machine
-from gshard.explanation.found import SearchResult
+from gshard.core.mesh import Mesh, MeshLike
+from gshard.core.paths import place_of_definition
+from gshard.core.plan import Plan
+from gshard.core.planning_tables import tables
+from gshard.device.machine import Machine, machine_of
+from gshard.explanation.search_result import FunctionSource, SearchResult
 from gshard.remat.rematerialise import bytes_of
-from gshard.search.priced import PricedPlan
-from gshard.search.stopping import stoppable
-from gshard.search.time_budget import TimeBudget, seconds_of
+from gshard.search.find import ENOUGH, NAMES, Best, MeshSearch, axes_text, cut_in_two, meshes, to_gain
+from gshard.search.pipeline import PricedPlan
+from gshard.search.time_budget import Stop, TimeBudget, in_a_line, seconds_of, stoppable
 from gshard.xla_programs.compiled_ranking import devices_on, ranked
+
+# Search run: the search for a plan of one function on one or several meshes, in steps that a caller may combine.
+
+FINISHED = 3  # of the meshes that are tried, the most promising ones, whose plans are priced
+EFFORT = 0.1  # of the solver, for each of many meshes
+_CUT = 2  # meshes of two axes that are cut in three, the most promising ones
+_NEARLY = 1.02  # ratio of their times in the model beyond which the second one is not cut
+_WORTH = 1.001  # ratio of times in the model that a plan must save for which nothing is proven
+_AGAIN = 3  # searches on the best mesh of three axes, each near the plan of the one before, while plans become faster
+_SOLVING = 0.7  # of the time, what the problems of several meshes may take; pricing takes the rest
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OfArrays:
+    """A function whose arguments are pytrees of arrays."""
+
+    made: Jitted
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def mesh(self) -> MeshLike:
+        """The mesh that it was jitted for."""
+        return self.made.options.mesh
+
+    def lower(self, mesh: Mesh) -> Lowered:
+        """Traces it for a mesh."""
+        return self.made.on(mesh).lower_for_search(self.args, self.kwargs)
+
+    def source(self, lowered: Lowered) -> FunctionSource:
+        """What the function is in the user's files."""
+
+        def jaxpr() -> Any:
+            return self.made.trace(*self.args, **self.kwargs).jaxpr
+
+        paths = paths_of_arguments(lowered.program, lowered.in_tree)
+        return FunctionSource(paths, place_of_definition(self.made), jaxpr)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OfFramework:
+    """A function that ``flax.nnx.jit``, ``equinox.filter_jit`` or the like returned."""
+
+    f: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    refused: Mapping[str, Any]
+    caller: Callable[..., Any]
+
+    @property
+    def mesh(self) -> MeshLike:
+        """The mesh that its arguments are on."""
+        return mesh_of_arguments(self.args, self.kwargs)
+
+    def lower(self, mesh: Mesh) -> Lowered:
+        """Traces it for a mesh."""
+        return lowered_instead_of_jit(self.f, self.args, self.kwargs, mesh, {}, self.refused, self.caller)
+
+    def source(self, lowered: Lowered) -> None:
+        """None: the framework takes the arguments apart."""
+
+
+Searched = OfArrays | OfFramework
+
+
+def searched_of(
+    f: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    own: Mapping[str, Any],
+    finite: bool,
+    caller: Callable[..., Any],
+) -> Searched:
+    """Prepares a function and its arguments for the search."""
+    if isinstance(f, Jitted):
+        refuse_options(caller.__name__, f, finite, **own)
+        return OfArrays(f, args, kwargs)
+    if is_from_framework(f):
+        return OfFramework(f, args, kwargs, {**own, "finite": finite or None}, caller)
+    return OfArrays(jit(f, finite=finite, **own), args, kwargs)
+
+
+@dataclasses.dataclass(eq=False)
+class SearchRun:
+    """The search on all meshes; what it has found is kept, whenever time or a signal ends it."""
+
+    searched: Searched  # a function with its arguments
+    meshes: Sequence[Mesh]  # the meshes of one machine
+    any_shape: bool  # whether meshes of three axes are tried as well, near the best plans on these meshes
+    machine: str | Machine | None  # the machine; None for the devices of the mesh
+    limit: int | None  # bytes that a device may hold; the machine's memory if None
+    budget: TimeBudget  # the time of the search
+    # on_better, budget_seconds, progress: as of ``gshard.search``
+    on_better: Callable[[PricedPlan], None] | None = None
+    budget_seconds: float | None = None
+    progress: bool | Callable[[str], object] | None = False
+    # the searches that have begun, each with the function as it was traced for its mesh
+    begun: dict[MeshSearch, Lowered] = dataclasses.field(default_factory=dict)
+    # those whose plans are priced, the most promising ones first
+    finished: list[MeshSearch] = dataclasses.field(default_factory=list)
+    known: list[PricedPlan] = dataclasses.field(default_factory=list)  # all plans that were priced
+
+    def machine_on(self, mesh: Mesh) -> Machine:
+        """The machine whose devices the mesh has."""
+        return Machine.read(machine_of(mesh) if self.machine is None else self.machine, mesh.size)
+
+    def found(self, stop: Stop) -> SearchResult | None:
+        """The best of all meshes; None where a signal ended the search before there was any."""
+        try:
+            with tables():
+                self._search()
+        except KeyboardInterrupt:
+            stop.number = stop.number or signal.SIGINT
+            # What it left half done may be in the tables: from here on there are new ones.
+            promising = sorted(self.begun, key=lambda one: one.rank)[:1]
+            with contextlib.suppress(KeyboardInterrupt):
+                while promising and promising[0].price_solution() is not None:
+                    pass
+        return self.result(stop)
+
+    def result(self, stop: Stop) -> SearchResult | None:
+        """The best of what was found so far; None if nothing was."""
+        bests = self.bests(stop)
+        if not bests:
+            return None
+        one, best = min(bests, key=lambda pair: pair[1].chosen.rank(pair[1].limit))
+        lowered = self.begun[one]
+        donated = tuple(sorted(lowered.donated))
+        return SearchResult(
+            best, tuple(best for _, best in bests), donated, lowered.in_tree, self.searched.source(lowered),
+            self.budget_seconds, progress=self.progress,
+            jitted_by_framework=isinstance(self.searched, OfFramework),
+        )  # fmt: skip
+
+    def _search(self) -> None:
+        budget, meshes = self.budget, len(self.meshes)
+        refused: Exception | None = None
+        problems = budget.part(_SOLVING) if meshes > 1 else budget
+        for i, mesh in enumerate(self.meshes):
+            if self.begun and problems.is_over:
+                budget.left_out.append(f"mesh ({axes_text(mesh)})")
+                continue
+            try:
+                # A problem that is cut is lost: better some of them whole than a part of each.
+                one = self.begin(mesh, problems.part(1 / 2) if i + 1 < meshes else problems)
+                if len(self.begun) == 1:
+                    one.price_marked()  # so that there is something to return
+                    one.price_expected()
+            except Exception as error:  # of any kind, where other meshes have results
+                self.begun = {one: lowered for one, lowered in self.begun.items() if one.mesh is not mesh}
+                if not self.begun and not isinstance(error, ShardingError):  # marks may fit other meshes
+                    raise
+                budget.failed[f"mesh ({axes_text(mesh)})"] = in_a_line(error)
+                refused = refused or error
+                continue
+            one.solve(1.0 if meshes <= FINISHED else EFFORT, 1 / (meshes - i))
+            one.budget = budget
+        if refused is not None and not self.begun:
+            raise refused
+        if self.any_shape:
+            self.cut_axes(problems)
+        self._price()
+
+    def _price(self) -> None:
+        """Prices the plans of the most promising meshes, then presets and pipelines.
+
+        Once a plan is within ``ENOUGH`` of the bound, it leaves out presets that few people expect, which take longest.
+        A preset over all devices is the same on every mesh, so it is priced on one with the fewest axes; one over the
+        last axis is priced on the most promising mesh of several axes.
+        """
+        ranked = sorted(self.begun, key=_promise)
+        first = next(iter(self.begun))
+        given = sorted((one for one in self.begun if one.near is None), key=_axes)
+        several = next((one for one in ranked if _axes(one) > 1 and one.near is None), given[0])
+        for i, one in enumerate(ranked[:FINISHED]):
+            others = [f"the plan for mesh ({axes_text(other.mesh)})" for other in ranked[i:FINISHED]]
+            self._left(*others, "presets", "pipelines")
+            one.price_solutions()
+            self.finished.append(one)
+        is_enough = self.is_enough
+        for one in dict.fromkeys((given[0], several)):
+            self._left(f"presets on mesh ({axes_text(one.mesh)})", "pipelines")
+            if one is not first and not first.is_unsplit:
+                one.price_marked()
+            known = () if one is given[0] else [preset.name for preset in given[0].presets]
+            one.price_presets(only_expected=is_enough, known=known)
+        self._left("pipelines")
+        for one in self.finished:
+            one.price_pipelines()
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether no plan that was compared saves more than ``ENOUGH`` of the best plan's time in the model."""
+        gap = self.gap
+        return gap is not None and gap <= ENOUGH
+
+    @property
+    def gap(self) -> float | None:
+        """The share of the best plan's time in the model that another plan could save, on the meshes that were given.
+
+        None if nothing is proven: not all of these problems were solved, or the model has no plan like the best.
+        """
+        given = [one for one in self.begun if one.near is None]
+        found = [one.best() for one in self.begun if one.has_found]
+        if not found or len(given) < len(self.meshes) or not all(one.is_solved for one in given):
+            return None
+        best = min(found, key=lambda best: best.chosen.rank(best.limit))
+        return dataclasses.replace(best, bound=min(one.bound for one in given)).gap
+
+    def _left(self, *steps: str) -> None:
+        """Reports how near the best plan is, and what is left to do."""
+        limited = any(one.is_limited for one in self.begun if one.near is None)
+        count = len(self.meshes)
+        meshes = f"the {count} meshes with up to two axes" if self.any_shape else f"{count} mesh{'es' * (count > 1)}"
+        self.budget.progress.step(f"{to_gain(self.gap, limited, meshes)}; left to do: {', '.join(steps)}")
+
+    def cut_axes(self, budget: TimeBudget) -> None:
+        """Searches on meshes of three axes, near the best plans on meshes of two."""
+        solved = [one for one in self.begun if one.is_solved and len(one.mesh.axes) == len(NAMES) - 1]
+        coarse = sorted(solved, key=lambda one: one.rank)[:_CUT]
+        coarse = [one for one in coarse if one.rank <= (*coarse[0].rank[:2], _NEARLY * coarse[0].rank[2])]
+        meshes = {mesh: one for one in reversed(coarse) for mesh in cut_in_two(one.mesh)}
+        tried = [self._near(one, mesh, budget.part(1 / 2)) for mesh, one in meshes.items()]
+        finer = [one for one in tried if one is not None]
+        for _ in range(_AGAIN if finer else 0):
+            best = min(finer, key=lambda one: one.rank)
+            again = self._near(best, best.mesh, budget.part(1 / 2))
+            if again is None:
+                break
+            better, worse = sorted((best, again), key=lambda one: one.rank)
+            del self.begun[worse]
+            if better is best:
+                break
+            finer = [again]
+
+    def _near(self, one: MeshSearch, mesh: Mesh, budget: TimeBudget) -> MeshSearch | None:
+        """Searches on a mesh near the plan of another search; None if there is no result."""
+        if budget.is_over:
+            budget.left_out.append(f"mesh ({axes_text(mesh)})")
+            return None
+        near = self._search_on(mesh, self.begun[one], budget, one.solved_plan)
+        if near.program.block is one.program.block:  # rewrites give it the same form on both meshes
+            near.solve(EFFORT)
+        near.budget = self.budget
+        if not near.is_solved:
+            return None
+        self.begun[near] = self.begun[one]
+        return near
+
+    def begin(self, mesh: Mesh, budget: TimeBudget) -> MeshSearch:
+        """Traces the function for a mesh, and begins the search there."""
+        self.machine_on(mesh)  # refuses a machine of another size first
+        budget.progress.step("tracing the function")
+        lowered = self.searched.lower(mesh)
+        one = self._search_on(mesh, lowered, budget)
+        self.begun[one] = lowered
+        return one
+
+    def _search_on(self, mesh: Mesh, lowered: Lowered, budget: TimeBudget, near: Plan | None = None) -> MeshSearch:
+        return MeshSearch(
+            lowered.program, mesh, self.machine_on(mesh), donated=lowered.donated, memory_limit=self.limit,
+            on_better=self.on_better, budget=budget, near=near, known=self.known,
+        )  # fmt: skip
+
+    def bests(self, stop: Stop) -> list[tuple[MeshSearch, Best]]:
+        """What was found on each mesh with a plan: first those that were finished."""
+        ordered = dict.fromkeys((*self.finished, *self.begun))
+        return [(one, one.best(stop.number)) for one in ordered if one.has_found]
+
+
+def _axes(one: MeshSearch) -> int:
+    return sum(size > 1 for _, size in one.mesh.axes)
+
+
+def _promise(one: MeshSearch) -> tuple[bool, bool, float]:
+    """Orders searches; of those that are nearly equal in the model, one of whose plans something is proven is first."""
+    *early, value = one.rank
+    return *early, value * (1.0 if one.near is None else _WORTH)  # type: ignore[return-value]
+
+
+def is_number_of_devices(mesh: Any) -> bool:
+    """Whether ``mesh`` is a number of devices, whose shape is searched too."""
+    return isinstance(mesh, int | np.integer) and not isinstance(mesh, bool)
+
+
+def meshes_to_try(mesh: Any) -> Iterable[Mesh]:
+    """The meshes to try first."""
+    if is_number_of_devices(mesh):
+        return meshes(int(mesh))
+    if isinstance(mesh, list | tuple) and mesh and all(isinstance(one, Mesh) for one in mesh):
+        if len({one.size for one in mesh}) > 1:
+            raise MeshError("meshes to choose from have one size.", got=", ".join(map(str, mesh)))
+        return mesh
+    return [Mesh.of(mesh)]
 
 
 @without_our_frames

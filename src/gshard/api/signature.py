@@ -1,31 +1,29 @@
-"""Signature: the key under which a program is kept between calls.
-
-Two calls with equal signatures get the same program and the same shardings, whatever was called before. A signature
-holds the structure of the arguments, the type of each array (shape, dtype, weak type, memory, and the sharding where
-its mesh has explicit axes), the sharding of arrays that are committed to one, static arguments by type and value,
-JAX's settings and the rules that were registered.
-"""
+"""Signature: the key under which a program is kept between calls: arrays, static leaves and references."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import logging
 from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from gshard.api.reference_arguments import refuse_twice
 from gshard.api.specs import memories_of
-from gshard.api.static_leaves import fixed, refuse_without_hash, with_fixed_results, with_freed_arguments
 from gshard.core.errors import ArgumentError
-from gshard.core.jax_adapter import user_line
-from gshard.core.jax_adapter_dispatch import is_token, named_arguments, trace_settings
+from gshard.core.jax_adapter import no_mesh_set, user_line
+from gshard.core.jax_adapter_dispatch import is_token, logs_compilations, named_arguments, trace_settings
 from gshard.core.jax_adapter_references import (
+    array_of,
     array_type_of,
+    is_reference,
     is_reference_type,
     shape_of_reference,
     type_of_reference,
+    write,
 )
 from gshard.core.memory_kinds import is_in_host_space, is_on_host, shape_of_type, space
 from gshard.core.paths import leaf_names, parameters_of
@@ -35,6 +33,139 @@ from gshard.language.registry import rules_version
 from gshard.tracing.by_jax import name_of
 from gshard.tracing.changed_objects import has_objects, with_kept_objects
 
+# Reads references (``jax.Ref``) that are passed or closed over before a call, and writes them after it.
+
+
+def arrays_of(arguments: Sequence[Any]) -> list[Any]:
+    """The arguments of a call with the arrays that references hold in their place."""
+    return [array_of(x) if is_reference(x) else x for x in arguments]
+
+
+def refuse_twice(arguments: Sequence[Any], names: Callable[[], Sequence[str]], function: str) -> None:
+    """Refuses a reference that is given twice: what one name writes the other one would not see."""
+    references = [id(x) for x in arguments if is_reference(x)]
+    if len({*references}) == len(references):
+        return
+    first: dict[int, str] = {}
+    for x, name in zip(arguments, names(), strict=True):
+        if is_reference(x) and first.setdefault(id(x), name) != name:
+            raise ArgumentError.like(
+                ValueError(),
+                f"{function} is given one reference twice, as {first[id(x)]} and {name}.",
+                user_line(),
+                "only one reference to a mutable array may be passed as an argument to a function",
+                "Give it once, or give the array that it holds (ref[...]) where it is only read.",
+            )
+
+
+def write_back(references: Sequence[Any], values: Sequence[Any]) -> None:
+    """Writes final values into references, each with the sharding that the reference has."""
+    for reference, value in zip(references, values, strict=True):
+        here = reference.sharding
+        if value.sharding != here:
+            with no_mesh_set():
+                value = jax.device_put(value, here)
+        write(reference, value)
+
+
+# Static leaves: leaves of arguments and results that are not arrays, such as activation functions.
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, UnevenArray)
+_TOKEN = object()  # in the place of every token: they do not differ
+
+
+@jax.tree_util.register_pytree_node_class
+class Fixed:
+    """A leaf as a part of the structure; equal to others of the same type and value."""
+
+    __slots__ = ("key", "value")
+
+    def __init__(self, value: Any):
+        self.value = value
+        # Zeros of both signs are equal, and a NaN is not equal to itself; written out they are what they are.
+        self.key: Hashable = (type(value), repr(value) if isinstance(value, float | complex) else value)
+
+    @property
+    def freed(self) -> Any:
+        """The leaf as the user gets it."""
+        if self.value is not _TOKEN:
+            return self.value
+        with jax.ensure_compile_time_eval():
+            return jax.lax.create_token()
+
+    def tree_flatten(self) -> tuple[tuple[()], Fixed]:
+        """No children, and itself."""
+        return (), self
+
+    @staticmethod
+    def tree_unflatten(itself: Fixed, children: tuple[()]) -> Fixed:
+        """The reverse of ``tree_flatten``."""
+        return itself
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Fixed) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return f"Fixed({self.value!r})"
+
+
+def fixed(tree: Any, where: str, every: bool = True) -> Any:
+    """The tree with all leaves that are no arrays (or else the tokens only) as parts of its structure."""
+
+    def leaf(path: Any, x: Any) -> Any:
+        if is_token(x):
+            return Fixed(_TOKEN)
+        if not every or isinstance(x, _ARRAYS) or hasattr(type(x), "__jax_array__"):
+            return x
+        refuse_without_hash(x, f"Non-hashable static leaves are not supported: {where}{jax.tree_util.keystr(path)}.")
+        return Fixed(x)
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+def refuse_without_hash(x: Any, said: str) -> None:
+    """Raises an ``ArgumentError`` (also a ``ValueError``, as of ``jax.jit``) for what cannot be part of a key."""
+    try:
+        hash(x)
+    except TypeError as error:
+        hint = "Give a tuple or another value that is hashable and does not change."
+        raise ArgumentError.like(ValueError(), said, user_line(), f"a {type(x).__name__}", hint) from error
+
+
+def freed(tree: Any) -> Any:
+    """The tree with such leaves in their places again."""
+    return jax.tree.map(lambda x: x.freed if isinstance(x, Fixed) else x, tree, is_leaf=lambda x: isinstance(x, Fixed))
+
+
+def has_fixed(structure: Any) -> bool:
+    """Whether there are such leaves in a structure."""
+    tree = jax.tree.unflatten(structure, [0] * structure.num_leaves)
+    return any(isinstance(x, Fixed) for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Fixed)))
+
+
+def with_freed_arguments(f: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of arguments with fixed leaves."""
+
+    @functools.wraps(f)
+    def free(*args: Any, **kwargs: Any) -> Any:
+        return f(*freed(args), **freed(kwargs))
+
+    return free
+
+
+def with_fixed_results(f: Callable[..., Any], name: str, every: bool = True) -> Callable[..., Any]:
+    """The function with results whose leaves are fixed where they are no arrays, or only where they are tokens."""
+
+    @functools.wraps(f)
+    def fix(*args: Any, **kwargs: Any) -> Any:
+        return fixed(f(*args, **kwargs), f"the result of {name}", every)
+
+    return fix
+
+
 _OF_HIJAX = (
     "Pass the arrays that this value of jax.experimental.hijax is made of, and make the value inside the function."
 )
@@ -42,25 +173,15 @@ _OF_HIJAX = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
-    """One flat argument, as far as a program depends on it.
+    """One flat argument, as far as a program depends on it."""
 
-    Attributes:
-        aval: JAX's type of it.
-        sharding: of an array that is committed to one; None if JAX may place it.
-        partitioning: how the padded parts of an ``UnevenArray`` are cut.
-    """
-
-    aval: Any
-    sharding: Any = None
-    partitioning: Sharding | None = None
+    aval: Any  # JAX's type of it
+    sharding: Any = None  # of an array that is committed to one; None if JAX may place it
+    partitioning: Sharding | None = None  # how the padded parts of an ``UnevenArray`` are cut
 
     @staticmethod
     def of(x: Any) -> Leaf:
-        """Reads an argument.
-
-        Raises:
-            TypeError: it is no array, nor anything that JAX takes for one.
-        """
+        """Reads an argument."""
         if (aval := type_of_reference(x)) is not None:
             return Leaf(aval, None if isinstance(x, jax.core.Tracer) else x.sharding)
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
@@ -124,20 +245,14 @@ def explicit_sharding(aval: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Signature:
-    """What a program is made for.
+    """What a program is made for."""
 
-    Attributes:
-        tree: the structure of ``(positional, named)`` arguments without the static ones.
-        leaves: the flat arguments.
-        statics: the number of positional arguments, then (position or name, type, value) of each static one.
-        settings: JAX's.
-        closed_over: the references that the function closes over: arguments that the user does not write.
-    """
-
-    tree: Any
-    leaves: tuple[Leaf, ...]
+    tree: Any  # the structure of ``(positional, named)`` arguments without the static ones
+    leaves: tuple[Leaf, ...]  # the flat arguments
+    # the number of positional arguments, then (position or name, type, value) of each static one
     statics: tuple[Any, ...]
-    settings: Hashable
+    settings: Hashable  # JAX's
+    # the references that the function closes over: arguments that the user does not write
     closed_over: tuple[Leaf, ...] = ()
 
     @property
@@ -193,23 +308,15 @@ class Signature:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parameters:
-    """Which arguments of a function are static and which are donated, by number and by name.
+    """Which arguments of a function are static and which are donated, by number and by name."""
 
-    Attributes:
-        f: the function.
-        static_numbers, static_names: arguments that are no arrays.
-        donated_numbers, donated_names: arguments whose memory results may take.
-        static_leaves: whether what is no array inside of the others is static as well.
-        in_shardings: where arguments are put before a call, in which memory among others.
-    """
-
-    f: Callable[..., Any]
-    static_numbers: tuple[int, ...]
+    f: Callable[..., Any]  # the function
+    static_numbers: tuple[int, ...]  # static_numbers, static_names: arguments that are no arrays
     static_names: tuple[str, ...]
-    donated_numbers: tuple[int, ...]
+    donated_numbers: tuple[int, ...]  # donated_numbers, donated_names: arguments whose memory results may take
     donated_names: tuple[str, ...]
-    static_leaves: bool = False
-    in_shardings: Any = None
+    static_leaves: bool = False  # whether what is no array inside of the others is static as well
+    in_shardings: Any = None  # where arguments are put before a call, in which memory among others
 
     def placed_by(self, in_shardings: Any) -> Parameters:
         """The same for a function whose arguments are put somewhere before a call."""
@@ -226,11 +333,7 @@ class Parameters:
         return with_freed_arguments(self.f) if self.static_leaves else self.f
 
     def fixed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, their static leaves as parts of their structure.
-
-        Raises:
-            ArgumentError: such a leaf cannot be hashed.
-        """
+        """The arguments, their static leaves as parts of their structure."""
         if not self.static_leaves:
             return args, kwargs
         return fixed(args, f"arguments of {name_of(self.f)}, "), fixed(kwargs, f"arguments of {name_of(self.f)}, ")
@@ -239,11 +342,7 @@ class Parameters:
     def of(
         f: Callable[..., Any], static: tuple[Any, Any], donated: tuple[Any, Any], static_leaves: bool = False
     ) -> Parameters:
-        """Completes what was given by number or by name.
-
-        Raises:
-            ArgumentError: the function has no such argument, or one is static and donated.
-        """
+        """Completes what was given by number or by name."""
         try:
             return Parameters(f, *named_arguments(f, static, donated), static_leaves)
         except (ValueError, TypeError) as error:
@@ -256,11 +355,7 @@ class Parameters:
             ) from None
 
     def divide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
-        """The arguments that are arrays, and ``Signature.statics``.
-
-        Raises:
-            ArgumentError: a static argument cannot be hashed.
-        """
+        """The arguments that are arrays, and ``Signature.statics``."""
         if not self.static_numbers and not self.static_names:
             return (args, kwargs), (len(args),)
         count = len(args)
@@ -291,12 +386,7 @@ class Parameters:
         return jitted.trace(*args, **kwargs)
 
     def with_statics(self, statics: tuple[Any, ...], *, tokens: bool = False) -> Callable[..., Any]:
-        """The function of the arrays alone; the function itself, where it can be: JAX knows its trace by it.
-
-        Args:
-            statics: of the signature.
-            tokens: whether there are some among its arguments or results.
-        """
+        """The function of the arrays alone; the function itself, where it can be: JAX knows its trace by it."""
         count, *given = statics
         whole = self.f
         if tokens or self.static_leaves:
@@ -322,11 +412,7 @@ class Parameters:
         return with_kept_objects(f, name_of(self.f)) if has_objects(signature.tree) else f
 
     def signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, list[Any]]:
-        """The signature of a call, and its flat arguments.
-
-        Raises:
-            ArgumentError: an argument is no array, or a static one cannot be hashed.
-        """
+        """The signature of a call, and its flat arguments."""
         arrays, statics = self.divide(args, kwargs)
         leaves, tree = jax.tree.flatten(arrays)
         if any(map(is_token, leaves)):
@@ -398,3 +484,45 @@ def _signature_without(f: Callable[..., Any], numbers: Container[int], names: Co
 def _text_of_parameters(f: Callable[..., Any]) -> str:
     names = parameters_of(f)
     return f"({', '.join(names)})" if names else ""
+
+
+# New kinds: logs what tells a call that needs a program of its own from the last one.
+
+_log = logging.getLogger("gshard")
+_SHOWN = 4  # arguments
+_MANY = 16  # kinds of arguments of one function: more than a program has on purpose
+
+
+def log_new_kind(name: str, names: Callable[[], Sequence[str]], now: Signature, last: Signature, kinds: int) -> None:
+    """Logs why a function is planned again."""
+    if kinds == _MANY:
+        _log.warning(
+            "%s is planned and compiled for %d different kinds of arguments, at %s: %s. Pad arrays to a few sizes, and "
+            "pass numbers that change as arrays, not as static arguments.",
+            name, kinds, user_line(), _difference(names(), now, last),
+        )  # fmt: skip
+        return
+    level = logging.WARNING if logs_compilations() else logging.INFO
+    if _log.isEnabledFor(level):
+        _log.log(level, "%s is planned again: %s", name, _difference(names(), now, last))
+
+
+def _difference(names: Sequence[str], now: Signature, last: Signature) -> str:
+    if now == last:
+        return "its mesh is another one than before"
+    if now.tree != last.tree:
+        return "its arguments have another structure than before"
+    if now.statics != last.statics:
+        return "a static argument has another value than before"
+    pairs = zip(names, now.leaves, last.leaves, strict=True)
+    told = [f"{which} is {_text(one, two)}, and was {_text(two, one)}" for which, one, two in pairs if one != two]
+    if not told:
+        return "a setting of JAX or a rule has changed"
+    more = f"; and {len(told) - _SHOWN} more arguments" if len(told) > _SHOWN else ""
+    return "; ".join(told[:_SHOWN]) + more
+
+
+def _text(leaf: Leaf, other: Leaf) -> str:
+    if leaf.aval != other.aval:
+        return str(leaf.aval.str_short()) + (" (weak type)" if getattr(leaf.aval, "weak_type", False) else "")
+    return "not placed" if leaf.sharding is None else f"on {leaf.sharding}"

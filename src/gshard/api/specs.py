@@ -20,9 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import is_mapped, user_line
-from gshard.core.mark import Mark
+from gshard.core.mark import Mark, text_of_spec, words_of
 from gshard.core.memory_kinds import memory_of
-from gshard.core.partition_spec import text_of_spec, words_of
 from gshard.tracing.expand import mark_of_any_sharding, mark_of_named_sharding
 
 
@@ -32,16 +31,7 @@ def is_spec(x: Any) -> bool:
 
 
 def mark_of_spec(spec: Any, x: Any, leaf: str = "") -> Mark | None:
-    """A ``PartitionSpec``, a sharding of JAX's or an axis name as a mark on an array; None says nothing.
-
-    Args:
-        spec: what is said.
-        x: the array, for its rank.
-        leaf: its name in messages.
-
-    Raises:
-        ShardingError: it is no spec, or names more dimensions than the array has.
-    """
+    """A ``PartitionSpec``, a sharding of JAX's or an axis name as a mark on an array; None says nothing."""
     if spec is None:
         return None
     if not is_spec(spec):
@@ -76,17 +66,7 @@ def hidden_by_vmap(arrays: Iterable[Any]) -> str:
 
 
 def spread(what: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] = is_spec) -> list[tuple[str, Any, Any]]:
-    """What a pytree prefix says of each leaf of a tree: its name, what is said, and the leaf.
-
-    Args:
-        what: the name of the prefix in messages.
-        prefix: a pytree of specs.
-        tree: what they are about.
-        is_leaf: what counts as one spec.
-
-    Raises:
-        ShardingError: it is not a prefix of the tree.
-    """
+    """What a pytree prefix says of each leaf of a tree: its name, what is said, and the leaf."""
     try:
         said = _spread(prefix, tree, is_leaf)
     except ValueError as error:
@@ -101,11 +81,7 @@ def spread(what: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] = i
 
 
 def memories_of(in_shardings: Any, arguments: tuple[Any, Any]) -> list[str | None]:
-    """The memory kind in which ``in_shardings`` puts each leaf of ``(positional, named)`` arguments; None for any.
-
-    Raises:
-        ShardingError: it is not a prefix of the positional arguments.
-    """
+    """The memory kind in which ``in_shardings`` puts each leaf of ``(positional, named)`` arguments; None for any."""
     positional, named = arguments
     prefix = tuple(in_shardings) if isinstance(in_shardings, list) else in_shardings
     kinds = [memory_of(spec) for _, spec, _ in spread("in_shardings", prefix, positional)]
@@ -148,11 +124,7 @@ def _hint(what: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> 
 
 
 def as_array(x: Any, leaf: str, what: str) -> Any:
-    """A leaf as an array that can be marked; None for the gradient of an integer, which has no elements.
-
-    Raises:
-        ShardingError: it is no array.
-    """
+    """A leaf as an array that can be marked; None for the gradient of an integer, which has no elements."""
     if getattr(x, "dtype", None) == jax.dtypes.float0:
         return None
     try:

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard.api.pipeline_mark import schedule_of
-from gshard.core.errors import ShardingError
+from gshard.core.errors import ShardingError, keywords
 from gshard.core.jax_adapter import is_tracing, user_line
-from gshard.core.keywords import keywords
 from gshard.core.pipeline_schedule import Schedule
 from gshard.language.stage_primitive import STAGE, stage_p
 
@@ -87,11 +86,7 @@ def stage(
 
 
 def _marked(x: Any, schedule: Schedule | None) -> Any:
-    """The pytree with its arrays of floats, or all of its arrays if there are none, through ``stage_p``.
-
-    Raises:
-        ShardingError: there are no arrays.
-    """
+    """The pytree with its arrays of floats, or all of its arrays if there are none, through ``stage_p``."""
     leaves, tree = jax.tree.flatten(x)
     arrays = {i: y for i, y in enumerate(leaves) if isinstance(y, jax.Array | np.ndarray)}
     floats = {i: y for i, y in arrays.items() if jnp.issubdtype(y.dtype, jnp.inexact)}

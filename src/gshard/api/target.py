@@ -9,86 +9,59 @@ from typing import Any
 
 import jax
 
-from gshard.core.dropped import MESH
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh, MeshLike
-from gshard.core.plan import Plan
+from gshard.core.plan import AS_MARKED, Boundary, Plan
 from gshard.core.processes import Group
-from gshard.core.program import Program, format_block
-from gshard.core.program_boundary import AS_MARKED, Boundary
+from gshard.core.program import MESH, Program, format_block
 from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import Cost
-from gshard.device.hardware import machine_of, machine_to_order, machine_to_plan_for
-from gshard.device.machine import Machine
+from gshard.device.machine import Machine, machine_of, machine_to_order, machine_to_plan_for
 from gshard.emit.compile import Executable, compile_spmd
-from gshard.explanation.budget import Budget
-from gshard.explanation.layout_usage import refuse_unused
-from gshard.planning.collective_matmuls import CollectiveMatmul
-from gshard.planning.io_shardings import at_boundary
+from gshard.explanation.advice import Budget
+from gshard.explanation.explained_plan import refuse_unused
+from gshard.planning.collective_matmuls import CollectiveMatmul, Policy
+from gshard.planning.demands import at_boundary
 from gshard.planning.propagate import in_best_order
-from gshard.planning.rings import Policy
 from gshard.planning.saved_plan import SavedPlan
-from gshard.remat.fit import compiled_within
-from gshard.remat.rematerialise import bytes_of
+from gshard.remat.rematerialise import bytes_of, compiled_within
 from gshard.search.find import best_plan
-from gshard.search.pipeline import FITTING, PARTITION, PLANNING, Draft, Settings, run
-from gshard.search.planned import Planned
+from gshard.search.pipeline import FITTING, PARTITION, PLANNING, Draft, Planned, Settings, run
 from gshard.search.seconds import on_machine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Kept:
-    """The options of ``jit`` that a target has as they are given.
+    """The options of ``jit`` that a target has as they are given."""
 
-    Attributes:
-        strict: refuse operations without a rule.
-        budget: what a per-device program may cost.
-        leaves_by_axes: split results over whole axes of the mesh only, as JAX does for Explicit axes.
-        keep_uneven: return results in padded parts where parts are unequal.
-        memory_limit: bytes that a device may hold; values are recomputed to keep to it.
-        keep_unused: pass XLA the arguments that nothing reads.
-        compiler_options: XLA's, as pairs.
-        recorded: a plan that was found or saved before; None plans.
-        search: search for a plan, or for how many seconds; False propagates the marks.
-        layout: meanings of the names of dimensions.
-        finite: parts of sums of floats are known to be finite.
-    """
-
-    strict: bool = False
-    budget: Budget | None = None
-    leaves_by_axes: bool = False
-    keep_uneven: bool = False
-    memory_limit: int | None = None
-    keep_unused: bool = False
-    compiler_options: tuple[tuple[str, Any], ...] = ()
-    recorded: SavedPlan | None = None
-    search: bool | float = False
-    layout: Layout | None = None
-    finite: bool = False
+    strict: bool = False  # refuse operations without a rule
+    budget: Budget | None = None  # what a per-device program may cost
+    leaves_by_axes: bool = False  # split results over whole axes of the mesh only, as JAX does for Explicit axes
+    keep_uneven: bool = False  # return results in padded parts where parts are unequal
+    memory_limit: int | None = None  # bytes that a device may hold; values are recomputed to keep to it
+    keep_unused: bool = False  # pass XLA the arguments that nothing reads
+    compiler_options: tuple[tuple[str, Any], ...] = ()  # XLA's, as pairs
+    recorded: SavedPlan | None = None  # a plan that was found or saved before; None plans
+    search: bool | float = False  # search for a plan, or for how many seconds; False propagates the marks
+    layout: Layout | None = None  # meanings of the names of dimensions
+    finite: bool = False  # parts of sums of floats are known to be finite
 
 
 @dataclasses.dataclass(frozen=True)
 class Target(_Kept):
-    """What a function is partitioned for.
+    """What a function is partitioned for."""
 
-    Attributes:
-        mesh: the devices.
-        reorders: put devices in the order that marks ask for. False under a transformation: the program that JAX
-            compiles around this one has a single order of devices, the mesh's.
-        collective_matmul: which contractions are collective matmuls.
-        faster: use a collective matmul only if the cost model predicts a faster call.
-        machine: planning and recomputation are by seconds on it; by bytes if None.
-        around: the mesh of the ``jax.shard_map`` that calls the function, with its manual axes; None outside.
-        jax_mesh: the JAX mesh that was given. Results have the types of its axes; meshes that differ in nothing but
-            these are equal.
-    """
-
-    mesh: Mesh
+    mesh: Mesh  # the devices
+    # put devices in the order that marks ask for. False under a transformation: the program that JAX compiles around
+    # this one has a single order of devices, the mesh's.
     reorders: bool = True
-    collective_matmul: Policy | None = None
-    faster: bool = False
-    machine: Machine | None = None
+    collective_matmul: Policy | None = None  # which contractions are collective matmuls
+    faster: bool = False  # use a collective matmul only if the cost model predicts a faster call
+    machine: Machine | None = None  # planning and recomputation are by seconds on it; by bytes if None
+    # the mesh of the ``jax.shard_map`` that calls the function, with its manual axes; None outside
     around: jax.sharding.AbstractMesh | None = None
+    # the JAX mesh that was given. Results have the types of its axes; meshes that differ in nothing but these are
+    # equal.
     jax_mesh: Any = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -184,14 +157,7 @@ class Target(_Kept):
         return run((PARTITION,), Draft(plans=(made,)), Settings(self.mesh)).spmd
 
     def fitted(self, plan: Plan, kept: SpmdProgram, donated: frozenset[int], known: Cost | None = None) -> SpmdProgram:
-        """A program with values recomputed to keep to the limit of memory; with a machine, its loops prefetch.
-
-        Args:
-            plan: the plan of ``kept``.
-            kept: the program without recomputation.
-            donated: arguments whose memory the results may take.
-            known: the cost of ``kept`` on the machine, if it is known.
-        """
+        """A program with values recomputed to keep to the limit of memory; with a machine, its loops prefetch."""
         settings = Settings(
             self.mesh, self.machine, donated=tuple(donated), memory_limit=self.memory_limit,
             recomputes=self.memory_limit is not None,
@@ -214,22 +180,15 @@ class Target(_Kept):
 
 @dataclasses.dataclass(frozen=True)
 class Options(_Kept):
-    """The options of ``jit``, except the function and its static and donated arguments.
+    """The options of ``jit``, except the function and its static and donated arguments."""
 
-    Attributes:
-        mesh: the devices; None takes the mesh that is set when the function is called.
-        in_shardings, out_shardings: marks on arguments and results.
-        collective_matmul: which contractions run part by part.
-        machine: what computing and sending take; None takes that of the mesh's devices, if there is a model of them.
-        names: what the dimensions of arguments are called.
-    """
-
-    mesh: Mesh | None
-    in_shardings: Any = None
+    mesh: Mesh | None  # the devices; None takes the mesh that is set when the function is called
+    in_shardings: Any = None  # in_shardings, out_shardings: marks on arguments and results
     out_shardings: Any = None
-    collective_matmul: Any = None
+    collective_matmul: Any = None  # which contractions run part by part
+    # what computing and sending take; None takes that of the mesh's devices, if there is a model of them
     machine: str | Machine | None = None
-    names: Any = None
+    names: Any = None  # what the dimensions of arguments are called
 
     @staticmethod
     def of(
@@ -250,13 +209,7 @@ class Options(_Kept):
         return rest, self.mesh and self.mesh.given, tuple(shardings), tree
 
     def target(self) -> Target:
-        """What is partitioned for, on the mesh that was given or is set now.
-
-        Raises:
-            MeshError: no mesh was given and none is set.
-            MachineError: there is no such machine, or it has another number of devices.
-            ShardingError: the layout names an axis that the mesh does not have.
-        """
+        """What is partitioned for, on the mesh that was given or is set now."""
         mesh = Mesh.of(self.mesh)
         if self.layout is not None:
             self.layout.check(mesh)

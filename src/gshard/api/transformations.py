@@ -1,43 +1,47 @@
-"""Transformations: binds a partitioned function as one equation of a program that JAX transforms.
-
-``jax.grad``, ``jax.vmap``, ``jax.jit``, ``jax.checkpoint``, ``jax.lax.scan`` ... around a partitioned function see one
-equation, ``gshard_call``, that holds the function as it was written. Differentiating it gives partitioned calls of the
-derivative, mapping it a partitioned call of the mapped function: the marks are carried along by JAX's own
-transformations, and each new function is planned by itself. Inside ``jax.jit`` the per-device program takes the
-equation's place; inside another ``gshard.jit`` the equation is opened and its marks count there.
-
-    jax.grad(gshard.jit(loss, mesh=8))(x)
-    -> residuals = gshard_call[forward half of loss](x);  gshard_call[transpose of the linear half](residuals, 1.0)
+"""Transformations: binds a partitioned function as one equation of a program, in JAX's transformations,
+inside ``jax.jit`` and inside ``jax.shard_map``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import hashlib
+import itertools
+import logging
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from gshard.api.at_partitioning import lowered_at_partitioning, may_wait
 from gshard.api.boundary import mark_of_sharding
-from gshard.api.inside_shard_map import as_region, in_region, run_inside
 from gshard.api.lowered import Lowered
-from gshard.api.operands import cut_alike, marks_of_operands, tell_unknown
-from gshard.api.reference_arguments import arrays_of
-from gshard.api.signature import Leaf, explicit_sharding
+from gshard.api.signature import Leaf, arrays_of, explicit_sharding
 from gshard.api.target import Target
-from gshard.core.errors import TraceError
-from gshard.core.jax_adapter import mesh_of_context, no_mesh_set, user_line
+from gshard.core.errors import ShardingError, TraceError
+from gshard.core.jax_adapter import closed, mesh_of_context, no_mesh_set, shapes_of, user_line
 from gshard.core.jax_adapter_dispatch import is_staging, put_arguments, weakly_cached
-from gshard.core.jax_adapter_lowering import Unknown
-from gshard.core.jax_adapter_manual import types_alike, varying_alike
-from gshard.core.jax_adapter_nans import nan_found, without_jit
+from gshard.core.jax_adapter_errors import carried_through_xla, nan_found, without_jit
+from gshard.core.jax_adapter_lowering import (
+    LoweredSharding,
+    ThreadSettings,
+    Unknown,
+    has_devices,
+    lowered_with_devices,
+    meshes_of,
+    sharding_of_lowered,
+    under_settings,
+)
 from gshard.core.jax_adapter_references import discharged_by, effects_of_call, is_reference
+from gshard.core.jax_adapter_retracing import PMAP_AXIS, as_traced_here, types_alike, varying_alike, with_mapping
 from gshard.core.jax_adapter_transformations import (
     checked_by,
     expanded_by,
@@ -48,17 +52,288 @@ from gshard.core.jax_adapter_transformations import (
 )
 from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.memory_kinds import is_on_host, space
+from gshard.core.mesh import Mesh
 from gshard.core.phases import phase
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
-from gshard.core.program import Program
+from gshard.core.program import Constant, Program, Value
+from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.core.xla_workarounds import runnable
-from gshard.emit.compile import named_sharding
+from gshard.emit.compile import named_sharding, over_atoms
 from gshard.language.mark_primitive import bind_mark
-from gshard.planning.io_shardings import by_axes
-from gshard.search.planned import Planned
+from gshard.language.per_device import OverAxes
+from gshard.naming.dimension_classes import dimensions_of
+from gshard.planning.demands import by_axes
+from gshard.search.pipeline import Planned
+from gshard.tracing.expand import mark_of_any_sharding, mark_of_type
 from gshard.tracing.trace import program_of
+
+# Finds the shardings of the operands of a partitioned function that is called inside ``jax.jit``.
+
+_log = logging.getLogger("gshard")
+_SHOWN = 8  # types of operands in a message
+
+
+def marks_of_operands(ctx: Any, operands: Sequence[Any], target: Target) -> tuple[Mark | None, ...] | None:
+    """The marks that the operands of a call come with, while it is lowered; None if they do not count."""
+    if not target.takes_arguments_as_marks or target.mesh.devices is None:
+        return None
+    return tuple(_mark(ctx, aval, x, target) for aval, x in zip(ctx.avals_in, operands, strict=True))
+
+
+def cut_alike(ctx: Any, target: Target) -> bool:
+    """Whether all meshes on which arguments of the program are cut its devices as the axes of the target do.
+
+    JAX names the axes of results by the mesh that it was told of, the target's, and fails where XLA has split a result
+    over a part of one, as it may where an argument lies on a mesh with smaller axes.
+    """
+    own, atoms = _bounds(n for _, n in target.mesh.axes), tuple(target.mesh.atom_sizes.items())
+    return all(axes == atoms or (not ids and _bounds(n for _, n in axes) <= own) for axes, ids in meshes_of(ctx))
+
+
+def _bounds(sizes: Iterable[int]) -> set[int]:
+    return {1, *itertools.accumulate(sizes, operator.mul)}
+
+
+def _mark(ctx: Any, aval: Any, operand: Any, target: Target) -> Mark | None:
+    typed = mark_of_type(getattr(aval, "sharding", None), len(aval.shape))
+    if typed is not None:
+        return typed
+    found = sharding_of_lowered(ctx, operand)
+    return None if found is None else _mark_of(found, len(aval.shape), target)
+
+
+def _mark_of(found: LoweredSharding, ndim: int, target: Target) -> Mark | None:
+    """The mark for a sharding over the devices of the target; None for one over others."""
+    if target.mesh.devices is None or math.prod(size for _, size in found.axes) != target.mesh.size:
+        return None
+    spec = tuple(axes or None for axes in found.dims[:ndim])  # a random key is numbers along more dimensions
+    devices = tuple(target.mesh.devices[i] for i in found.device_ids)
+    return Mark("spec", spec=spec, axes=found.axes, devices=devices)
+
+
+def tell_unknown(jaxpr: Any, target: Target, come: Sequence[Sharding]) -> None:
+    """Logs that a call was planned without a way to see how its operands are split, or refuses it.
+
+    That is so in a program that is exported; inside of ``jax.shard_map``; and in a loop or a nested ``jax.jit``, of
+    random keys, of functions with effects, and where arguments are on a mesh with smaller axes. What is split may be
+    gathered.
+    """
+    whole = [
+        a.str_short(short_dtypes=True) for a, s in zip(jaxpr.in_avals, come, strict=True) if a.shape and not any(s.dims)
+    ]
+    if not whole or not target.takes_arguments_as_marks:
+        return
+    what = "a partitioned function is called where nothing says how its operands are split."
+    got = f"taken as whole: {', '.join(whole[:_SHOWN])}{', ...' if len(whole) > _SHOWN else ''}"
+    hint = "Give gshard.jit in_shardings and arguments on its own mesh, mark them inside, or use gshard.jit outside."
+    if target.strict:
+        raise ShardingError(what, user_line(), got, hint)
+    _log.warning("gshard: %s", ShardingError(what, user_line(), got, hint))
+
+
+# Plans a partitioned function inside ``jax.jit`` once XLA's partitioner has found the shardings of its operands.
+
+PlanFor = Callable[[Any, Target, tuple[Mark | None, ...]], SpmdProgram]
+
+
+def may_wait(ctx: Any, jaxpr: Any, target: Target) -> bool:
+    """Whether a call can be left to XLA's partitioner: it has no effects, and the program is not exported."""
+    plain = all(
+        not jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended) and a.size for a in (*jaxpr.in_avals, *jaxpr.out_avals)
+    )
+    if not plain or jaxpr.effects or target.mesh.devices is None or target.mesh.size == 1:
+        return False
+    return has_devices(ctx, target.mesh.size)
+
+
+def lowered_at_partitioning(
+    ctx: Any, operands: Sequence[Any], jaxpr: Any, target: Target, program: Program, planned: PlanFor
+) -> Any:
+    """Lowers a call to an operator that XLA asks for its per-device program."""
+    body, constants = closed(jaxpr)
+    first = len(constants)
+
+    @custom_partitioning
+    def call(*arrays: Any) -> list[Any]:
+        return list(jaxpr_as_fun(ClosedJaxpr(body, arrays[:first]))(*arrays[first:]))
+
+    settings = ThreadSettings.here()  # XLA may ask in a thread of its own
+
+    def partition(_: Any, arrays: Sequence[Any], results: list[Any]) -> Any:
+        with carried_through_xla(), no_mesh_set(), settings.set():
+            spmd = planned(_with_marked_results(jaxpr, _marks(results)), target, _marks(arrays[first:]))
+        said = [[over_atoms(spmd.mesh, s) for s in side] for side in (spmd.in_shardings, spmd.out_shardings)]
+        return spmd.mesh.jax_mesh, _on_one_device(spmd, settings), said[1], tuple(said[0])
+
+    call.def_partition(partition=partition, decode_shardings=False, sharding_rule=sharding_rule(program))
+    # What XLA keeps on disk it finds by the text of a program, in which an operator is an address in this process.
+    digest = hashlib.sha256(f"{jaxpr}\n{target}".encode()).hexdigest()
+
+    def inline(*arrays: Any) -> list[Any]:
+        with set_xla_metadata(gshard=digest):
+            return list(call(*constants, *arrays))
+
+    return lowered_with_devices(ctx, target.mesh.devices or (), inline, operands)
+
+
+def _marks(arrays: Sequence[Any]) -> tuple[Mark | None, ...]:
+    """The marks that XLA's shardings of some arrays are; none for parts that are not equal."""
+    return tuple(
+        None if x.sharding is None else dataclasses.replace(mark_of_any_sharding(x.sharding, x.shape), source_text="")
+        for x in arrays
+    )
+
+
+@weakly_cached
+def _with_marked_results(jaxpr: Any, marks: tuple[Mark | None, ...]) -> Any:
+    """A closed jaxpr whose results are marked: as what reads them has them."""
+
+    def marked(*arrays: Any) -> list[Any]:
+        results = jaxpr_as_fun(jaxpr)(*arrays)
+        return [x if m is None else bind_mark(x, m) for x, m in zip(results, marks, strict=True)]
+
+    return jax.make_jaxpr(marked)(*shapes_of(jaxpr.in_avals))
+
+
+def sharding_rule(program: Program) -> str:
+    """Which dimensions of results are those of arguments, in Shardy's words: ``a b, c d -> a, e``.
+
+    Before XLA asks for the per-device program it spreads shardings over all of the program around: by this from
+    operands to results and back. Of dimensions of arguments alone nothing is said: none is split for another's sake.
+
+    >>> import jax.numpy as jnp
+    >>> from gshard.tracing.trace import trace
+    >>> sharding_rule(trace(lambda x, w: x @ w, jnp.zeros((8, 4)), jnp.zeros((4, 2))))
+    'a0 a1, a2 a3 -> a0 a3'
+    """
+    labels = dimensions_of(program).labels
+    numbers = itertools.count()
+
+    def factors(v: Value | Constant) -> list[Any]:
+        """The dimension of the program that each one is, or a number of its own."""
+        named = labels.get(v, ()) if isinstance(v, Value) else ()
+        said = list(zip(named, v.shape, strict=True)) if named else []
+        return [x if x[1] != 1 and said.count(x) == 1 else None for x in said] or [None] * len(v.shape)
+
+    sides = [[factors(v) for v in side] for side in (program.block.inputs, program.block.outputs)]
+    shared = set.intersection(*({x for dims in side for x in dims if x is not None} for side in sides))
+    known: dict[Any, str] = {}
+
+    def letter(x: Any) -> str:
+        return known.setdefault(x, f"a{next(numbers)}") if x in shared else f"a{next(numbers)}"
+
+    return " -> ".join(", ".join(" ".join(map(letter, dims)) for dims in side) for side in sides)
+
+
+def _on_one_device(spmd: SpmdProgram, settings: ThreadSettings) -> Callable[..., list[Any]]:
+    """What one device does, as a function of its parts, to be lowered under some settings of JAX's."""
+    outer, tables = closed(spmd.jaxpr)
+    (mapping,) = outer.eqns
+    inner = ClosedJaxpr(mapping.params["jaxpr"], ())
+    return lambda *parts: with_mapping(outer, lambda *xs: under_settings(inner, settings, xs), (*tables, *parts))
+
+
+# Partitions a function that is called inside of a ``jax.shard_map`` over the axes that the region leaves automatic.
+
+
+def target_inside(target: Target, jaxpr: Any, name: str) -> Target:
+    """The target of a call; inside of a ``jax.shard_map`` one on the whole mesh of the region."""
+    around = jax.sharding.get_abstract_mesh()
+    if not around.manual_axes:
+        return target
+    sizes = {str(n): s for n, s in around.shape.items()}
+    automatic = {n: s for n, s in sizes.items() if n not in around.manual_axes and s > 1}
+    own = {n: s for n, s in target.mesh.axes if s > 1}
+    outside = "jax.shard_map"
+    if not automatic:
+        why = "all axes of its mesh are manual: arrays are one device's parts."
+        hint = "Leave axes automatic (axis_names={...}), or partition outside: gshard.jit of what holds the shard_map."
+        if PMAP_AXIS in around.manual_axes:
+            outside = "jax.pmap, which is a jax.shard_map"
+            hint = "Leave out jax.pmap: gshard.jit takes whole arrays and splits them itself."
+    elif any(n in around.explicit_axes for n in automatic):
+        why = "its other axes are of type Explicit."
+        hint = "Make them of type Auto, or call gshard.jit outside, of the function that holds the jax.shard_map."
+    elif any(sizes.get(n) != s for n, s in own.items()) or not own.keys() & automatic.keys():
+        why = "its mesh is another one."
+        hint = f"Give gshard.jit the mesh of the jax.shard_map, or its automatic axes: mesh={automatic}."
+    elif closed(jaxpr)[0].effects:
+        why = "the function has effects."
+        hint = "Move callbacks, and collectives over manual axes, out of gshard.jit."
+    elif target.recorded is not None or target.search:
+        why = "the plan is searched or given for a mesh without manual axes."
+        hint = "Leave plan= and search= out, or use them in a gshard.jit of the function that holds the jax.shard_map."
+    else:
+        # Costs in seconds are those of a whole machine, which runs other positions along the manual axes as well.
+        mesh = target.mesh if target.mesh.axes == tuple(sizes.items()) else Mesh.of(_automatic(around))
+        return dataclasses.replace(
+            target, mesh=mesh, around=around, reorders=False, collective_matmul=None, machine=None
+        )
+    manual = ", ".join(map(str, around.manual_axes))
+    got = f"manual axes: {manual}; automatic: {_text(automatic)}; mesh of {name}: {target.mesh}"
+    raise TraceError(f"{name} is called inside {outside}, and {why}", user_line(), got, hint)
+
+
+def run_inside(arrays: Sequence[Any], jaxpr: Any, target: Target, planned: Callable[..., SpmdProgram]) -> list[Any]:
+    """Runs a function on arrays of the region, partitioned over the axes that the region leaves automatic."""
+    around = target.around
+    assert around is not None
+    spmd = planned(as_region(jaxpr, around), dataclasses.replace(target, leaves_by_axes=True))
+    mesh, over_axes, captured = spmd.mesh, OverAxes(spmd.mesh), spmd.program.captured
+    come = spmd.in_shardings[len(captured) :]
+    tell_unknown(jaxpr, target, [in_region(s) for s in come])
+    outer, constants = closed(spmd.jaxpr)
+    (mapping,) = outer.eqns
+    run = over_axes.function(mapping.params["jaxpr"])
+    taken = [by_axes(s, mesh) for s in come]
+
+    def on_device(*parts: Any) -> list[Any]:
+        held = map(over_axes.cut, captured, (Sharding.replicated(x.ndim) for x in captured), spmd.in_shardings)
+        given = map(over_axes.cut, (x[None] for x in parts), taken, come)
+        return [x[0] for x in with_mapping(outer, run, (*constants, *held, *given))]
+
+    def specs(shardings: Sequence[Sharding]) -> list[Any]:
+        return [mesh.spec_of(in_region(s).dims) for s in shardings]
+
+    names, out = {*around.axis_names} - {*around.manual_axes}, specs(spmd.out_shardings)
+    mapped = jax.shard_map(on_device, in_specs=tuple(specs(taken)), out_specs=out, axis_names=names, check_vma=False)
+    return list(mapped(*arrays))
+
+
+def as_region(jaxpr: Any, around: Any) -> Any:
+    """Makes a closed jaxpr the body of a ``jax.shard_map``.
+
+    Its arrays get a first dimension for the positions along the manual axes.
+    """
+    spec = PartitionSpec(tuple(around.manual_axes))
+    positions = math.prod(around.shape[n] for n in around.manual_axes)
+
+    def body(*parts: Any) -> list[Any]:
+        return [x[None] for x in jaxpr_as_fun(as_traced_here(jaxpr))(*(x[0] for x in parts))]
+
+    manual, mesh = {*around.manual_axes}, _automatic(around)
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=manual, check_vma=False)
+    types = shapes_of(jaxpr.in_avals)
+    shapes = (jax.ShapeDtypeStruct((positions, *x.shape), x.dtype, weak_type=x.weak_type) for x in types)
+    with no_mesh_set():
+        return jax.make_jaxpr(mapped)(*shapes)
+
+
+def in_region(sharding: Sharding) -> Sharding:
+    """The sharding of an array of one position, from that of ``as_region``."""
+    return Sharding(sharding.dims[1:])
+
+
+def _automatic(around: Any) -> jax.sharding.AbstractMesh:
+    """The same mesh, all its axes of type Auto."""
+    return around.update_axis_types(dict.fromkeys(around.axis_names, jax.sharding.AxisType.Auto))  # type: ignore[no-any-return]
+
+
+def _text(axes: dict[str, int]) -> str:
+    return ", ".join(f"{n}={s}" for n, s in axes.items()) or "none"
+
 
 call_p = Primitive("gshard_call")
 call_p.multiple_results = True
@@ -96,11 +371,7 @@ def _placed_on(mesh: Any) -> Any:
 
 
 def refuse_references(arguments: Sequence[Any], name: str = "a partitioned function") -> None:
-    """Refuses a call with references that is differentiated or mapped: a derivative would write to them twice.
-
-    Raises:
-        TraceError: an argument, or something closed over, is a reference.
-    """
+    """Refuses a call with references that is differentiated or mapped: a derivative would write to them twice."""
     if any(map(is_reference, arguments)):
         raise TraceError(
             f"{name} writes to a reference (jax.Ref), and a transformation around it would differentiate or map it.",
@@ -280,15 +551,6 @@ def _linearize_split(jaxpr: Any, target: Target, nonzero_tangents: tuple[int, ..
     """The function with what its derivative needs as further results, and the derivative, a function of those.
 
     The second is planned by itself, so what goes from one to the other is marked with its sharding.
-
-    Args:
-        jaxpr: the function.
-        target: what both are partitioned for.
-        nonzero_tangents: the arguments that have tangents.
-
-    Returns:
-        two closed jaxprs: arguments -> (results, residuals), and (residuals, tangents) -> tangents of those results
-        that are differentiable.
     """
     f = jaxpr_as_fun(jaxpr)
     trees: list[Any] = []

@@ -1,15 +1,10 @@
-"""Reads the options of a function from ``jax.jit`` that is passed to ``gshard.jit``, ``explain`` or ``search``.
-
-    step = jax.jit(f, in_shardings=(s, s), out_shardings=s, donate_argnums=0)
-    gshard.jit(step)  ==  gshard.jit(f, mesh=s.mesh, in_shardings=(s, s), out_shardings=s, donate_argnums=0)
-
-What ``jax.jit`` was given counts as if ``gshard.jit`` had been given it. Where both have shardings, those of
-``gshard.jit`` are of its arguments and results, and those of ``jax.jit`` are marks inside, as of any nested call.
-"""
+"""Reads the options of a function from ``jax.jit`` that is passed to gshard, and what is wrong with its arguments."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,29 +12,22 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
 from gshard.api.signature import Parameters
-from gshard.core.errors import ArgumentError
+from gshard.core.errors import ArgumentError, unknown_keyword
 from gshard.core.jax_adapter import closed, mesh_of_context, sub_jaxprs, user_line
-from gshard.core.jax_adapter_given import GivenToJit, given_to_jit
+from gshard.core.jax_adapter_jit import GivenToJit, given_to_jit
+from gshard.tracing.by_jax import name_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wrapped:
-    """A function, and what it is jitted with.
+    """A function, and what it is jitted with."""
 
-    Attributes:
-        f: the function to trace.
-        in_shardings, out_shardings: of its arguments and results.
-        keep_unused: whether arguments that nothing reads are given to XLA.
-        compiler_options: XLA's, as pairs.
-        given: what ``jax.jit`` was given, if it returned the function.
-    """
-
-    f: Callable[..., Any]
-    in_shardings: Any
+    f: Callable[..., Any]  # the function to trace
+    in_shardings: Any  # in_shardings, out_shardings: of its arguments and results
     out_shardings: Any
-    keep_unused: bool
-    compiler_options: tuple[tuple[str, Any], ...]
-    given: GivenToJit | None = None
+    keep_unused: bool  # whether arguments that nothing reads are given to XLA
+    compiler_options: tuple[tuple[str, Any], ...]  # XLA's, as pairs
+    given: GivenToJit | None = None  # what ``jax.jit`` was given, if it returned the function
 
     @staticmethod
     def of(
@@ -49,11 +37,7 @@ class Wrapped:
         keep_unused: bool,
         compiler_options: Mapping[str, Any] | None,
     ) -> Wrapped:
-        """Adds what ``jax.jit`` was given with a function to what ``gshard.jit`` is given.
-
-        Raises:
-            ArgumentError: ``jax.jit`` was given a device or a backend.
-        """
+        """Adds what ``jax.jit`` was given with a function to what ``gshard.jit`` is given."""
         given = given_to_jit(f)
         options = dict(compiler_options or {})
         if given is None:
@@ -69,11 +53,7 @@ class Wrapped:
         return Wrapped(f, in_shardings, out_shardings, keep_unused or given.keep_unused, tuple(options.items()), given)
 
     def parameters(self, static: tuple[Any, Any], donated: tuple[Any, Any], static_leaves: bool) -> Parameters:
-        """Static and donated arguments: those of ``gshard.jit`` and those of ``jax.jit``.
-
-        Raises:
-            ArgumentError: the function has no such argument, or one is static and donated.
-        """
+        """Static and donated arguments: those of ``gshard.jit`` and those of ``jax.jit``."""
         own = Parameters.of(self.f, static, donated, static_leaves)
         if self.given is None:
             return own
@@ -106,10 +86,6 @@ def mesh_that_is_meant(args: Any, kwargs: Any, traced: Callable[[], Any]) -> jax
     """The mesh on which an argument is placed, or else that of a sharding inside a function; None if a mesh is set.
 
     A mesh of devices counts before an abstract one.
-
-    Args:
-        args, kwargs: the arguments.
-        traced: gives the closed jaxpr of the function.
     """
     if mesh_of_context() is not None:
         return None
@@ -137,3 +113,59 @@ def refuse_device(by: str, device: Any) -> None:
             f"{device!r}",
             "Write mesh=jax.devices('cpu')[:8], for example.",
         )
+
+
+# Call errors: what is wrong with the arguments of a function that ``explain`` or ``search`` was given.
+
+_OF_CALL = re.compile(r"(missing \d+ required|takes .* positional arguments? but|got an unexpected keyword)")
+
+
+class clear_call_errors:
+    """Inside, a ``TypeError`` because ``f`` does not take these arguments becomes an error that names them."""
+
+    # A class, since a generator in ``contextlib`` leaves a frame in the traceback that the user sees.
+    def __init__(
+        self, asker: Callable[..., Any], f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._call = asker, f, args, kwargs
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, TypeError) and (clear := _clear(*self._call, error)) is not error:
+            raise clear from None
+
+
+def _clear(
+    asker: Callable[..., Any], f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError
+) -> TypeError:
+    signature = _signature(f) if _OF_CALL.search(str(error)) else None
+    if signature is None or _fits(signature, args, kwargs):
+        return error
+    what = f"{name_of(f)}({', '.join(signature.parameters)})"
+    known = signature.parameters
+    options = [p.name for p in inspect.signature(asker).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    wrong = next((k for k in kwargs if k not in known), None)
+    if wrong is not None:
+        hint = f"{what} has no such argument either."
+        return unknown_keyword(f"gshard.{asker.__name__}", wrong, [*options, *known], hint)
+    hint = f"Give its arguments, arrays or jax.ShapeDtypeStruct: gshard.{asker.__name__}(f, x, mesh=8)."
+    if taken := [name for name in options if name in known]:
+        hint += f"\n  {taken[0]}= is an option of gshard.{asker.__name__}: "
+        hint += f"bind the argument of this name with functools.partial({name_of(f)}, {taken[0]}=...)."
+    return ArgumentError(str(error), user_line(), f"{len(args) + len(kwargs)} given to {what}", hint)
+
+
+def _signature(f: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(f)
+    except (TypeError, ValueError):
+        return None
+
+
+def _fits(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True

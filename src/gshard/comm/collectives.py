@@ -25,13 +25,7 @@ KINDS = {
 
 
 def collectives_of(jaxpr: Any, sizes: Mapping[str, int], times: int = 1) -> Iterator[tuple[str, Atoms, int, Any]]:
-    """Every collective of a per-device jaxpr: kind, axes, bytes that a device sends in all runs, type of the operand.
-
-    Args:
-        jaxpr: the program. The body of a loop with an unknown number of iterations counts once.
-        sizes: the number of devices along each axis.
-        times: the number of runs of the jaxpr.
-    """
+    """Every collective of a per-device jaxpr: kind, axes, bytes that a device sends in all runs, operand type."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name, params = eqn.primitive.name, eqn.params
         if name in KINDS:
@@ -54,22 +48,12 @@ def sent_sizes(name: str, sizes: Sequence[int]) -> Sequence[int]:
     The bytes of a ragged all-to-all are known at run time only. It counts as an all-to-all of its operand, or of its
     output if that is smaller: on average, devices send no more than they hold, and receive no more than they have room
     for. They do not send offsets and sizes.
-
-    Args:
-        name: the name of its primitive.
-        sizes: bytes of each of its operands on one device.
     """
     return [min(sizes[:2])] if name == "ragged_all_to_all" else sizes
 
 
 def sent_bytes(kind: str, operand: int, group: int) -> int:
-    """Bytes that each device of a group sends with the best known algorithms.
-
-    Args:
-        kind: the kind of the collective.
-        operand: bytes of one device's operand.
-        group: number of devices.
-    """
+    """Bytes that each device of a group sends with the best known algorithms."""
     if kind == "all_reduce":
         return 2 * operand * (group - 1) // group
     if kind == "all_gather":

@@ -1,27 +1,10 @@
-"""Runs a halo exchange: each device receives the window of a split dimension that its part of the result needs.
-
-All operators that shift, cut or slide along a split dimension (slice, pad, concatenate, reverse, convolution, pooling)
-have the same form: part ``i`` of the result needs the elements from position ``first + step * i`` on of an operand with
-elements at distance ``dilation``, which are the elements from ``ceil((first + step * i) / dilation)`` on. These numbers
-determine statically over which distances parts are sent, and which elements of each part. A window that covers several
-parts needs several shifts, each one CollectivePermute of the needed elements. If the windows of different parts differ
-so much that shifts would send many useless elements, each chunk gets its own route (``comm.route``).
-
-    >>> window = Window(n=12, first=-1, step=3, parts=4, extent=5)      # one neighbour's element on each side
-    >>> [(shift.distance, shift.low, shift.high) for shift in window.shifts(3)]
-    [(-1, 2, 3), (0, 0, 3), (1, 0, 1)]
-
-Each shift sends only elements that one of its receivers needs. The receiver pads the chunk to a whole part, and puts it
-between the chunks of the neighbours.
-
-Elements before 0 or from ``n`` on are undefined, and the caller masks them. The exception is a window for which no
-device sends them and no part is padded: then the receiver fills them (``Window.filled_outside``).
-"""
+"""Runs a halo exchange: each device receives the window of a split dimension that it reads."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,53 +13,39 @@ import numpy as np
 from jax import lax
 
 from gshard.comm.route import Chunk, Route, carry, chunks_of, pairs, routed
-from gshard.core.context import NO_CONTEXT
 from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
+from gshard.core.program import NO_CONTEXT, itemsize
+from gshard.core.rule import Split, place
 from gshard.core.xla_workarounds import opaque_for_slice, ppermute
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shift:
-    """Sends elements ``low`` to ``high`` of part ``i + distance`` to part ``i``, for each receiver ``i``.
+    """Sends elements ``low`` to ``high`` of part ``i + distance`` to part ``i``, for each receiver ``i``."""
 
-    Attributes:
-        distance: the distance of the sending part; 0 for the device's own part.
-        low, high: the needed elements of a part.
-        begin, end: the elements of the part for which the receiver has room.
-        receivers: the parts that need some of these elements.
-    """
-
-    distance: int
-    low: int
+    distance: int  # the distance of the sending part; 0 for the device's own part
+    low: int  # low, high: the needed elements of a part
     high: int
-    begin: int
+    begin: int  # begin, end: the elements of the part for which the receiver has room
     end: int
-    receivers: tuple[int, ...]
+    receivers: tuple[int, ...]  # the parts that need some of these elements
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Window:
-    """The window of a dimension that each part of a result needs.
+    """The window of a dimension that each part of a result needs."""
 
-    Attributes:
-        n: number of elements of the dimension.
-        first, step: the window of part ``i`` begins at position ``first + step * i``.
-        parts: number of parts.
-        extent: length of the window in positions.
-        dilation: element ``j`` is at position ``j * dilation``.
-        taking: parts from this one on hold no results and need no elements; None if all parts hold results.
-        inside: whether results read elements of the array only, so that elements outside do not matter.
-    """
-
-    n: int
-    first: int
+    n: int  # number of elements of the dimension
+    first: int  # first, step: the window of part ``i`` begins at position ``first + step * i``
     step: int
-    parts: int
-    extent: int
-    dilation: int = 1
+    parts: int  # number of parts
+    extent: int  # length of the window in positions
+    dilation: int = 1  # element ``j`` is at position ``j * dilation``
+    # parts from this one on hold no results and need no elements; None if all parts hold results
     taking: int | None = None
+    # whether results read elements of the array only, so that elements outside do not matter
     inside: bool = dataclasses.field(default=False, compare=False)
 
     def position(self, part: Any) -> Any:
@@ -194,11 +163,7 @@ def _plan(window: Window, size: int) -> tuple[Shift, ...]:
 
 
 def fetch_window(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> Any:
-    """This device's window of dimension ``dim``, inside ``shard_map``; ``x`` is its part.
-
-    Returns:
-        ``window.width`` elements along ``dim``. Elements outside of the array are undefined.
-    """
+    """This device's window of dimension ``dim``, inside ``shard_map``; ``x`` is its part."""
     return laid_out(x, received(x, dim, atoms, mesh, window), dim, atoms, window)
 
 
@@ -220,12 +185,7 @@ def received(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> tupl
 
 
 def laid_out(x: Any, received_chunks: Sequence[Any], dim: int, atoms: Atoms, window: Window, fill: Any = 0) -> Any:
-    """This device's window, from its part ``x`` and the ``received`` chunks.
-
-    Returns:
-        ``window.width`` elements along ``dim``. Elements outside of the array are ``fill`` if
-        ``Window.filled_outside``, otherwise undefined.
-    """
+    """This device's window, from its part ``x`` and the ``received`` chunks."""
     size, width, zeros = x.shape[dim], window.width, _is_zero(fill)
     shifts = window.shifts(size) if size else ()
     if not shifts or not x.size:
@@ -272,19 +232,7 @@ def laid_out(x: Any, received_chunks: Sequence[Any], dim: int, atoms: Atoms, win
 
 
 def add_windows(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window, size: int) -> Any:
-    """Adds the elements of all windows to the elements of the array that they cover: the transpose of ``fetch_window``.
-
-    Args:
-        x: this device's window. Elements outside of the array must be zero unless ``Window.filled_outside``.
-        dim: the dimension of the windows.
-        atoms: the atoms that split it.
-        mesh: the mesh.
-        window: the window.
-        size: the number of elements of a part.
-
-    Returns:
-        this device's part of the sums: ``size`` elements along ``dim``.
-    """
+    """Adds the elements of all windows to the array elements that they cover: the transpose of ``fetch_window``."""
     part = jax.ShapeDtypeStruct((*x.shape[:dim], size, *x.shape[dim + 1 :]), x.dtype)
     (sums,) = jax.linear_transpose(lambda y: fetch_window(y, dim, atoms, mesh, window), part)(x)
     return sums
@@ -306,3 +254,40 @@ def _is_own_most(shift: Shift, size: int) -> bool:
 
 def _cut(x: Any, begin: int, end: int, dim: int) -> Any:
     return x if (begin, end) == (0, x.shape[dim]) else lax.slice_in_dim(x, begin, end, axis=dim)
+
+
+# Determines the windows and the bytes of halo exchanges along several dimensions of an array.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HaloWindows:
+    """The windows of one operand of an equation."""
+
+    dims: Sequence[tuple[int, ...]]  # the factors of the dimensions of the operand
+    moved: Sequence[bool]  # for each dimension whether the operator reads a window along it
+    # ``window(d, parts)`` returns the windows that the parts of the result read along dimension ``d``
+    window: Callable[[int, int], Window]
+
+    def split_over(self, mesh: Mesh, split: Split) -> dict[int, Window]:
+        """The windows along dimensions that are split, by dimension."""
+        windows = {}
+        for d, dim in enumerate(self.dims):
+            parts = mesh.count(split.get(dim[0], ())) if self.moved[d] else 1
+            if parts > 1:
+                windows[d] = self.window(d, parts)
+        return windows
+
+    def sent_bytes(
+        self, shape: Sequence[int], dtype: Any, mesh: Mesh, split: Split, length: Callable[[int, Window], int]
+    ) -> int:
+        """The bytes that each device sends if devices fetch the windows of one dimension after the other.
+
+        A fetched window changes the size of the part whose windows are fetched next.
+        """
+        sizes = [-(-n // mesh.count(atoms)) for n, atoms in zip(shape, place(tuple(self.dims), split), strict=True)]
+        total = 0
+        for d, window in self.split_over(mesh, split).items():
+            others = math.prod(n for e, n in enumerate(sizes) if e != d)
+            total += window.bytes(sizes[d], others * itemsize(dtype))
+            sizes[d] = length(d, window)
+        return total

@@ -18,7 +18,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from gshard.comm.exchange import can_change
 from gshard.comm.steps import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -30,9 +29,11 @@ from gshard.comm.steps import (
     Step,
     aligned,
     bytes_sent,
+    can_be_exchanged,
+    can_change,
+    moved,
     rounds,
 )
-from gshard.comm.tiles import can_be_exchanged, moved
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding, common_prefix
@@ -62,12 +63,6 @@ def plan_reshard(
 
     If the target is unreduced and the source is not, the last steps convert the value locally: one device keeps it, and
     the others hold the identity of the monoid.
-
-    Args:
-        source, target: the shardings.
-        shape: the global shape of the array.
-        itemsize: bytes of one element.
-        mesh: the mesh.
     """
     if source == target:
         return ()
@@ -106,14 +101,7 @@ def _planned(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsiz
 def _search(
     source: Sharding, target: Sharding, blocks: tuple[Atoms, ...], shape: tuple[int, ...], itemsize: int, mesh: Mesh
 ) -> dict[Sharding, Step]:
-    """The last step of the cheapest chain to each sharding that the search visits; includes the target if reached.
-
-    Args:
-        source, target: the shardings.
-        blocks: atoms that move together.
-        shape, itemsize: of the array.
-        mesh: the mesh.
-    """
+    """The last step of the cheapest chain to each sharding that the search visits; includes the target if reached."""
     whole = itemsize * math.prod(shape)
     share = whole // _parts(target, mesh)
     queue: list[tuple[float, int, float, Sharding]] = [(0, 0, 0, source)]
@@ -261,15 +249,7 @@ def single_steps(
     itemsize: int,
     mesh: Mesh,
 ) -> tuple[tuple[Step, int], ...]:
-    """All steps from a sharding that move whole blocks, except permutes, each with the bytes that each device sends.
-
-    Args:
-        here: the sharding.
-        keep: atoms that stay unreduced.
-        blocks: atoms that move together.
-        shape, itemsize: of the array.
-        mesh: the mesh.
-    """
+    """All steps from a sharding that move whole blocks, except permutes, each with the bytes that each device sends."""
     return tuple((s, bytes_sent(s, shape, itemsize, mesh)) for s in steps_from(here, keep, blocks, shape, mesh))
 
 
@@ -321,13 +301,7 @@ def _arranged(here: Sharding, target: Sharding, mesh: Mesh) -> Sharding | None:
 
 @tabulated(4096)
 def _blocks(source: Sharding, target: Sharding, mesh: Mesh, stay: bool) -> tuple[Atoms, ...]:
-    """Atoms that may move together: adjacent both in the source and in the target, or equally absent.
-
-    Args:
-        source, target: the shardings.
-        mesh: the mesh.
-        stay: whether atoms at their final place stay there.
-    """
+    """Atoms that may move together: adjacent both in the source and in the target, or equally absent."""
 
     def follow(a: str, b: str, sharding: Sharding) -> bool:
         if any((a, b) in itertools.pairwise(dim) for dim in sharding.dims):

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard.core.context import NO_CONTEXT
 from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
+from gshard.core.program import NO_CONTEXT
 from gshard.core.xla_workarounds import opaque_for_slice, ppermute
 
 
@@ -41,14 +41,7 @@ class Chunk:
 
 
 def chunks_of(first: int, last: int, size: int, receiver: int, start: int) -> Iterator[Chunk]:
-    """The chunks of elements ``first`` to ``last`` for a receiver.
-
-    Args:
-        first, last: the elements of the whole dimension.
-        size: the number of elements of a part.
-        receiver: the receiving part.
-        start: the element at position 0 of its result.
-    """
+    """The chunks of elements ``first`` to ``last`` for a receiver."""
     while first < last:
         source, low = divmod(first, size)
         length = min(last - first, size - low)
@@ -58,15 +51,10 @@ def chunks_of(first: int, last: int, size: int, receiver: int, start: int) -> It
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Route:
-    """All chunks of an exchange.
+    """All chunks of an exchange."""
 
-    Attributes:
-        stay: rounds of chunks that stay on their device.
-        rounds: rounds of the other chunks; each round is one CollectivePermute.
-    """
-
-    stay: tuple[tuple[Chunk, ...], ...]
-    rounds: tuple[tuple[Chunk, ...], ...]
+    stay: tuple[tuple[Chunk, ...], ...]  # rounds of chunks that stay on their device
+    rounds: tuple[tuple[Chunk, ...], ...]  # rounds of the other chunks; each round is one CollectivePermute
 
     @property
     def messages(self) -> tuple[int, ...]:

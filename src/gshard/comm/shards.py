@@ -21,13 +21,11 @@ from gshard.comm.halo import Window, add_windows, is_number, laid_out, received
 from gshard.comm.route import Route, carry
 from gshard.comm.steps import ALL_REDUCE, PERMUTE, all_reduce
 from gshard.comm.steps import identity as identity
-from gshard.core.context import NO_CONTEXT
 from gshard.core.jax_adapter import traced_together
 from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.program import Equation
-from gshard.core.rule import REDUCE, Rule
-from gshard.core.split import Split, place
+from gshard.core.program import NO_CONTEXT, Equation
+from gshard.core.rule import REDUCE, Rule, Split, place
 from gshard.core.xla_workarounds import all_gather, taken
 
 Fetched = dict[tuple[int, Any], tuple[Any, Any]]

@@ -1,22 +1,4 @@
-"""Defines the steps of reshards: the resulting sharding, the bytes that each device sends, and how to run each step.
-
-A step changes the sharding of one array. The same step is priced, and run on local arrays inside ``shard_map``. So the
-cost of a plan is the cost of the emitted program.
-
-    all_slice(d, atoms)       replicated -> split: every device keeps its part (nothing is sent)
-    all_gather(d, atoms)      split -> replicated over the innermost atoms of a dimension
-    all_to_all(d, e, atoms)   the innermost atoms of dimension d move to dimension e
-    all_to_all(atoms)         innermost atoms of several dimensions move to several others (``comm.tiles``)
-    permute                   the same split over other devices: one CollectivePermute
-    permute                   another split over the same atoms: several CollectivePermutes (``comm.exchange``)
-    reduce_scatter(d, atoms)  unreduced -> split
-    all_reduce(atoms)         unreduced -> replicated
-    to_partial(atoms)         replicated -> unreduced: the first device keeps it, the others hold the monoid's identity
-
-Uneven dimensions are padded to equal parts before a step and trimmed after it. Two splits of an uneven dimension may
-not be ``aligned``. Then a gather begins with an exchange between neighbours. Other steps are not possible, so a reshard
-gathers the dimension instead.
-"""
+"""Defines the steps of reshards: the resulting sharding, the bytes that devices send, and the code that runs them."""
 
 from __future__ import annotations
 
@@ -24,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -33,16 +15,216 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from gshard.comm.exchange import changed, rounds_of
-from gshard.comm.local import slice_part
-from gshard.comm.route import Chunk, Route, carry, chunks_of, routed
-from gshard.comm.tiles import exchanged
-from gshard.core.context import NO_CONTEXT
+from gshard.comm.route import Chunk, Route, carry, chunks_of, colored, pairs, routed
 from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
-from gshard.core.sharding import Sharding
-from gshard.core.xla_workarounds import all_gather, all_to_all, ppermute
+from gshard.core.program import NO_CONTEXT
+from gshard.core.sharding import Sharding, common_prefix
+from gshard.core.xla_workarounds import all_gather, all_to_all, opaque_for_slice, ppermute
+
+# Slices local arrays by the position of the device.
+
+
+def slice_part(x: Any, dim: int, size: int, atoms: Atoms) -> Any:
+    """This device's part of ``size`` elements of dimension ``dim``; parts are numbered along ``atoms``."""
+    return lax.dynamic_slice_in_dim(opaque_for_slice(x, dim, size), lax.axis_index(atoms) * size, size, axis=dim)
+
+
+# Runs one all-to-all that moves atoms from several dimensions to several others.
+
+
+def moved(before: Sequence[Atoms], after: Sequence[Atoms]) -> Atoms:
+    """The atoms that leave a dimension, in the order of the dimensions."""
+    pairs = zip(before, after, strict=True)
+    return tuple(a for have, wanted in pairs for a in have[len(common_prefix(have, wanted)) :])
+
+
+def can_be_exchanged(before: Sharding, after: Sharding, shape: Sequence[int], mesh: Mesh) -> bool:
+    """Whether one all-to-all of tiles leads from a sharding to another one."""
+    if before.unreduced != after.unreduced:
+        return False
+    for n, have, wanted in zip(shape, before.dims, after.dims, strict=True):
+        if len(common_prefix(have, wanted)) not in (len(have), len(wanted)):
+            return False
+        if n % mesh.count(have) or n % mesh.count(wanted):
+            return False
+    moving = set(moved(before.dims, after.dims))
+    atoms_after = {a for dim in after.dims for a in dim}
+    unreduced = {a for a, _ in before.unreduced}
+    return bool(moving) and moving <= atoms_after and unreduced.isdisjoint(atoms_after)
+
+
+def exchanged(x: Any, before: Sequence[Atoms], after: Sequence[Atoms], mesh: Mesh) -> Any:
+    """Runs the all-to-all on one device's part of an array, inside ``shard_map``."""
+    sizes, moving = mesh.atom_sizes, moved(before, after)
+    shape, dim_of_atom, other_dims = _with_atom_dims(x.shape, before, after, mesh)
+    x = x.reshape(shape)
+    free = [a for a in dim_of_atom if a not in moving]
+    for a in free:
+        x = lax.dynamic_slice_in_dim(x, lax.axis_index(a), 1, dim_of_atom[a])
+    tile = [shape[d] for d in other_dims]
+    by_receiver = lax.transpose(x, [*(dim_of_atom[a] for a in (*moving, *free)), *other_dims])
+    x = all_to_all(by_receiver.reshape(mesh.count(moving), *tile), moving, 0, 0)
+    by_sender = x.reshape(*(sizes[a] for a in moving), *tile)
+    result_shape = [n * mesh.count(have[len(wanted) :]) for n, have, wanted in zip(tile, before, after, strict=True)]
+    return lax.transpose(by_sender, _order(before, after, moving)).reshape(result_shape)
+
+
+def turns(shape: Sequence[int], before: Sequence[Atoms], after: Sequence[Atoms], mesh: Mesh) -> tuple[bool, bool]:
+    """Whether elements are transposed before and after the all-to-all."""
+    moving = moved(before, after)
+    with_atom_dims, dim_of_atom, other_dims = _with_atom_dims(shape, before, after, mesh)
+    tile = [with_atom_dims[d] for d in other_dims]
+    sent_order = [d for d in (*(dim_of_atom[a] for a in moving), *other_dims) if with_atom_dims[d] > 1]
+    sizes = [*(mesh.atom_sizes[a] for a in moving), *tile]
+    received_order = [d for d in _order(before, after, moving) if sizes[d] > 1]
+    return sent_order != sorted(sent_order), received_order != sorted(received_order)
+
+
+def _with_atom_dims(
+    shape: Sequence[int], before: Sequence[Atoms], after: Sequence[Atoms], mesh: Mesh
+) -> tuple[list[int], dict[str, int], list[int]]:
+    """The shape of a part with a dimension for each gained atom, in front of the dimension that the atom splits."""
+    new_shape: list[int] = []
+    dim_of_atom: dict[str, int] = {}
+    other_dims: list[int] = []
+    for n, have, wanted in zip(shape, before, after, strict=True):
+        gained = wanted[len(have) :]
+        dim_of_atom.update({a: len(new_shape) + i for i, a in enumerate(gained)})
+        new_shape += (mesh.atom_sizes[a] for a in gained)
+        other_dims.append(len(new_shape))
+        new_shape.append(n // mesh.count(gained))
+    return new_shape, dim_of_atom, other_dims
+
+
+def _order(before: Sequence[Atoms], after: Sequence[Atoms], moving: Atoms) -> list[int]:
+    """The permutation of the received dimensions (moved atoms, then the array's) to their places in the result."""
+    lost = [have[len(wanted) :] for have, wanted in zip(before, after, strict=True)]
+    return [i for d, atoms in enumerate(lost) for i in (*map(moving.index, atoms), len(moving) + d)]
+
+
+# Exchanges the atoms of dimensions with different numbers of parts, and sends each tile directly to its destination.
+
+Ints = NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Exchange:
+    """The tiles of an exchange, with their senders."""
+
+    atoms: Atoms  # the atoms along which tiles move. Devices are numbered along them.
+    held: tuple[int, ...]  # for each dimension the number of tiles of a part before the exchange
+    wanted: tuple[int, ...]  # the same after the exchange
+    # sender, source: int64 [devices, tiles]: for each tile of a part after the exchange, the device that holds it
+    # before, and the number of the tile there
+    sender: Ints
+    source: Ints
+
+    def messages(self) -> tuple[tuple[Chunk, ...], ...]:
+        """The rounds. In each, every device sends a tile, perhaps to itself. One element of a chunk is one tile."""
+        return _messages(self)
+
+    def ends(self, mesh: Mesh) -> tuple[Ints, Ints]:
+        """For each tile of each device, the device of the mesh that sends it and the device that receives it."""
+        size = mesh.size
+        sizes = list(mesh.atom_sizes.values())
+        at = dict(zip(mesh.atoms, np.indices(sizes).reshape(len(sizes), size), strict=True))
+        strides = dict(zip(mesh.atoms, (size // np.cumprod(sizes)).tolist(), strict=True))
+        everyone = np.arange(size)
+        along = sum((at[a] * strides[a] for a in self.atoms), np.zeros(size, np.int64))
+        own = _ordinal(self.atoms, at, mesh, size)
+        places = np.unravel_index(self.sender[own], [mesh.atom_sizes[a] for a in self.atoms])
+        there = sum((p * strides[a] for a, p in zip(self.atoms, places, strict=True)), np.zeros(self.sender[own].shape))
+        senders = (everyone - along)[:, None] + there.astype(np.int64)
+        return senders.ravel(), np.broadcast_to(everyone[:, None], senders.shape).ravel()
+
+
+@tabulated(64)
+def _messages(tiles: Exchange) -> tuple[tuple[Chunk, ...], ...]:
+    receiver, target = np.indices(tiles.sender.shape)
+    columns = (x.ravel().tolist() for x in (tiles.sender, tiles.source, receiver, target))
+    return colored([Chunk(s, low, r, to, 1) for s, low, r, to in zip(*columns, strict=True)])
+
+
+def rounds_of(before: Sequence[Atoms], after: Sequence[Atoms], mesh: Mesh) -> int:
+    """The number of messages. It is the number of tiles of a part, because some device keeps none."""
+    cuts = zip(map(mesh.count, before), map(mesh.count, after), strict=True)
+    return math.prod(math.lcm(p, q) // p for p, q in cuts)
+
+
+def can_change(before: Sharding, after: Sharding, shape: Sequence[int], mesh: Mesh) -> bool:
+    """Whether an exchange leads from a sharding to another with fewer messages than moving atom by atom."""
+    if before.unreduced != after.unreduced or _cutting(before) != _cutting(after):
+        return False
+    counts = [(mesh.count(have), mesh.count(want)) for have, want in zip(before.dims, after.dims, strict=True)]
+    if all(p == q for p, q in counts) or any(n % math.lcm(*c) for n, c in zip(shape, counts, strict=True)):
+        return False
+    return rounds_of(before.dims, after.dims, mesh) < mesh.count(moved(before.dims, after.dims)).bit_length()
+
+
+def _cutting(sharding: Sharding) -> set[str]:
+    return {a for dim in sharding.dims for a in dim}
+
+
+@tabulated(1024)
+def exchange(before: tuple[Atoms, ...], after: tuple[Atoms, ...], mesh: Mesh) -> Exchange:
+    """The exchange between two splits of an array."""
+    atoms = moved(before, after)
+    sizes = [mesh.atom_sizes[a] for a in atoms]
+    devices = math.prod(sizes)
+    at = dict(zip(atoms, np.indices(sizes).reshape(len(atoms), devices), strict=True))
+    sender = source = np.zeros((devices, 1), np.int64)
+    held, wanted, ordinals = [], [], np.zeros(devices, np.int64)
+    for have, want in zip(before, after, strict=True):
+        same = len(common_prefix(have, want))
+        own, other = have[same:], want[same:]
+        p, q = mesh.count(own), mesh.count(other)
+        fine = math.lcm(p, q)
+        ordinals = ordinals * p + _ordinal(own, at, mesh, devices)
+        # Tiles of this dimension in a part after, and the part before that each comes from.
+        tile = _ordinal(other, at, mesh, devices)[:, None] * (fine // q) + np.arange(fine // q)
+
+        def further(x: Any, by: int, digit: Any) -> Any:
+            return (x[:, :, None] * by + digit[:, None, :]).reshape(devices, -1)
+
+        sender = further(sender, p, tile // (fine // p))
+        source = further(source, fine // p, tile % (fine // p))
+        held.append(fine // p)
+        wanted.append(fine // q)
+    who = np.empty(devices, np.int64)
+    who[ordinals] = np.arange(devices)
+    return Exchange(atoms, tuple(held), tuple(wanted), who[sender], source)
+
+
+def _ordinal(atoms: Atoms, at: dict[str, Any], mesh: Mesh, devices: int) -> Any:
+    ordinal = np.zeros(devices, np.int64)
+    for a in atoms:
+        ordinal = ordinal * mesh.atom_sizes[a] + at[a]
+    return ordinal
+
+
+@in_context(NO_CONTEXT)
+def changed(x: Any, before: tuple[Atoms, ...], after: tuple[Atoms, ...], mesh: Mesh) -> Any:
+    """Runs an exchange on one device's part of an array, inside ``shard_map``."""
+    tiles = exchange(before, after, mesh)
+    tile = [n // k for n, k in zip(x.shape, tiles.held, strict=True)]
+    result = jnp.zeros([n * k for n, k in zip(tile, tiles.wanted, strict=True)], x.dtype)
+    me, devices = lax.axis_index(tiles.atoms), mesh.count(tiles.atoms)
+
+    def begin(numbers: dict[int, int], counts: tuple[int, ...]) -> list[Any]:
+        """The first position of the tile with the number of this device."""
+        listed = np.array([numbers[i] for i in range(devices)])
+        places = [np.asarray(i * n, np.int32) for i, n in zip(np.unravel_index(listed, counts), tile, strict=True)]
+        return [int(i[0]) if (i == i[0]).all() else jnp.asarray(i)[me] for i in places]
+
+    for chunks in tiles.messages():
+        sent = lax.dynamic_slice(x, begin({p.source: p.low for p in chunks}, tiles.held), tile)
+        sent = ppermute(sent, mesh.atoms, pairs([(p.source, p.receiver) for p in chunks], tiles.atoms, mesh))
+        place = begin({p.receiver: p.at for p in chunks}, tiles.wanted)
+        result = lax.dynamic_update_slice(result, sent, place)
+    return result
+
 
 ALL_SLICE, ALL_GATHER, ALL_TO_ALL = "all_slice", "all_gather", "all_to_all"
 PERMUTE, REDUCE_SCATTER, ALL_REDUCE = "collective_permute", "reduce_scatter", "all_reduce"
@@ -52,24 +234,15 @@ LOCAL = (ALL_SLICE, TO_PARTIAL)  # steps in which nothing is sent
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One move of an array.
+    """One move of an array."""
 
-    Attributes:
-        kind: the kind of the step.
-        atoms: the atoms over which it runs.
-        before, after: the shardings before and after the step.
-        dim: the dimension that is sliced, gathered or scattered, or that atoms leave.
-        to: the dimension to which the atoms of an all_to_all move; -1 for an all_to_all of tiles.
-        monoid: the monoid that combines unreduced parts.
-    """
-
-    kind: str
-    atoms: Atoms
-    before: Sharding
+    kind: str  # the kind of the step
+    atoms: Atoms  # the atoms over which it runs
+    before: Sharding  # before, after: the shardings before and after the step
     after: Sharding
-    dim: int = -1
-    to: int = -1
-    monoid: str = "add"
+    dim: int = -1  # the dimension that is sliced, gathered or scattered, or that atoms leave
+    to: int = -1  # the dimension to which the atoms of an all_to_all move; -1 for an all_to_all of tiles
+    monoid: str = "add"  # the monoid that combines unreduced parts
 
 
 class Times(Protocol):
@@ -397,3 +570,24 @@ def _positions(mesh: Mesh) -> dict[str, NDArray[np.intp]]:
     """The position of each device along each atom."""
     positions = np.indices([mesh.atom_sizes[a] for a in mesh.atoms]).reshape(len(mesh.atoms), mesh.size)
     return dict(zip(mesh.atoms, positions, strict=True))
+
+
+# Determines whether the parts of an array are contiguous in memory, or must be copied into place.
+
+
+def is_strided(shape: tuple[int, ...], dim: int) -> bool:
+    """Whether a part of an array along a dimension consists of several runs of elements."""
+    return any(n > 1 for n in shape[:dim])
+
+
+def is_turned(shape: tuple[int, ...], cut: int, joined: int) -> bool:
+    """Whether received parts, which are consecutive, must be interleaved."""
+    return any(n > 1 for n in shape[min(cut, joined) : max(cut, joined)])
+
+
+def laid_out(step: Step, shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
+    """The elements of a device's part before and after a gather or reduce-scatter of strided parts; () otherwise."""
+    if step.kind not in (ALL_GATHER, REDUCE_SCATTER):
+        return ()
+    before, after = (s.local_shape(mesh, shape) for s in (step.before, step.after))
+    return (math.prod(before), math.prod(after)) if is_strided(tuple(map(min, before, after)), step.dim) else ()

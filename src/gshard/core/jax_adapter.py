@@ -56,14 +56,7 @@ def _user_frame(traceback: Any) -> Any:
 
 
 def user_line(source_info: Any = None) -> str:
-    """The user's ``file:line (function)`` of an equation, or of the current call.
-
-    Args:
-        source_info: the ``source_info`` of an equation; None means the current call stack.
-
-    Returns:
-        text such as ``train.py:41 (loss)``, or an empty string if JAX kept no line.
-    """
+    """The user's ``file:line (function)`` of an equation, or of the current call."""
     info = source_info if source_info is not None else _source_info_util.current()
     frame = _user_frame(info.traceback)
     if frame is None:  # JAX's traceback of a call inside of jax.pmap begins at the mapped function
@@ -93,12 +86,7 @@ def user_places(source_info: Any) -> list[tuple[str, int]]:
 
 
 def in_scopes_of(source_info: Any, call: Any) -> Any:
-    """The source information of an equation in the body of a call, with the named scopes of the call in front.
-
-    Args:
-        source_info: the source information of the equation in the body.
-        call: the source information of the call.
-    """
+    """The source information of an equation in the body of a call, with the named scopes of the call in front."""
     call_scopes = call.name_stack.stack
     if not call_scopes or source_info.name_stack.stack[: len(call_scopes)] == call_scopes:
         return source_info
@@ -125,12 +113,7 @@ def scopes_of(source_info: Any) -> tuple[str, ...]:
 
 
 class as_if_at:
-    """A context manager: equations traced inside get the source line and the named scopes of another equation.
-
-    Args:
-        source_info: the source information of the other equation.
-        alone: whether to drop all other scopes, such as those of an outer ``as_if_at``.
-    """
+    """A context manager: equations traced inside get the source line and the named scopes of another equation."""
 
     __slots__ = ("_alone", "_context", "_source_info")
 
@@ -313,11 +296,7 @@ def function_of(primitive: Any) -> Callable[..., Sequence[Any]] | None:
 
 
 def retyped(x: Any, aval: Any) -> Any:
-    """The array with the weak type of ``aval``.
-
-    Raises:
-        TypeError: the shape or the dtype of ``aval`` is different.
-    """
+    """The array with the weak type of ``aval``."""
     x = jax.numpy.asarray(x)
     if (x.shape, x.dtype) != (aval.shape, aval.dtype):
         raise TypeError(f"{x.dtype}{x.shape} is not {aval.dtype}{aval.shape}")
@@ -338,14 +317,7 @@ def evaluate(
     run: Callable[[Any, list[Any]], Sequence[Any]],
     literal: Callable[[Any], Any] = lambda v: v.val,
 ) -> list[Any]:
-    """Evaluates a jaxpr over values of any kind.
-
-    Args:
-        body: the jaxpr.
-        consts, arguments: a value for each of its constants and arguments.
-        run: the values of an equation's results, from those of its operands.
-        literal: the value of a literal.
-    """
+    """Evaluates a jaxpr over values of any kind."""
     env: dict[Any, Any] = dict(zip(body.invars, arguments, strict=True))
     env.update(zip(body.constvars, consts, strict=True))
 

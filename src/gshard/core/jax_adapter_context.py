@@ -1,10 +1,10 @@
-"""Adapts gshard to JAX's contexts of equations: reads and sets compute types, metadata and settings."""
+"""Adapts gshard to JAX's contexts: compute types and XLA metadata of equations, and 64-bit types while it traces."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -16,9 +16,9 @@ from jax._src import xla_metadata_lib as _xla_metadata_lib
 from jax._src.compute_on import compute_on_p as compute_on_p
 from jax._src.core import AbstractToken as AbstractToken
 
-from gshard.core.context import NO_CONTEXT, Context
-from gshard.core.jax_adapter import mesh_of_context, no_mesh_set
+from gshard.core.jax_adapter import closed, mesh_of_context, no_mesh_set, sub_jaxprs
 from gshard.core.planning_tables import tabulated
+from gshard.core.program import NO_CONTEXT, Context
 
 # The settings of JAX that form a context.
 _METADATA, _COMPUTE_ON = _config.xla_metadata_context_manager, _config.compute_on_context_manager
@@ -90,17 +90,11 @@ def _with_random_bits(partitionable: bool) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting in an equation's context.
+    """One setting in an equation's context."""
 
-    Attributes:
-        name: the name of the setting in JAX.
-        value: its value in this context.
-        default: its value if nothing is set.
-    """
-
-    name: str
-    value: Any
-    default: Any
+    name: str  # the name of the setting in JAX
+    value: Any  # its value in this context
+    default: Any  # its value if nothing is set
 
 
 @tabulated(256)
@@ -150,13 +144,6 @@ def with_mesh_for_specs(trace: Callable[[], Any], mesh: jax.sharding.Mesh | jax.
     nested ``jax.jit``), and a ``jax.shard_map`` without ``mesh=``, against the mesh that is set, and raises if none is.
     Functions that need no mesh are traced without one, because JAX refuses a ``shard_map`` over axes that the set mesh
     does not have.
-
-    Args:
-        trace: traces the function; called once or twice.
-        mesh: the mesh to set for the second call. With None there is no second call.
-
-    Raises:
-        Exception: any exception of ``trace``.
     """
     try:
         return trace()
@@ -170,3 +157,28 @@ def with_mesh_for_specs(trace: Callable[[], Any], mesh: jax.sharding.Mesh | jax.
 def is_unspecified(value: Any) -> bool:
     """Whether a value is JAX's placeholder for a sharding that the user has not given."""
     return isinstance(value, _sharding_impls.UnspecifiedValue)
+
+
+# Enables JAX's 64-bit types while gshard traces a program that contains 64-bit values.
+
+_WIDE = frozenset(("float64", "int64", "uint64", "complex128"))
+
+
+@contextlib.contextmanager
+def wide_enough_for(dtypes: Iterable[Any]) -> Iterator[None]:
+    """Enables 64-bit types inside if any of these dtypes has 64 bits."""
+    wide = any(getattr(dtype, "itemsize", 0) >= 8 and str(dtype) in _WIDE for dtype in dtypes)
+    if not wide or jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        yield
+        return
+    with jax.enable_x64(True):
+        yield
+
+
+def dtypes_in(jaxpr: Any) -> Iterator[Any]:
+    """The dtypes of all results of equations in a (closed) jaxpr and its bodies."""
+    body, _ = closed(jaxpr)
+    for e in body.eqns:
+        yield from (getattr(v.aval, "dtype", None) for v in e.outvars)
+        for inner in sub_jaxprs(e.params):
+            yield from dtypes_in(inner)

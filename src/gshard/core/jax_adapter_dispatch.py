@@ -98,20 +98,7 @@ def refuse_what_is_no_function(f: Any) -> None:
 def named_arguments(
     f: Callable[..., Any], static: tuple[Any, Any], donated: tuple[Any, Any]
 ) -> tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...], tuple[str, ...]]:
-    """Completes the numbers of static and donated arguments from their names, and the reverse, like ``jax.jit``.
-
-    Args:
-        f: the function.
-        static: numbers and names of static arguments.
-        donated: numbers and names of donated arguments.
-
-    Returns:
-        static numbers, static names, donated numbers, donated names.
-
-    Raises:
-        ValueError, TypeError: like ``jax.jit``: the function has no such argument, or an argument is static and
-            donated.
-    """
+    """Completes the numbers of static and donated arguments from their names, and the reverse, like ``jax.jit``."""
     donate_numbers, donate_names, static_numbers, static_names = _api_util.resolve_argnums(
         f, _api_util.fun_signature(f), *donated, *static
     )
@@ -145,11 +132,7 @@ def emptied_by_jax(cache: Any) -> None:
 
 
 class Cache:
-    """A thread-safe cache that keeps the most recently used entries; ``jax.clear_caches`` empties it.
-
-    Args:
-        size: the largest number of entries.
-    """
+    """A thread-safe cache that keeps the most recently used entries; ``jax.clear_caches`` empties it."""
 
     def __init__(self, size: int):
         self._size = size
@@ -212,14 +195,7 @@ class SharedCaches:
 
 
 class FastFunction:
-    """A function whose calls JAX dispatches in C++ after the first call of each kind.
-
-    Args:
-        f: the function that runs under ``jax.disable_jit``.
-        miss: called with the arguments of a new kind of call. It returns the results, the executable for later calls
-            (``fast_path``) or None, and False.
-        static_numbers, static_names: numbers and names of static arguments.
-    """
+    """A function whose calls JAX dispatches in C++ after the first call of each kind."""
 
     def __init__(
         self,
@@ -293,10 +269,6 @@ def input_layouts(compiled: Any, captured: int) -> dict[int, Any]:
     """The memory layout that a compiled program expects, for each number of a flat argument that it reads.
 
     The result omits arrays whose layout JAX does not state exactly: random keys, and integers of 2 and 4 bits.
-
-    Args:
-        compiled: the compiled program.
-        captured: the number of captured arrays, which precede the arguments.
     """
     executable = compiled._executable
     numbers = sorted(executable._kept_var_idx)
@@ -318,15 +290,7 @@ def layout_of(x: Any) -> Any:
 
 
 def fast_path(compiled: Any, out_tree: Any, results: Sequence[Any], captured: Sequence[Any], leaves: int) -> Any:
-    """The data with which C++ runs a compiled program without Python; None if each call needs Python.
-
-    Args:
-        compiled: a ``jax.stages.Compiled`` of flat arrays, ``captured`` first.
-        out_tree: the structure of its results.
-        results: the flat results of one call.
-        captured: the captured arrays, which precede the arguments.
-        leaves: the number of flat arguments.
-    """
+    """The data with which C++ runs a compiled program without Python; None if each call needs Python."""
     executable = compiled._executable
     run = getattr(executable, "unsafe_call", None)
     if not isinstance(executable, _pxla.MeshExecutable) or not isinstance(run, _pxla.ExecuteReplicated):

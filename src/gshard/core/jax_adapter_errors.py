@@ -1,18 +1,15 @@
-"""Carries errors of gshard through XLA, so that errors raised during XLA's partitioning reach the user unchanged.
-
-XLA calls Python for the per-device program of an operator (``api.at_partitioning``). It converts an exception of this
-call to the text of a ``JaxRuntimeError``. gshard writes the fields of a ``GShardError`` into this text. When a
-compilation fails, JAX calls a handler, which reads the fields and creates the ``GShardError`` again.
-"""
+"""Adapts gshard to JAX's errors: carries them through XLA, and finds the operation that made a NaN."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 from jax._src import compiler as _compiler
+from jax._src import dispatch as _dispatch
 
 from gshard.core.errors import GShardError
 from gshard.core.jax_adapter import with_subclasses
@@ -54,3 +51,33 @@ def carried_error(error: BaseException) -> GShardError | None:
 
 
 _compiler.register_xla_runtime_error_handler(carried_error)
+
+
+# Finds the operation that made a NaN or an infinity, while ``jax.debug_nans`` or ``jax.debug_infs`` is on.
+
+_Found = _dispatch.InternalFloatingPointError
+
+
+def nan_found(error: BaseException) -> bool:
+    """Whether an error comes from ``jax.debug_nans`` or ``jax.debug_infs``."""
+    return isinstance(error, _Found)
+
+
+def without_jit(run: Callable[[], Any], name: str) -> Any:
+    """The results of a program that runs operation by operation, after a NaN was found in those of the compiled one."""
+    with jax.disable_jit():
+        results = run()
+    try:
+        _dispatch.check_special(name, [x for x in jax.tree.leaves(results) if hasattr(x, "dtype")])
+    except _Found as found:
+        raise invalid(found, name) from None
+    return results
+
+
+def invalid(error: BaseException, name: str) -> FloatingPointError:
+    """The error for a NaN in the results of a function, if it cannot be told which operation made it."""
+    kind = error.args[-1] if error.args else "nan"
+    return FloatingPointError(
+        f"invalid value ({kind}) encountered in the results of {name}. It is not known which operation made it: look "
+        "for operations of NumPy, and for values that come in with the arguments."
+    )

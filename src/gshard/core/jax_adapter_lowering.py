@@ -34,16 +34,11 @@ Axes = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoweredSharding:
-    """The sharding of a value of a program that is being lowered.
+    """The sharding of a value of a program that is being lowered."""
 
-    Attributes:
-        dims: for each dimension the axes that split it.
-        axes: names and sizes of the axes of the mesh, major to minor.
-        device_ids: the positions of the mesh's devices among the devices of the program, in row-major order.
-    """
-
-    dims: tuple[Axes, ...]
-    axes: tuple[tuple[str, int], ...]
+    dims: tuple[Axes, ...]  # for each dimension the axes that split it
+    axes: tuple[tuple[str, int], ...]  # names and sizes of the axes of the mesh, major to minor
+    # the positions of the mesh's devices among the devices of the program, in row-major order
     device_ids: tuple[int, ...]
 
     def picked(self, dims: Sequence[int | None]) -> LoweredSharding:
@@ -68,14 +63,7 @@ def has_devices(ctx: Any, count: int) -> bool:
 
 
 def lowered_with_devices(ctx: Any, devices: Sequence[Any], f: Callable[..., Any], operands: Sequence[Any]) -> Any:
-    """Lowers a function in place of an equation. The function contains an operator whose program XLA requests later.
-
-    Args:
-        ctx: the context of the lowering rule of the equation.
-        devices: the devices of the program. JAX sets them only in programs that it has found to have such operators.
-        f: the function, which returns several arrays.
-        operands: values of the lowered program.
-    """
+    """Lowers a function in place of an equation. The function contains an operator whose program XLA requests later."""
     module = ctx.module_context
     keepalives = _Keepalives()
     axis_context = module.axis_context
@@ -156,16 +144,7 @@ class Unknown(Exception):
 
 
 def sharding_of_lowered(ctx: Any, value: Any) -> LoweredSharding | None:
-    """The sharding of an operand of the equation that JAX is lowering; None if it depends on no array on a mesh.
-
-    Args:
-        ctx: the context of the lowering rule of the equation.
-        value: the operand.
-
-    Raises:
-        Unknown: the operand is an argument of a function that JAX lowers before the call, such as a loop's body, or
-            gshard cannot follow the operation that computed it.
-    """
+    """The sharding of an operand of the equation that JAX is lowering; None if it depends on no array on a mesh."""
     found = _Reader(ctx.module_context).read(value)
     if isinstance(found, type):
         raise found
@@ -340,11 +319,7 @@ def _mesh(reference: Any, symbols: Any) -> Any:
 
 
 def _first(values: Iterable[Any], result: Sequence[int], call: _Call | None) -> _Reading:
-    """The sharding that a result of this shape has from the first operand that is split, or from the first known one.
-
-    Raises:
-        Unknown: no operand is known to be split, and the sharding of some operand is unknown.
-    """
+    """The sharding that a result of this shape has from the first operand that is split, or the first known one."""
     has_unknown = False
     first_known = None
     for x in values:
@@ -369,11 +344,7 @@ def _kept(sharding: LoweredSharding | None, before: Sequence[int], after: Sequen
 
 
 def _reshaped(sharding: LoweredSharding, before: Sequence[int], after: Sequence[int]) -> LoweredSharding:
-    """The sharding after a reshape that adds or removes dimensions of one element.
-
-    Raises:
-        Unknown: the reshape merges or separates dimensions of an array that is split.
-    """
+    """The sharding after a reshape that adds or removes dimensions of one element."""
     kept = [d for d, n in enumerate(before) if n != 1]
     if [before[d] for d in kept] != [n for n in after if n != 1]:
         if any(sharding.dims):

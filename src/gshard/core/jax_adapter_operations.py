@@ -37,44 +37,29 @@ _DEEP = 8  # calls of the user's around an operation that are noted
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Expression:
-    """The place of an expression of the user's in a source file; columns count bytes from 0.
+    """The place of an expression of the user's in a source file; columns count bytes from 0."""
 
-    Attributes:
-        file: the path of the file.
-        line, column: its begin.
-        end_line, end_column: its end; 0 where Python does not record it.
-        function: the name of the function that contains it.
-    """
-
-    file: str
-    line: int
+    file: str  # the path of the file
+    line: int  # line, column: its begin
     column: int
-    end_line: int
+    end_line: int  # end_line, end_column: its end; 0 where Python does not record it
     end_column: int
-    function: str
+    function: str  # the name of the function that contains it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation that the user's code performs.
+    """One operation that the user's code performs."""
 
-    Attributes:
-        primitive: its name.
-        operands: arrays or tracers.
-        constraint: the spec, if it is a ``with_sharding_constraint`` of a ``NamedSharding``; else None.
-        expression: what performs it; None if no frame of the user's is known.
-        around: the expressions in whose evaluation this one is evaluated, innermost first.
-        execution: the Python frame that the expression called. It differs between two executions of one expression.
-        is_nested: whether JAX performs it while it traces, differentiates or batches a function of its own for the
-            expression: the operations in ``jax.nn.gelu``, which is jitted, for example.
-    """
-
-    primitive: str
-    operands: tuple[Any, ...]
+    primitive: str  # its name
+    operands: tuple[Any, ...]  # arrays or tracers
+    # the spec, if it is a ``with_sharding_constraint`` of a ``NamedSharding``; else None
     constraint: PartitionSpec | None
-    expression: Expression | None
-    around: tuple[Expression, ...]
-    execution: Any
+    expression: Expression | None  # what performs it; None if no frame of the user's is known
+    around: tuple[Expression, ...]  # the expressions in whose evaluation this one is evaluated, innermost first
+    execution: Any  # the Python frame that the expression called. It differs between two executions of one expression.
+    # whether JAX performs it while it traces, differentiates or batches a function of its own for the expression: the
+    # operations in ``jax.nn.gelu``, which is jitted, for example
     is_nested: bool
 
 
@@ -87,10 +72,6 @@ def operations_handled(handler: Handler) -> Iterator[None]:
     """A context in which each operation of the user's code, in this thread, goes through a function.
 
     Functions are traced again in this context, also those that JAX has traced before, so that none is missed.
-
-    Args:
-        handler: called for each operation, in the order of the program. Operations that it performs itself are not
-            passed to it.
     """
     thread, is_inside, expressions = threading.get_ident(), False, _Expressions()
 
@@ -162,11 +143,7 @@ class _Expressions:
         self._at: dict[tuple[CodeType, int], Expression] = {}
 
     def of(self, frame: FrameType | None) -> tuple[tuple[Expression, ...], Any, bool]:
-        """The user's expressions, the frame that the innermost one called, and whether JAX traces inside of it.
-
-        Args:
-            frame: the frame that performs the operation.
-        """
+        """The user's expressions, the frame that the innermost one called, and whether JAX traces inside of it."""
         called: Any = object()  # without a frame in between, each operation is an execution of its own
         found: list[Expression] = []
         is_nested = False

@@ -100,11 +100,7 @@ def with_references_as_arguments(jaxpr: Any) -> Any:
 
 
 def discharged(jaxpr: Any) -> Any:
-    """A closed jaxpr of arrays: references among its arguments become arrays, their final values the last results.
-
-    Raises:
-        NotImplementedError: JAX has no rule for a primitive with a reference as operand.
-    """
+    """A closed jaxpr of arrays: references among its arguments become arrays, their final values the last results."""
     return _discharge.discharge_state(jaxpr)
 
 
@@ -112,12 +108,7 @@ _RULES_HAVE_A_CONTEXT = hasattr(_discharge, "DischargeContext")  # newer JAX
 
 
 def discharged_by(primitive: Any, bind: Callable[..., list[Any]]) -> None:
-    """Registers how JAX discharges a primitive that holds a closed jaxpr.
-
-    Args:
-        primitive: the primitive.
-        bind: ``bind(operands, discharged jaxpr, parameters)``, which returns the results and the final values.
-    """
+    """Registers how JAX discharges a primitive that holds a closed jaxpr."""
 
     def rule(*arguments: Any, jaxpr: Any, **parameters: Any) -> tuple[list[Any], list[Any]]:
         in_avals = arguments[0].in_avals if _RULES_HAVE_A_CONTEXT else arguments[0]

@@ -33,16 +33,11 @@ _HINT = "Give a mesh axis, a tuple of axes, a number of parts, or None (whole)."
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Names:
-    """The names of the dimensions of one value.
+    """The names of the dimensions of one value."""
 
-    Attributes:
-        dims: the name of each dimension, or None for a dimension without a name.
-        at: the path of the argument, such as ``params/w1``; empty for a value inside the program.
-        batch_dims: dimensions that vmap added, in the order they were added; ``dims`` does not count them.
-    """
-
-    dims: tuple[str | None, ...]
-    at: str = ""
+    dims: tuple[str | None, ...]  # the name of each dimension, or None for a dimension without a name
+    at: str = ""  # the path of the argument, such as ``params/w1``; empty for a value inside the program
+    # dimensions that vmap added, in the order they were added; ``dims`` does not count them
     batch_dims: tuple[int, ...] = ()
 
     def with_batch_dimension(self, dim: int) -> Names:
@@ -63,17 +58,11 @@ class Names:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a layout.
+    """One row of a layout."""
 
-    Attributes:
-        name: the name of dimensions.
-        entry: mesh axes, a number of parts, or None for whole dimensions.
-        at: a pattern of paths. The row applies to arguments at and below these paths; empty for all values.
-    """
-
-    name: str
-    entry: Entry
-    at: str = ""
+    name: str  # the name of dimensions
+    entry: Entry  # mesh axes, a number of parts, or None for whole dimensions
+    at: str = ""  # a pattern of paths. The row applies to arguments at and below these paths; empty for all values.
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -285,18 +274,12 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Named:
-    """A value of a program with names of its dimensions.
+    """A value of a program with names of its dimensions."""
 
-    Attributes:
-        value: the value (``core.program.Value``).
-        names: the names of its dimensions.
-        line: the user's source line; empty for arguments.
-        layout: the layout that applies to the names: of the program, or of a partitioned function inside it.
-    """
-
-    value: Any
-    names: Names
-    line: str
+    value: Any  # the value (``core.program.Value``)
+    names: Names  # the names of its dimensions
+    line: str  # the user's source line; empty for arguments
+    # the layout that applies to the names: of the program, or of a partitioned function inside it
     layout: Layout | None
 
     @property

@@ -1,80 +1,258 @@
-"""Defines marks, the user's sharding constraints, and resolves them on a mesh.
+"""Defines marks, the user's sharding constraints, resolves them on a mesh, and converts them from and to JAX's specs.
 
-``split(x, 0, 4)`` on 8 devices splits dimension 0 over the major atoms of the mesh, so that consecutive devices hold
-the copies of each part. gshard reads an array of device ids as strides in the flat order of the devices.
-
-    >>> mesh = Mesh.abstract(devices=8)
-    >>> resolve(Mark("split", dim=1, partitions=4), mesh, (6, 8), "").dims
-    ((), ('devices.0', 'devices.1'))
-    >>> ids = Mark("assignment", ids=(0, 2, 4, 6, 1, 3, 5, 7), ids_shape=(2, 4))
-    >>> resolve(ids, mesh, (6, 8), "").dims
-    (('devices.2',), ('devices.0', 'devices.1'))
+Marks that name devices become shardings and an order of devices.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from gshard.core.device_order import Order, cut, order_for, table_of_axes, table_of_ids
 from gshard.core.errors import ShardingError, known_names
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.partition_spec import text_of_spec
 from gshard.core.pipeline_schedule import Schedule
+from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding
+
+# Converts marks that name devices to shardings and device orders.
+
+Order = tuple[int, ...]  # the device at each position; () as the mesh came
+
+
+def table_of_ids(ids: np.ndarray, mesh: Mesh) -> np.ndarray:
+    """The devices of each part, for a mark that is an array of device ids.
+
+    If there are fewer ids than devices, several consecutive devices hold each part.
+    """
+    count = ids.size
+    if not count:
+        raise ShardingError(
+            "the device assignment names no device.",
+            got=f"device assignment of shape {ids.shape}",
+            hint="Name each of the devices 0 to n-1 once, where n divides the number of devices.",
+        )
+    missing = sorted(set(range(count)) - set(ids.flat))
+    if count > mesh.size or ids.max() >= mesh.size:
+        raise ShardingError(
+            f"the device assignment names device {ids.max()}, and the mesh has {mesh.size} devices.",
+            hint=f"Use the ids 0 to {mesh.size - 1}.",
+        )
+    if missing or mesh.size % count:
+        what = f"device {missing[0]} is missing from" if missing else f"{mesh.size} devices cannot hold copies of"
+        raise ShardingError(
+            f"{what} a device assignment of {count} parts.",
+            hint="Name each of the devices 0 to n-1 once, where n divides the number of devices.",
+        )
+    copies = mesh.size // count
+    return ids[..., None] * copies + np.arange(copies)
+
+
+def table_of_axes(dims: Sequence[Sequence[str]], axes: Sequence[tuple[str, int]], devices: Sequence[int]) -> np.ndarray:
+    """The devices of each part, for dimensions that are split over named axes of a grid of devices."""
+    names = [name for name, _ in axes]
+    sizes = [size for _, size in axes]
+    split_axes = [names.index(name) for dim in dims for name in dim]
+    other_axes = [i for i in range(len(names)) if i not in split_axes]
+    grid = np.asarray(devices).reshape(sizes).transpose([*split_axes, *other_axes])
+    parts = [math.prod(sizes[names.index(name)] for name in dim) for dim in dims]
+    return grid.reshape([*parts, -1])
+
+
+def cut(table: np.ndarray, mesh: Mesh) -> tuple[Atoms, ...] | None:
+    """The atoms that split each dimension such that each device holds the parts that the table gives it.
+
+    None if no split over atoms does this.
+    """
+    positions = _positions(mesh)[table]
+    first = positions.min(axis=-1)
+    dims: list[Atoms] = []
+    for d in range(first.ndim):
+        along_d = tuple(slice(None) if i == d else 0 for i in range(first.ndim))
+        atoms = _atoms_along(first[along_d], mesh)
+        if atoms is None or any(set(atoms) & set(dim) for dim in dims):
+            return None
+        dims.append(atoms)
+    return tuple(dims) if np.array_equal(np.sort(positions), positions_of_parts(tuple(dims), mesh)) else None
+
+
+def order_for(table: np.ndarray, mesh: Mesh) -> tuple[tuple[Atoms, ...], Order]:
+    """A split over atoms, and the device order in which this split gives each device its parts of the table."""
+    free_atoms = list(mesh.atoms)
+    dims: list[Atoms] = []
+    for parts in table.shape[:-1]:
+        atoms: list[str] = []
+        for atom in list(free_atoms):
+            if parts % mesh.atom_sizes[atom] == 0:
+                parts //= mesh.atom_sizes[atom]
+                atoms.append(atom)
+                free_atoms.remove(atom)
+        dims.append(tuple(atoms))
+    order = np.empty(mesh.size, np.int64)
+    order[positions_of_parts(tuple(dims), mesh)] = np.sort(table)
+    return tuple(dims), tuple(map(int, order))
+
+
+def _positions(mesh: Mesh) -> np.ndarray:
+    """The position of each device."""
+    return np.argsort(mesh.order) if mesh.order else np.arange(mesh.size)
+
+
+@tabulated(1024)
+def positions_of_parts(dims: tuple[Atoms, ...], mesh: Mesh) -> Any:
+    """The positions that hold each part, in rising order: an array of shape ``[*parts, copies]``."""
+    return np.sort(table_of_axes(dims, tuple(mesh.atom_sizes.items()), range(mesh.size)))
+
+
+def _atoms_along(positions: np.ndarray, mesh: Mesh) -> Atoms | None:
+    """The atoms, major to minor, whose positions are exactly these positions; None if there are none."""
+    atom_of_stride: dict[int, str] = {}
+    stride = 1
+    for atom in reversed(mesh.atoms):
+        atom_of_stride[stride] = atom
+        stride *= mesh.atom_sizes[atom]
+    atoms: list[str] = []
+    reached = positions[:1]  # the positions along the atoms so far, minor atoms fastest
+    while len(reached) < len(positions):
+        step = int(positions[len(reached)] - positions[0])
+        next_atom = atom_of_stride.get(step)
+        if next_atom is None or next_atom in atoms:
+            return None
+        atoms.insert(0, next_atom)
+        reached = np.concatenate([reached + k * step for k in range(mesh.atom_sizes[next_atom])])
+    return tuple(atoms) if np.array_equal(reached, positions) else None
+
+
+def permutation(dims: tuple[Atoms, ...], order: Order, mesh: Mesh) -> list[tuple[int, int]]:
+    """The sender and receiver pairs that move an array from another device order to the order of the mesh.
+
+    Devices that already hold the part that they need keep it.
+    """
+    new_positions = _positions(mesh)[np.asarray(order or range(mesh.size))]  # of the devices of ``order``
+    parts = positions_of_parts(dims, mesh)
+    pairs: list[tuple[int, int]] = []
+    for receivers in parts.reshape(-1, parts.shape[-1]):
+        holders = set(map(int, new_positions[receivers]))
+        keepers = holders & set(map(int, receivers))
+        pairs += [(position, position) for position in keepers]
+        pairs += itertools.zip_longest(sorted(holders - keepers), (int(p) for p in receivers if p not in keepers))
+    return sorted(pairs)
+
+
+# Converts JAX's ``PartitionSpec`` to the entries of a mark and to text.
+
+_KINDS = {"sum": "add", "max": "max", "min": "min"}
+
+
+def entries_of(spec: PartitionSpec, line: str = "") -> tuple[Any, ...]:
+    """The entries of a ``PartitionSpec`` without unreduced or reduced axes."""
+    for kind in ("unreduced", "reduced"):
+        if getattr(spec, kind, None):
+            raise ShardingError(
+                f"{kind} axes cannot be asked for here.",
+                line,
+                str(spec),
+                "Mark the value inside of the function: x = gshard.shard(x, P(..., unreduced={...})).",
+            )
+    return words_of(spec, line)[0]
+
+
+def words_of(spec: PartitionSpec, line: str = "") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The entries of a ``PartitionSpec``, and its unreduced and reduced axes as attributes of a ``Mark``.
+
+    >>> words_of(PartitionSpec("data", None, unreduced={"model"}))
+    (('data', None), {'unreduced': ('model',)})
+    """
+    for entry in spec.partitions:
+        if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+            continue
+        names = entry if isinstance(entry, tuple | list) else (entry,)
+        if not all(isinstance(n, str) for n in names):
+            raise ShardingError(
+                f"{entry!r} is no name of a mesh axis.",
+                line,
+                str(spec),
+                "Give for each dimension an axis name, a tuple of them, None (whole) or P.UNCONSTRAINED (open).",
+            )
+    attributes: dict[str, Any] = {}
+    for word in ("unreduced", "reduced"):
+        if axes := getattr(spec, word, None):
+            attributes[word] = tuple(sorted(map(str, axes)))
+    if "unreduced" in attributes:
+        kind = str(getattr(spec, "unreduced_kind", None) or "sum").rsplit(".", 1)[-1].lower()  # newer JAX has several
+        if kind not in _KINDS:
+            raise ShardingError(
+                f"parts cannot be combined by {kind!r}.", line, str(spec), f"Use one of {', '.join(_KINDS)}."
+            )
+        if _KINDS[kind] != "add":
+            attributes["monoid"] = _KINDS[kind]
+    return tuple(spec.partitions), attributes
+
+
+def axes_of_entry(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of an entry of a ``PartitionSpec``; none of None and of ``UNCONSTRAINED``.
+
+    >>> [axes_of_entry(entry) for entry in PartitionSpec("data", None, ("x", "y"))]
+    [('data',), (), ('x', 'y')]
+    """
+    return (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, tuple | list) else ()
+
+
+def spec_of_axes(axes_of_dims: Iterable[Sequence[str]]) -> PartitionSpec:
+    """The ``PartitionSpec`` that splits each dimension over these axes."""
+    return PartitionSpec(*(axes[0] if len(axes) == 1 else tuple(axes) or None for axes in axes_of_dims))
+
+
+def text_of_spec(
+    entries: Iterable[Any], axes: Iterable[tuple[str, Collection[str]]] = (), unreduced_kind: str = ""
+) -> str:
+    """The source text of a ``PartitionSpec``."""
+    arguments = [repr(entry) for entry in entries]
+    arguments += [f"{keyword}={{{', '.join(map(repr, names))}}}" for keyword, names in axes if names]
+    if unreduced_kind:
+        arguments.append(f"unreduced_kind={unreduced_kind}")
+    return f"P({', '.join(arguments)})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mark:
-    """One sharding constraint: a call of ``replicate``, ``split`` or ``shard``, or a sharding of JAX.
+    """One sharding constraint: a call of ``replicate``, ``split`` or ``shard``, or a sharding of JAX."""
 
-    Attributes:
-        kind: ``replicate``, ``split`` (``dim``, ``partitions``), ``assignment`` (``ids``, ``ids_shape``)
-            or ``spec`` (``spec``: the entries of a ``PartitionSpec``).
-        dim: the dimension that ``split`` splits, counted without the dimensions that vmap added.
-        partitions: a number of parts, or one or several names of mesh axes.
-        ids: device ids in row-major order.
-        ids_shape: number of parts along each dimension.
-        spec: for each dimension None, an axis name, a tuple of names, a number of parts (from a layout), or
-            ``PartitionSpec.UNCONSTRAINED``.
-        axes: names and sizes of the axes of the mesh to which ``spec`` refers, if it has its own mesh.
-        devices: the devices of this mesh in row-major order, if it has devices.
-        unreduced: the mesh axes over which the value is unreduced: each device holds a part for ``monoid``.
-        monoid: ``add``, ``max`` or ``min``.
-        reduced: the mesh axes over which the cotangent is unreduced (parts of a sum). The value is whole over them.
-        batch_dims: dimensions that vmap added, in the order they were added; they stay open.
-        even: whether all parts must have the same size, as JAX requires for the results of a program.
-        leaf: the marked leaf of a pytree, for messages: ``x['l1']['w']``.
-        names: the names of the dimensions, if a layout created this mark.
-        source_text: the user's source text, if the other attributes do not contain it.
-        send: the dtype in which devices send the array; empty if it is that of the array.
-        wide: the dtype of the array that is sent like this.
-        schedule: the pipeline in which loops over this stack run; None if it is no stack of a pipeline.
-    """
-
+    # ``replicate``, ``split`` (``dim``, ``partitions``), ``assignment`` (``ids``, ``ids_shape``) or ``spec`` (``spec``:
+    # the entries of a ``PartitionSpec``)
     kind: str
-    dim: int = 0
-    partitions: int | str | tuple[str, ...] = 1
-    ids: tuple[int, ...] = ()
-    ids_shape: tuple[int, ...] = ()
+    dim: int = 0  # the dimension that ``split`` splits, counted without the dimensions that vmap added
+    partitions: int | str | tuple[str, ...] = 1  # a number of parts, or one or several names of mesh axes
+    ids: tuple[int, ...] = ()  # device ids in row-major order
+    ids_shape: tuple[int, ...] = ()  # number of parts along each dimension
+    # for each dimension None, an axis name, a tuple of names, a number of parts (from a layout), or
+    # ``PartitionSpec.UNCONSTRAINED``
     spec: tuple[Any, ...] = ()
+    # names and sizes of the axes of the mesh to which ``spec`` refers, if it has its own mesh
     axes: tuple[tuple[str, int], ...] = ()
-    devices: tuple[Any, ...] = ()
+    devices: tuple[Any, ...] = ()  # the devices of this mesh in row-major order, if it has devices
+    # the mesh axes over which the value is unreduced: each device holds a part for ``monoid``
     unreduced: tuple[str, ...] = ()
-    monoid: str = "add"
+    monoid: str = "add"  # ``add``, ``max`` or ``min``
+    # the mesh axes over which the cotangent is unreduced (parts of a sum). The value is whole over them.
     reduced: tuple[str, ...] = ()
-    batch_dims: tuple[int, ...] = ()
-    even: bool = False
+    batch_dims: tuple[int, ...] = ()  # dimensions that vmap added, in the order they were added; they stay open
+    even: bool = False  # whether all parts must have the same size, as JAX requires for the results of a program
+    # the marked leaf of a pytree, for messages: ``x['l1']['w']``
     leaf: str = dataclasses.field(default="", compare=False, repr=False)
+    # the names of the dimensions, if a layout created this mark
     names: tuple[str | None, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    # the user's source text, if the other attributes do not contain it
     source_text: str = dataclasses.field(default="", compare=False, repr=False)
+    # the dtype in which devices send the array; empty if it is that of the array
     send: str = dataclasses.field(default="", repr=False)
-    wide: str = dataclasses.field(default="", repr=False)
+    wide: str = dataclasses.field(default="", repr=False)  # the dtype of the array that is sent like this
+    # the pipeline in which loops over this stack run; None if it is no stack of a pipeline
     schedule: Schedule | None = dataclasses.field(default=None, repr=False)
 
     def with_batch_dimension(self, dim: int) -> Mark:
@@ -150,18 +328,12 @@ def _axes(axes: tuple[tuple[str, int], ...]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
-    """The sharding that a mark requires on a mesh.
+    """The sharding that a mark requires on a mesh."""
 
-    Attributes:
-        dims: atoms for each dimension.
-        open: whether the mark leaves each dimension open.
-        order: the device order of the sharding; the order of the mesh if that is possible.
-        unreduced: the atoms over which the value is unreduced, each with the monoid that combines the parts.
-    """
-
-    dims: tuple[Atoms, ...]
-    open: tuple[bool, ...]
-    order: Order = ()
+    dims: tuple[Atoms, ...]  # atoms for each dimension
+    open: tuple[bool, ...]  # whether the mark leaves each dimension open
+    order: Order = ()  # the device order of the sharding; the order of the mesh if that is possible
+    # the atoms over which the value is unreduced, each with the monoid that combines the parts
     unreduced: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -178,17 +350,7 @@ class Demand:
 
 
 def resolve(mark: Mark, mesh: Mesh, shape: tuple[int, ...], line: str) -> Demand:
-    """Resolves a mark for an array on a mesh.
-
-    Args:
-        mark: the mark.
-        mesh: the mesh of the program.
-        shape: the shape of the array, including dimensions that vmap added.
-        line: the user's source line of the mark, for error messages.
-
-    Raises:
-        ShardingError: the mesh has no such axis or device, an axis is used twice, or the numbers do not fit.
-    """
+    """Resolves a mark for an array on a mesh."""
     ndim = len(shape) - len(mark.batch_dims)
     order = mesh.order
     try:
@@ -223,11 +385,7 @@ def _text(shape: tuple[int, ...]) -> str:
 
 
 def atoms_of_partitions(partitions: int | str | tuple[str, ...], mesh: Mesh) -> Atoms:
-    """The atoms that split a dimension into a number of parts, or over one or several axes.
-
-    Raises:
-        ShardingError: the mesh has no such axis, or cannot be split into this number of parts.
-    """
+    """The atoms that split a dimension into a number of parts, or over one or several axes."""
     if not isinstance(partitions, int):
         names = (partitions,) if isinstance(partitions, str) else partitions
         return tuple(a for name in names for a in _axis(name, mesh))
@@ -304,11 +462,7 @@ def _spec(mark: Mark, mesh: Mesh, ndim: int) -> tuple[list[Atoms | None], Order]
 
 
 def _unreduced(mark: Mark, dims: Sequence[Atoms | None], mesh: Mesh) -> tuple[tuple[str, str], ...]:
-    """The atoms over which a value is unreduced, each with the monoid.
-
-    Raises:
-        ShardingError: the mesh has no such axis, or the axis splits a dimension.
-    """
+    """The atoms over which a value is unreduced, each with the monoid."""
     of_one_device = {name for name, size in mark.axes if size == 1}
     names = [name for name in (*mark.unreduced, *mark.reduced) if name not in of_one_device]
     atoms_of = {name: _along(name, mark, mesh) for name in names}

@@ -366,11 +366,7 @@ def _keywords(axes: tuple[tuple[str, int], ...]) -> str:
 
 
 def _listed(devices: Sequence[Any] | np.ndarray) -> tuple[Any, ...]:
-    """Checks a list of devices.
-
-    Raises:
-        MeshError: an element is not a device, or an array has several dimensions.
-    """
+    """Checks a list of devices."""
     elements = tuple(devices)
     if elements and all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in elements):
         names = ("data", "model", "expert", "stage")

@@ -23,10 +23,6 @@ from gshard.core.planning_tables import tabulated
 def path_of(argument: str, keys: Sequence[Any]) -> str:
     """The path of a leaf.
 
-    Args:
-        argument: the name of the argument that contains the leaf.
-        keys: JAX's key path inside the argument.
-
     >>> import jax
     >>> [(keys, _)], _ = jax.tree_util.tree_flatten_with_path({"layers": [1.0]})
     >>> path_of("params", keys)
@@ -112,12 +108,7 @@ def place_of_definition(f: Callable[..., Any]) -> tuple[str, int] | None:
 
 
 def leaf_names(f: Callable[..., Any], arguments: tuple[Any, Any]) -> tuple[str, ...]:
-    """The names of the flat arguments, in the user's terms: ``params['wi']`` for a leaf of the argument ``params``.
-
-    Args:
-        f: the function.
-        arguments: positional and keyword arguments.
-    """
+    """The names of the flat arguments, in the user's terms: ``params['wi']`` for a leaf of the argument ``params``."""
     positional = positional_names(f, len(arguments[0]))
     paths, _ = jax.tree_util.tree_flatten_with_path(arguments)
     return tuple(_leaf_name(path, positional) for path, _ in paths)

@@ -1,28 +1,54 @@
-"""Logs the seconds of tracing, rewriting, planning, partitioning, lowering and compiling.
-
-At its end, each phase writes one record to the logger ``gshard``::
-
-    Finished planning step for 8 devices in 2.9 s
-
-The level is the level of JAX's records of this kind: WARNING while ``jax_log_compiles`` is on, so that Python prints
-the record without a configuration of logging, and DEBUG otherwise.
-
-During a phase Python's garbage collector runs less often (``core.garbage``). JAX's tracing and lowering also create
-many objects that stay alive, and a process with large libraries holds millions of objects that each collection would
-visit.
-"""
+"""Logs and limits the time of tracing, planning, partitioning, lowering and searching."""
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import gc
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from gshard.core.errors import counted
-from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter_dispatch import logs_compilations
+
+# Runs Python's cycle collector less often while a program is traced, planned and partitioned.
+
+# Number of new objects between two collections; a collection of so many takes some milliseconds.
+_THRESHOLD = 50_000
+
+_lock = threading.Lock()
+_active_contexts = 0
+_previous_threshold = 0
+
+
+@contextlib.contextmanager
+def collected_seldom() -> Iterator[None]:
+    """Raises the threshold of the youngest generation, and restores it when the last thread leaves the context.
+
+    This context manager is also a decorator. It does not change a higher threshold or a disabled collector.
+
+    >>> with collected_seldom(), collected_seldom():
+    ...     gc.get_threshold()[0] >= 50_000
+    True
+    """
+    global _active_contexts, _previous_threshold
+    with _lock:
+        _active_contexts += 1
+        if _active_contexts == 1:
+            _previous_threshold = gc.get_threshold()[0]
+            if 0 < _previous_threshold < _THRESHOLD:
+                gc.set_threshold(_THRESHOLD)
+    try:
+        yield
+    finally:
+        with _lock:
+            _active_contexts -= 1
+            if _active_contexts == 0 and gc.get_threshold()[0] == _THRESHOLD:
+                gc.set_threshold(_previous_threshold)
+
 
 _T = TypeVar("_T")
 
@@ -34,11 +60,6 @@ _stages.setLevel(logging.INFO)  # level DEBUG of ``gshard`` lists phases and sha
 @contextlib.contextmanager
 def phase(doing: str, name: str, devices: int | None = None) -> Iterator[None]:
     """Logs the wall time of a block in seconds, unless it raises. Inside, the garbage collector runs less often.
-
-    Args:
-        doing: the phase, such as ``"planning"``.
-        name: the name of the function.
-        devices: the number of devices; None for a phase that does not depend on the mesh.
 
     >>> import jax
     >>> with jax.log_compiles(), phase("planning", "step", 8):
@@ -57,12 +78,42 @@ def log_stage(stage: str, name: str, result: _T, shown: Callable[[_T], object] =
     """Logs the result of a stage of the pipeline as one DEBUG record of the logger ``gshard.stages``.
 
     gshard formats the text only if this logger is enabled for DEBUG.
-
-    Args:
-        stage: the stage, such as ``"propagate"``.
-        name: the name of the function.
-        result: the result of the stage.
-        shown: returns the object to print, from the result.
     """
     if _stages.isEnabledFor(logging.DEBUG):
         _stages.debug("%s: after '%s'\n%s", name, stage, shown(result))
+
+
+# Sets and checks the time limit of a long computation.
+
+
+class OutOfTime(Exception):
+    """The deadline has passed. ``gshard.search`` catches this exception; users never see it."""
+
+
+_current: contextvars.ContextVar[tuple[float, Callable[[], None]] | None] = contextvars.ContextVar(
+    "gshard_deadline", default=None
+)
+
+
+def _nothing() -> None:
+    """Does nothing."""
+
+
+@contextlib.contextmanager
+def until(end: float, at_each_check: Callable[[], None] = _nothing) -> Iterator[None]:
+    """Sets the deadline of a ``with`` block. It replaces the deadline of an enclosing block."""
+    token = _current.set((end, at_each_check))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def check_deadline() -> None:
+    """Raises ``OutOfTime`` after the deadline. Call it only where all data structures are consistent."""
+    deadline = _current.get()
+    if deadline is not None:
+        end, at_each_check = deadline
+        at_each_check()
+        if time.monotonic() > end:
+            raise OutOfTime

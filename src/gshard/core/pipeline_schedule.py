@@ -7,17 +7,11 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Schedule:
-    """The schedule of a pipeline.
+    """The schedule of a pipeline."""
 
-    Attributes:
-        over: the mesh axes, or the number of parts, over which the stages are split.
-        micro_batches: the number of parts of the batch.
-        rounds: how often each micro-batch passes all stages. In each round a stage runs other layers.
-    """
-
-    over: int | str | tuple[str, ...]
-    micro_batches: int
-    rounds: int = 1
+    over: int | str | tuple[str, ...]  # the mesh axes, or the number of parts, over which the stages are split
+    micro_batches: int  # the number of parts of the batch
+    rounds: int = 1  # how often each micro-batch passes all stages. In each round a stage runs other layers.
 
     def turns(self, stages: int) -> int:
         """The number of turns: in each turn every stage processes one micro-batch, or repeats one (the bubble)."""

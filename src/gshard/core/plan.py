@@ -1,6 +1,6 @@
-"""Defines the plan of a program: the sharding of each value, the split of each equation, and the reasons.
+"""Defines the plan of a program: the sharding of each value, the split of each equation, and what restricts them.
 
-A plan is plain data. ``propagate`` or a search writes it, ``partition`` follows it, and ``explain`` reads it.
+A collective matmul is part of a plan (``Ring``); axes that are manual in a ``shard_map`` cannot split values inside.
 """
 
 from __future__ import annotations
@@ -8,36 +8,198 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 
-from gshard.core.device_order import Order
-from gshard.core.manual_axes import manual_axes
-from gshard.core.mesh import Mesh
+from gshard.core.errors import ShardingError
+from gshard.core.mark import Order
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Constant, Equation, Program, Value, itemsize, type_text
-from gshard.core.ring import Ring
-from gshard.core.rule import REPLICATE
+from gshard.core.rule import REPLICATE, Rule, Split, operand_sharding, passing, place, result_sharding
 from gshard.core.sharding import Sharding
-from gshard.core.split import Split, operand_sharding, passing, place
+
+# Defines the plan of a collective matmul: a contraction whose parts rotate around a ring of devices.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ring:
+    """A factor of a contraction that is computed part by part."""
+
+    factor: int  # the factor. In each step, a device uses the current part of the arrays that do not rotate.
+    # the operands that rotate, each with the atoms over which its dimension of the factor is also split
+    operands: tuple[tuple[int, Atoms], ...] = ()
+    result: Atoms = ()  # the atoms over which the result's dimension of the factor is split in the end, if sums rotate
+    both_ways: bool = False  # whether half of every part rotates in each direction
+    # whether an iteration of the loop performs two steps. A part arrives while the device uses the previous one, so it
+    # needs a second buffer. After two steps the parts are in the first buffer again, and no copy is needed. This takes
+    # the memory of another part and of its product.
+    two_steps: bool = False
+    # the order of the parts around the ring, if one array rotates; () for the order of their numbers. A ring of the
+    # network may differ from the order of the devices.
+    order: tuple[int, ...] = ()
+
+    @property
+    def rotating(self) -> tuple[Atoms, ...]:
+        """The atoms of each array that rotates, operands first."""
+        return (*(atoms for _, atoms in self.operands), *([self.result] if self.result else []))
+
+    def steps(self, mesh: Mesh) -> int:
+        """The number of parts of the factor."""
+        return mesh.count(self.rotating[0])
+
+    def atoms_of(self, operand: int) -> Atoms:
+        """The atoms over which an operand rotates; () if it does not rotate."""
+        return next((atoms for i, atoms in self.operands if i == operand), ())
+
+
+def entering(rule: Rule, split: Split, ring: Ring | None, i: int) -> Sharding:
+    """The sharding with which operand ``i`` enters an equation, with or without a ring."""
+    sharding = operand_sharding(rule, i, split)
+    atoms = ring.atoms_of(i) if ring is not None else ()
+    return _split_further(sharding, rule.operands[i], ring.factor, atoms) if ring is not None and atoms else sharding
+
+
+def leaving(rule: Rule, split: Split, ring: Ring | None, i: int) -> Sharding:
+    """The sharding with which result ``i`` leaves an equation, with or without a ring."""
+    sharding = result_sharding(rule, i, split)
+    if ring is None or not ring.result:
+        return sharding
+    finished = sharding.with_unreduced({a: m for a, m in sharding.unreduced if a not in ring.result})
+    return _split_further(finished, rule.results[i], ring.factor, ring.result)
+
+
+def _split_further(sharding: Sharding, dims: Sequence[tuple[int, ...]], factor: int, atoms: Atoms) -> Sharding:
+    split_dims = tuple(
+        atoms_of_dim + (atoms if factors_of_dim == (factor,) else ())
+        for factors_of_dim, atoms_of_dim in zip(dims, sharding.dims, strict=True)
+    )
+    return Sharding(split_dims, sharding.unreduced)
+
+
+# Determines the atoms that cannot split a value inside a partly manual ``shard_map``.
+
+_Atoms = frozenset[str]
+_NONE: _Atoms = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ManualAxes:
+    """The manual atoms of the values and equations of a program."""
+
+    mesh: Mesh  # the mesh of the program
+    inside: Mapping[Value, _Atoms]  # for each value of a partly manual region, the atoms that cannot split it
+
+    def of(self, value: Value | Constant) -> _Atoms:
+        """The atoms that cannot split a value."""
+        return self.inside.get(value, _NONE) if isinstance(value, Value) and self.inside else _NONE
+
+    def at(self, e: Equation) -> _Atoms:
+        """The atoms that cannot split factors of an equation, except the pinned factors."""
+        manual = None if e.rule is None else e.rule.manual
+        if not self.inside and manual is None:
+            return _NONE
+        of_values = _NONE.union(*map(self.of, (*e.inputs, *e.outputs)))
+        return of_values if manual is None else of_values | manual.atoms(self.mesh)
+
+    def of_any(self, values: Iterable[Value | Constant]) -> _Atoms:
+        """The atoms that cannot split at least one of some values."""
+        return _NONE.union(*map(self.of, values)) if self.inside else _NONE
+
+    def pinned(self, e: Equation) -> Split:
+        """The split of the factors that the boundary of a region fixes, if the equation is at a boundary."""
+        return {} if e.rule is None or e.rule.manual is None else e.rule.manual.pinned(self.mesh)
+
+    def mesh_without(self, atoms: _Atoms) -> Mesh:
+        """The mesh of the devices with one position along these atoms."""
+        return _without(self.mesh, atoms) if atoms else self.mesh
+
+
+@tabulated(64)
+def _without(mesh: Mesh, atoms: _Atoms) -> Mesh:
+    return mesh.without(atoms)
+
+
+def before_any(cut: Atoms, atoms: _Atoms) -> Atoms:
+    """The atoms of ``cut`` before the first one that is in ``atoms``.
+
+    >>> before_any(("x", "y", "z"), frozenset({"y"}))
+    ('x',)
+    """
+    return cut[: next((i for i, a in enumerate(cut) if a in atoms), len(cut))] if atoms else cut
+
+
+def axes_without(axes: tuple[Atoms, ...], atoms: _Atoms) -> tuple[Atoms, ...]:
+    """The axes without some atoms; axes that have no other atoms are omitted.
+
+    >>> axes_without((("x.0", "x.1"), ("y",)), frozenset({"x.0", "y"}))
+    (('x.1',),)
+    """
+    if not atoms:
+        return axes
+    return tuple(rest for axis in axes if (rest := tuple(a for a in axis if a not in atoms)))
+
+
+@tabulated(64)
+def manual_axes(block: Block, mesh: Mesh) -> ManualAxes:
+    """Determines the manual atoms by following values from the entries of partly manual regions to the exits."""
+    inside: dict[Value, _Atoms] = {}
+    if any(e.rule is not None and e.rule.manual is not None for e in block.walk()):
+        _follow(block, inside, mesh)
+    return ManualAxes(mesh, inside)
+
+
+def _follow(block: Block, inside: dict[Value, _Atoms], mesh: Mesh) -> None:
+    for e in block.equations:
+        manual = _NONE.union(*(inside.get(x, _NONE) for x in e.inputs if isinstance(x, Value)))
+        if e.blocks:
+            manual = _region(e, manual, inside, mesh)
+        elif e.rule is not None and e.rule.manual is not None:
+            atoms_of_boundary = _atoms_of_boundary(e, mesh)
+            if e.rule.manual.step == "leave":
+                manual = manual - atoms_of_boundary
+            else:
+                manual = manual | atoms_of_boundary
+        for v in e.outputs:
+            if manual:
+                inside[v] = manual
+
+
+def _atoms_of_boundary(e: Equation, mesh: Mesh) -> _Atoms:
+    assert e.rule is not None
+    assert e.rule.manual is not None
+    try:
+        return e.rule.manual.atoms(mesh)
+    except ShardingError as reason:  # the shard_map has another mesh
+        raise ShardingError(reason.what, e.line or None, reason.got, reason.hint) from None
+
+
+def _region(e: Equation, manual: _Atoms, inside: dict[Value, _Atoms], mesh: Mesh) -> _Atoms:
+    """The manual atoms of a loop or branch: the union over all its operands and results, to a fixed point."""
+    while True:
+        for block in e.blocks:
+            if manual:
+                inside.update(dict.fromkeys(block.inputs, manual))
+            _follow(block, inside, mesh)
+        results = (inside.get(x, _NONE) for block in e.blocks for x in block.outputs if isinstance(x, Value))
+        with_results = manual.union(*results)
+        if with_results == manual:
+            return manual
+        manual = with_results
+
 
 SplitDim = tuple[Value, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reason:
-    """The reason why a dimension of a value has its atoms.
+    """The reason why a dimension of a value has its atoms."""
 
-    Attributes:
-        kind: ``mark``, ``argument`` (the sharding of the argument as passed), ``propagated``, ``cost`` (the cheapest
-            choice) or ``searched`` (a part of a plan that ``search`` found).
-        line: the user's source line of the mark or equation.
-        equation: the name of the primitive, or the mark as text.
-        source: the value from which the atoms were propagated; None for marks and arguments.
-    """
-
+    # ``mark``, ``argument`` (the sharding of the argument as passed), ``propagated``, ``cost`` (the cheapest choice) or
+    # ``searched`` (a part of a plan that ``search`` found)
     kind: str
-    line: str
-    equation: str
-    source: Value | None = None
+    line: str  # the user's source line of the mark or equation
+    equation: str  # the name of the primitive, or the mark as text
+    source: Value | None = None  # the value from which the atoms were propagated; None for marks and arguments
 
     def __str__(self) -> str:
         location = f" at {self.line}" if self.line else ""
@@ -79,7 +241,7 @@ class Plan:
         leave: the sharding of each result at the exit of the program.
         spared: seconds of a call without and with the collective matmuls, and the name of the machine; None if they
             were not chosen by time.
-        gap: the fraction of the plan's cost that the best of the compared plans (``planning.nearby``) could save at
+        gap: the fraction of the plan's cost that the best of the compared plans (``planning.strategies``) could save at
             most. None if there was no choice, or if the fraction is unknown.
         counted: the unit of the cost: ``bytes sent``, or ``time on h100:1x8``; empty if ``gap`` is None.
         is_limited: whether there are plans over whole axes that were not compared: ``gap`` says nothing of them.
@@ -231,3 +393,21 @@ class Plan:
         if e.rule is not None and not e.rule.known:
             return "   # no rule: gathered" if self._gathers(e) else note and f"{note}; proven by its vmap rule"
         return note
+
+
+# Defines constraints on the arguments and results of a program other than marks.
+
+
+@dataclasses.dataclass(frozen=True)
+class Boundary:
+    """Constraints on the arguments and results of a program other than marks."""
+
+    # the numbers of the inputs (including captured arrays) whose memory results may reuse
+    donated: tuple[int, ...] = ()
+    # the shardings of the inputs that are passed as padded parts
+    padded: Mapping[int, Sharding] = dataclasses.field(default_factory=dict)
+    keep_uneven: bool = False  # whether unevenly sharded results are returned as padded parts
+
+
+# No constraints other than marks.
+AS_MARKED = Boundary()

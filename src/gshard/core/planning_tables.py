@@ -38,11 +38,7 @@ _current: contextvars.ContextVar[_MemoisedOf | None] = contextvars.ContextVar("g
 
 
 class Tables:
-    """Tables that several consecutive plans share.
-
-    Args:
-        plans: the number of plans after which the tables are emptied.
-    """
+    """Tables that several consecutive plans share."""
 
     def __init__(self, plans: int):
         self._plans = plans
@@ -106,11 +102,7 @@ def with_tables(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def tabulated(size: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """A decorator that memoises a pure function of hashable arguments while there are tables.
-
-    Args:
-        size: the largest number of results; the most recently used results are kept.
-    """
+    """A decorator that memoises a pure function of hashable arguments while there are tables."""
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)

@@ -35,17 +35,11 @@ _log = logging.getLogger("gshard")
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The processes of a mesh with several processes.
+    """The processes of a mesh with several processes."""
 
-    Attributes:
-        me: the index of this process.
-        all: the indices of all processes, in order.
-        store: the key-value store of ``jax.distributed``.
-    """
-
-    me: int
-    all: tuple[int, ...]
-    store: Any
+    me: int  # the index of this process
+    all: tuple[int, ...]  # the indices of all processes, in order
+    store: Any  # the key-value store of ``jax.distributed``
 
     @staticmethod
     def of(devices: Sequence[Any] | None) -> Group | None:
@@ -64,15 +58,7 @@ class Group:
         return {key.rsplit("/", 1)[-1]: value for key, value in self.store.key_value_dir_get(folder)}
 
     def agree(self, name: str, text: str) -> None:
-        """Waits until all processes are about to run the same program.
-
-        Args:
-            name: the name of the program, for messages.
-            text: a text that identifies the program.
-
-        Raises:
-            PlanError: another process is about to run another program.
-        """
+        """Waits until all processes are about to run the same program."""
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         ready = f"{self._prefix}/ready/{digest}/"
         self.store.key_value_set(f"{ready}{self.me}", "", allow_overwrite=True)
@@ -119,13 +105,7 @@ class Group:
         )
 
     def from_first(self, name: str, key: str, make: Callable[[], str]) -> str:
-        """A text that the first process computes and sends to the others.
-
-        Args:
-            name: the name of the program, for messages.
-            key: identifies the text. For each key the first process computes the text once.
-            make: computes the text; called by the first process only.
-        """
+        """A text that the first process computes and sends to the others."""
         folder = f"{self._prefix}/made/{hashlib.sha256(key.encode()).hexdigest()[:32]}/"
         waiting = _Waiting(name)
         while not (entries := self._read(folder)):

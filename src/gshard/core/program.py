@@ -1,23 +1,17 @@
-"""Defines the program: the user's function as equations over values.
-
-A program is a jaxpr in a convenient form: calls are inlined, each value is a separate object (also in bodies of loops),
-and each equation has its rule or its region, and the user's source line.
-"""
+"""Defines the program: the user's function as equations over values, with marks, contexts and records of changes."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from gshard.core.context import NO_CONTEXT, Context
-from gshard.core.dropped import Dropped
-from gshard.core.fired import BATCH_EQUAL_FUNCTIONS, RUN_AS_PIPELINE, Fired
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import Cache
 from gshard.core.jax_adapter_lowering import branches_on
@@ -28,28 +22,110 @@ from gshard.core.number_text import in_unit
 from gshard.core.planning_tables import tabulated
 from gshard.core.rule import Dims, Factor, Rule
 
+# Defines the context of an equation: the compute type and XLA metadata that JAX's context managers set.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Context:
+    """The context of an equation.
+
+    >>> Context(metadata=(("a", 1), ("b", 2))).inside(Context("device_host", (("b", 3), ("c", 4))))
+    Context(compute_type='device_host', metadata=(('a', 1), ('b', 2), ('c', 4)))
+    >>> print(Context("device_host", (("b", 3),)))
+    {compute_on=device_host, b=3}
+    """
+
+    compute_type: str | None = None  # the argument of ``compute_on``; None outside of ``compute_on``
+    metadata: tuple[tuple[str, Any], ...] = ()  # keys and values of ``set_xla_metadata``, sorted by key
+
+    def __bool__(self) -> bool:
+        return self.compute_type is not None or bool(self.metadata)
+
+    def inside(self, outer: Context) -> Context:
+        """This context within the context of an enclosing call. Where both set a value, the inner value applies."""
+        if not self or not outer or self == outer:
+            return self or outer
+        metadata = {**dict(outer.metadata), **dict(self.metadata)}
+        return Context(self.compute_type or outer.compute_type, tuple(sorted(metadata.items())))
+
+    def __str__(self) -> str:
+        compute_on = () if self.compute_type is None else (("compute_on", self.compute_type),)
+        return f"{{{', '.join(f'{key}={value}' for key, value in (*compute_on, *self.metadata))}}}"
+
+
+NO_CONTEXT = Context()
+
+
+# Defines the record of a feature of an equation that gshard does not keep.
+
+MESH = "mesh"  # the option of an inner ``gshard.jit`` whose value is the axes of its mesh, as text
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dropped:
+    """One feature that gshard does not keep.
+
+    >>> print(Dropped("name of composite", "'my.op'", "train.py:41 (loss)", "It is compiled as its decomposition."))
+    train.py:41 (loss): name of composite is 'my.op'. It is compiled as its decomposition.
+    """
+
+    what: str  # the parameter and its primitive, such as ``out_layouts of jit``
+    value: str  # the value of the parameter, as text
+    line: str  # the user's source line of the equation
+    why: str  # a sentence that states what gshard does instead
+    # the name and the value of an option of an inner ``gshard.jit``. gshard keeps the option if the outer
+    # ``gshard.jit`` has the same value.
+    option: tuple[str, Hashable] | None = None
+
+    def __str__(self) -> str:
+        return f"{f'{self.line}: ' if self.line else ''}{self.what} is {self.value}. {self.why}"
+
+
+# Defines the record of a rewrite that has changed a program.
+
+# Rewrites that are no modules of ``gshard.rewrite``. Their notes describe what they made.
+BATCH_EQUAL_FUNCTIONS, RUN_AS_PIPELINE = "batch_equal_functions", "run_as_pipeline"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fired:
+    """One rewrite that has changed a program.
+
+    >>> print(Fired("sink_pad", "train.py:12 (loss)", ("pad",), ("pad", "pad", "add", "select_n")))
+    sink_pad at train.py:12 (loss): pad -> 2 pad, add, select_n
+    """
+
+    # the name of the rewrite: of a module in ``gshard.rewrite``, ``batch_equal_functions`` (``planning.batched``) or
+    # ``run_as_pipeline`` (``planning.pipelined``)
+    rewrite: str
+    line: str  # the user's source line of the first replaced equation
+    # before, after: the primitive names of the replaced equations, and of the equations in their place
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    note: str = ""  # the functions that it batches or the pipeline, as text; empty for other rewrites
+
+    def __str__(self) -> str:
+        location = f" at {self.line}" if self.line else ""
+        return f"{self.rewrite}{location}: {_counted(self.before)} -> {_counted(self.after)}"
+
+
+def _counted(names: tuple[str, ...]) -> str:
+    return ", ".join(name if n == 1 else f"{n} {name}" for name, n in Counter(names).items()) or "nothing"
+
+
 _DECOMPOSED = 8  # decomposed blocks that a program caches
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """One array of a program: an argument or the result of an equation. Compared by identity.
+    """One array of a program: an argument or the result of an equation. Compared by identity."""
 
-    Attributes:
-        shape: the global shape.
-        dtype: the dtype.
-        index: the number of the value in printed programs.
-        weak: whether its type is weak, like the type of a Python number.
-        made: whether gshard has created the value, so that the user cannot put a mark on it.
-        on_host: whether its type is of the host's memory space.
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
-    index: int
-    weak: bool = False
-    made: bool = False
-    on_host: bool = False
+    shape: tuple[int, ...]  # the global shape
+    dtype: Any  # the dtype
+    index: int  # the number of the value in printed programs
+    weak: bool = False  # whether its type is weak, like the type of a Python number
+    made: bool = False  # whether gshard has created the value, so that the user cannot put a mark on it
+    on_host: bool = False  # whether its type is of the host's memory space
 
     @property
     def bytes(self) -> int:
@@ -96,17 +172,11 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Edge:
-    """Two values at the boundary of a region whose shardings must agree.
+    """Two values at the boundary of a region whose shardings must agree."""
 
-    Attributes:
-        outer: the value outside, or closer to the outside.
-        inner: the value inside the body.
-        stacked: the number of additional leading dimensions of the outer value (the loop dimension of a scan).
-    """
-
-    outer: Value
-    inner: Value
-    stacked: int = 0
+    outer: Value  # the value outside, or closer to the outside
+    inner: Value  # the value inside the body
+    stacked: int = 0  # the number of additional leading dimensions of the outer value (the loop dimension of a scan)
 
     @property
     def rule(self) -> Rule:
@@ -130,11 +200,7 @@ class Block:
     outputs: tuple[Value | Constant, ...]
 
     def walk(self, devices: Sequence[Any] | None = None) -> Iterator[Equation]:
-        """All equations in order; equations of bodies follow the equation that contains them.
-
-        Args:
-            devices: leaves out branches that do not run on these.
-        """
+        """All equations in order; equations of bodies follow the equation that contains them."""
         for equation in self.equations:
             yield equation
             for block in equation.blocks_on(devices):
@@ -158,35 +224,20 @@ class Block:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Equation:
-    """One application of a primitive.
+    """One application of a primitive."""
 
-    Attributes:
-        primitive: the JAX primitive.
-        params: its parameters.
-        inputs: the operands.
-        outputs: the results.
-        rule: the rule that states how the equation can be split; None for a region.
-        source_info: JAX's source information, from which ``line`` is read.
-        blocks: the bodies of a region.
-        edges: pairs of values of the bodies and outside that must agree.
-        mark: the user's sharding constraint on the result, if the equation is a mark.
-        trip_count: the number of runs of the bodies, if known (the length of a scan; 1 otherwise).
-        file: the name of the user's file in ``line``, if several files of the program have the same name.
-        context: settings of JAX's context managers, such as ``compute_on``.
-    """
-
-    primitive: Any
-    params: dict[str, Any]
-    inputs: tuple[Value | Constant, ...]
-    outputs: tuple[Value, ...]
-    rule: Rule | None
-    source_info: Any = None
-    blocks: tuple[Block, ...] = ()
-    edges: tuple[Edge, ...] = ()
-    mark: Mark | None = None
-    trip_count: int = 1
-    file: str = ""
-    context: Context = NO_CONTEXT
+    primitive: Any  # the JAX primitive
+    params: dict[str, Any]  # its parameters
+    inputs: tuple[Value | Constant, ...]  # the operands
+    outputs: tuple[Value, ...]  # the results
+    rule: Rule | None  # the rule that states how the equation can be split; None for a region
+    source_info: Any = None  # JAX's source information, from which ``line`` is read
+    blocks: tuple[Block, ...] = ()  # the bodies of a region
+    edges: tuple[Edge, ...] = ()  # pairs of values of the bodies and outside that must agree
+    mark: Mark | None = None  # the user's sharding constraint on the result, if the equation is a mark
+    trip_count: int = 1  # the number of runs of the bodies, if known (the length of a scan; 1 otherwise)
+    file: str = ""  # the name of the user's file in ``line``, if several files of the program have the same name
+    context: Context = NO_CONTEXT  # settings of JAX's context managers, such as ``compute_on``
 
     @property
     def name(self) -> str:
@@ -230,7 +281,7 @@ class Program:
             results, in this order. References that the function closes over are the last inputs.
         finite: whether the user states that parts of sums of floats are finite, so that they may pass more equations.
         decomposed: cache of blocks that replace ``block``, for the numbers of parts of its values
-            (``planning.decompose``). Programs with other marks share it.
+            (``planning.settled``). Programs with other marks share it.
         input_memories: the memory kind of each input; an empty tuple means the memory kinds of the types.
         output_memories: the memory kind of each result, like ``input_memories``.
         dropped: features of the function that the program does not keep.

@@ -1,27 +1,15 @@
-"""Defines rules: the factors of an equation, and the consequences of splitting them.
-
-A rule names the *factors* of one equation, which are the independent loops of its computation. Every dimension of every
-operand and result is a product of factors, major to minor, in the notation of einsum:
-
-    a b c, a c d -> a b d; add over c=8      a batched matmul
-    (a b) c -> a b c                         a reshape that unmerges one dimension
-
-A split assigns atoms of the mesh to factors (``core.split``). The kind of a factor determines what a split of the
-factor requires, so code outside of ``rules/`` need not distinguish primitives:
-
-    parallel       a split requires nothing
-    reduce         each device computes a part of the result; the factor's monoid combines the parts
-    communicate    ``Rule.local`` communicates: a halo, a prefix sum, candidates
-    replicate      the factor cannot be split: gshard gathers the operand first
-"""
+"""Defines rules: the factors of an equation, how splits of factors shard operands and results, and the consequences."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import string
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.sharding import Sharding
 
 PARALLEL = "parallel"
 REDUCE = "reduce"
@@ -65,34 +53,26 @@ class Factor:
     dimension is split into parts of its own size, and ``size`` is the largest size. The same holds for a ``reduce``
     factor of a rule that masks itself (a long convolution kernel and its operand); there ``size`` is the size of the
     summed dimension.
-
-    Attributes:
-        size: the global size.
-        kind: ``parallel``, ``reduce``, ``communicate`` or ``replicate``.
-        monoid: the monoid that combines parts, for a ``reduce`` factor.
     """
 
-    size: int
-    kind: str = PARALLEL
-    monoid: str | None = None
+    size: int  # the global size
+    kind: str = PARALLEL  # ``parallel``, ``reduce``, ``communicate`` or ``replicate``
+    monoid: str | None = None  # the monoid that combines parts, for a ``reduce`` factor
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Manual:
-    """The role of an equation in a ``shard_map`` that is manual over some axes and automatic over others.
+    """The role of an equation in a ``shard_map`` that is manual over some axes and automatic over others."""
 
-    Attributes:
-        step: ``enter``: whole arrays become parts; ``leave``: parts become whole arrays; ``inside``: parts stay parts.
-        atoms: ``atoms(mesh)`` returns the atoms of the manual axes. No value inside is split over them.
-        pinned: ``pinned(mesh)`` returns the factors that these atoms split at the boundary. Other factors are free.
-        differ: ``differ(mesh)`` returns the atoms along which results differ although operands do not.
-        equal: ``equal(mesh)`` returns the atoms along which results are equal although operands are not.
-    """
-
+    # ``enter``: whole arrays become parts; ``leave``: parts become whole arrays; ``inside``: parts stay parts
     step: str
+    # ``atoms(mesh)`` returns the atoms of the manual axes. No value inside is split over them.
     atoms: Callable[..., frozenset[str]]
+    # ``pinned(mesh)`` returns the factors that these atoms split at the boundary. Other factors are free.
     pinned: Callable[..., dict[int, tuple[str, ...]]]
+    # ``differ(mesh)`` returns the atoms along which results differ although operands do not
     differ: Callable[..., frozenset[str]] = lambda mesh: frozenset()
+    # ``equal(mesh)`` returns the atoms along which results are equal although operands are not
     equal: Callable[..., frozenset[str]] = lambda mesh: frozenset()
 
 
@@ -115,7 +95,7 @@ class Rule:
             region has a fixed split.
         linear: the ways in which unreduced parts may pass: a monoid, and the operands that must all be unreduced over
             the same atoms. Then the combined parts of the results are the results, also if parts are infinite, or so
-            large that scaling them overflows (``language.passing``). Way ``k`` has key ``-1 - k`` in a split.
+            large that scaling them overflows (``language.traits``). Way ``k`` has key ``-1 - k`` in a split.
         finite: the ways in which parts may also pass if the user states that they are finite (``permitting``).
         rounded: the ways in which finite parts may pass if, besides, each of them may be rounded.
         over: for each way in ``linear`` the mesh axes to which it is limited; None for any. Ways beyond the end of this
@@ -123,7 +103,7 @@ class Rule:
         component: a number for each factor. Factors of unrelated arrays (the operands of a barrier) have different
             numbers. Only factors of one component compete for atoms.
         part: ``part(shards, *arrays) -> result`` runs the equation on one part of a factor, while the network moves the
-            other parts (``core.ring``). Parts of a sum may have a wider dtype. None if the equation cannot run so.
+            other parts (``core.plan``). Parts of a sum may have a wider dtype. None if the equation cannot run so.
         passes: whether the results are the operands, as for a barrier.
         sums: whether picked values that pass become parts of a sum.
         slow: operands of an expensive computation. If such an operand is repeated along a dimension, compilers
@@ -326,3 +306,121 @@ def _components(factors: Sequence[Factor], tensors: Sequence[Sequence[tuple[int,
         for f in together:
             component[root(f)] = min(map(root, together))
     return tuple(root(f) for f in range(len(factors)))
+
+
+# Converts between splits of an equation (atoms of factors) and shardings of arrays (atoms of dimensions).
+
+Split = dict[int, Atoms]
+
+
+def project(dims: Dims, sharding: Sequence[Atoms], factors: Sequence[Factor], mesh: Mesh) -> Split:
+    """The atoms that the sharding of an array assigns to each factor, as far as the laws allow."""
+    sizes = mesh.atom_sizes
+    split: Split = {}
+    for dim, atoms in zip(dims, sharding, strict=True):
+        if not atoms or not dim:
+            continue
+        if len(dim) == 1:
+            if factors[dim[0]].kind != REPLICATE:
+                split[dim[0]] = tuple(atoms)
+            continue
+        next_atom = 0
+        for f in dim:
+            if factors[f].kind == REPLICATE:
+                break
+            local_size = factors[f].size
+            atoms_of_factor: list[str] = []
+            while next_atom < len(atoms) and local_size > 1 and local_size % sizes[atoms[next_atom]] == 0:
+                local_size //= sizes[atoms[next_atom]]
+                atoms_of_factor.append(atoms[next_atom])
+                next_atom += 1
+            if atoms_of_factor:
+                split[f] = tuple(atoms_of_factor)
+            if local_size > 1:
+                break
+    return split
+
+
+def place(dims: Dims, split: Mapping[int, Atoms]) -> tuple[Atoms, ...]:
+    """The atoms of each dimension of an array under a split of the equation."""
+    return tuple(
+        [split.get(dim[0], ()) if len(dim) == 1 else tuple([a for f in dim for a in split.get(f, ())]) for dim in dims]
+    )
+
+
+def operand_sharding(rule: Rule, i: int, split: Mapping[int, Atoms]) -> Sharding:
+    """The sharding of operand ``i`` under a split of the equation; it may be unreduced."""
+    unreduced = {a: monoid for monoid, operands, atoms in passing(rule, split) if i in operands for a in atoms}
+    return Sharding(place(rule.operands[i], split)).with_unreduced(unreduced)
+
+
+def result_sharding(rule: Rule, i: int, split: Mapping[int, Atoms]) -> Sharding:
+    """The sharding of result ``i`` under a split of the equation; it may be unreduced."""
+    unreduced = {a: rule.after(monoid) for monoid, _, atoms in passing(rule, split) for a in atoms}
+    for f, factor in enumerate(rule.factors):
+        if factor.kind == REDUCE and not any(f in dim for dim in rule.results[i]):
+            unreduced.update(dict.fromkeys(split.get(f, ()), factor.monoid or "add"))
+    return Sharding(place(rule.results[i], split)).with_unreduced(unreduced)
+
+
+def passing(rule: Rule, split: Mapping[int, Atoms]) -> Iterator[tuple[str, frozenset[int], Atoms]]:
+    """The unreduced parts that pass an equation under a split: monoid, operands and atoms."""
+    for way, (monoid, operands) in enumerate(rule.linear):
+        if atoms := split.get(-1 - way):
+            yield monoid, operands, atoms
+
+
+def parts(split: Mapping[int, Atoms], mesh: Mesh) -> int:
+    """The number of parts into which a split divides an equation."""
+    return mesh.count([a for f, atoms in split.items() if f >= 0 for a in atoms])
+
+
+def fits(dims: Dims, split: Mapping[int, Atoms], factors: Sequence[Factor], mesh: Mesh) -> bool:
+    """Whether the parts of every dimension of an array are contiguous and equal under a split."""
+    for dim in dims:
+        if len(dim) < 2:
+            continue
+        major_is_complete = True  # whether all more major factors are split completely
+        for f in dim:
+            atoms = split.get(f, ())
+            if atoms and (not major_is_complete or factors[f].size % mesh.count(atoms)):
+                return False
+            major_is_complete = major_is_complete and mesh.count(atoms) == factors[f].size
+    return True
+
+
+def is_valid(rule: Rule, split: Mapping[int, Atoms], mesh: Mesh) -> bool:
+    """Whether an equation can run with a split.
+
+    Each atom may occur once, replicated factors may have no atoms, and the split must fit every array. A rule may add
+    conditions (``Rule.allowed``), and may limit the axes over which parts pass (``Rule.over``).
+    """
+    factor_atoms = [(rule.component[f], a) for f, atoms in split.items() if f >= 0 for a in atoms]
+    if len(set(factor_atoms)) != len(factor_atoms):
+        return False
+    if any(split[f] and rule.factors[f].kind == REPLICATE for f in split if f >= 0):
+        return False
+    passing_atoms = [a for f, atoms in split.items() if f < 0 for a in atoms]
+    if len(set(passing_atoms)) != len(passing_atoms) or set(passing_atoms) & {a for _, a in factor_atoms}:
+        return False
+    for way in range(len(rule.over)):
+        atoms_of_way = split.get(-1 - way)
+        if atoms_of_way and passable(rule, way, atoms_of_way, mesh) != atoms_of_way:
+            return False
+    if not all(fits(dims, split, rule.factors, mesh) for dims in (*rule.operands, *rule.results)):
+        return False
+    return rule.allowed is None or rule.allowed(mesh, split)
+
+
+def passable(rule: Rule, way: int, atoms: Atoms, mesh: Mesh) -> Atoms:
+    """The atoms, of some atoms, over which parts may pass in a way (``Rule.over``)."""
+    axes = rule.limit(way)
+    if axes is None:
+        return atoms
+    allowed = {a for axis in axes for a in mesh.atoms_of.get(axis, (axis,))}
+    return tuple(a for a in atoms if a in allowed)
+
+
+def local_size(factor: Factor, atoms: Atoms, mesh: Mesh) -> int:
+    """The size of a factor on one device, padding included."""
+    return -(-factor.size // mesh.count(atoms))

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from gshard.core.device_order import Order
+from gshard.core.mark import Order
 from gshard.core.memory_kinds import DEVICE
 from gshard.core.mesh import Mesh
 from gshard.core.number_text import format_ms, significant
@@ -16,36 +16,23 @@ from gshard.core.sharding import Sharding
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective of the per-device program.
+    """One collective of the per-device program."""
 
-    Attributes:
-        kind: all_gather, all_reduce, reduce_scatter, all_to_all or collective_permute.
-        atoms: the atoms of the mesh over which it runs.
-        bytes: bytes that each device sends in one run.
-        times: number of runs in one call of the program.
-        shape: the local operand, as text.
-        line: the user's source line of its cause.
-        why: what requires it, as text.
-        value: the array that it moves; None for a collective inside ``Rule.local`` of an equation.
-        before, after: the shardings of this array.
-        source: the sharding of this array before the first step of the whole reshard.
-        cause: the equation of ``line``. Its result must be combined or moved, or it requires an operand to be moved.
-        emitted: the equation at whose position in the per-device program it runs. gshard moves a result where it is
-            first used, so this equation may be later than the cause.
-    """
-
-    kind: str
-    atoms: tuple[str, ...]
-    bytes: int
-    times: int
-    shape: str
-    line: str
-    why: str
-    value: Value | None = None
-    before: Sharding | None = None
+    kind: str  # all_gather, all_reduce, reduce_scatter, all_to_all or collective_permute
+    atoms: tuple[str, ...]  # the atoms of the mesh over which it runs
+    bytes: int  # bytes that each device sends in one run
+    times: int  # number of runs in one call of the program
+    shape: str  # the local operand, as text
+    line: str  # the user's source line of its cause
+    why: str  # what requires it, as text
+    value: Value | None = None  # the array that it moves; None for a collective inside ``Rule.local`` of an equation
+    before: Sharding | None = None  # before, after: the shardings of this array
     after: Sharding | None = None
-    source: Sharding | None = None
+    source: Sharding | None = None  # the sharding of this array before the first step of the whole reshard
+    # the equation of ``line``. Its result must be combined or moved, or it requires an operand to be moved.
     cause: Equation | None = None
+    # the equation at whose position in the per-device program it runs. gshard moves a result where it is first used, so
+    # this equation may be later than the cause.
     emitted: Equation | None = None
 
     @property
@@ -60,43 +47,26 @@ _SHOWN = 15  # printed rows of recomputed values
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recomputation:
-    """Values that are recomputed instead of stored across the peak of memory.
+    """Values that are recomputed instead of stored across the peak of memory."""
 
-    Attributes:
-        name: the primitive that computes the largest of the values.
-        line: the user's source line of this primitive.
-        shape: one device's part of the largest value, as text; in loops of all iterations together.
-        values: the number of values that are recomputed together.
-        freed: bytes freed at the peak.
-        seconds: modelled seconds of the recomputation. Without a model of the devices they only order candidates.
-    """
-
-    name: str
-    line: str
-    shape: str
-    values: int
-    freed: int
-    seconds: float
+    name: str  # the primitive that computes the largest of the values
+    line: str  # the user's source line of this primitive
+    shape: str  # one device's part of the largest value, as text; in loops of all iterations together
+    values: int  # the number of values that are recomputed together
+    freed: int  # bytes freed at the peak
+    seconds: float  # modelled seconds of the recomputation. Without a model of the devices they only order candidates.
 
 
 @dataclasses.dataclass(frozen=True)
 class Recomputed:
-    """The recomputation that a memory limit has added to a program.
+    """The recomputation that a memory limit has added to a program."""
 
-    Attributes:
-        limit: bytes that a device may hold.
-        before, after: the modelled peak in bytes, without and with recomputation.
-        flops: floating-point operations of one call on one device, without recomputation.
-        flops_again: floating-point operations that are repeated.
-        values: the recomputed values, in the order in which they were chosen.
-    """
-
-    limit: int
-    before: int
+    limit: int  # bytes that a device may hold
+    before: int  # before, after: the modelled peak in bytes, without and with recomputation
     after: int
-    flops: int
-    flops_again: int
-    values: tuple[Recomputation, ...]
+    flops: int  # floating-point operations of one call on one device, without recomputation
+    flops_again: int  # floating-point operations that are repeated
+    values: tuple[Recomputation, ...]  # the recomputed values, in the order in which they were chosen
 
     @property
     def share(self) -> float:
@@ -123,18 +93,12 @@ class Recomputed:
 
 @dataclasses.dataclass(frozen=True)
 class Prefetched:
-    """The all-gathers that loops run one iteration early.
+    """The all-gathers that loops run one iteration early."""
 
-    Attributes:
-        without, seconds: modelled seconds of a call without and with prefetching.
-        machine: the name of the machine of the model.
-        lines: the user's source lines of the prefetched all-gathers.
-    """
-
-    without: float
+    without: float  # without, seconds: modelled seconds of a call without and with prefetching
     seconds: float
-    machine: str
-    lines: tuple[str, ...]
+    machine: str  # the name of the machine of the model
+    lines: tuple[str, ...]  # the user's source lines of the prefetched all-gathers
 
     def __str__(self) -> str:
         return (

@@ -31,8 +31,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 
 from gshard.core.jax_adapter import all_gather_p, all_to_all_p, ppermute_p, ragged_all_to_all_p, shapes_of
-from gshard.core.jax_adapter_manual import with_mapping
-from gshard.core.jax_adapter_retracing import EachJaxpr
+from gshard.core.jax_adapter_retracing import EachJaxpr, with_mapping
 
 # Whether XLA for CPU keeps barriers, as it does for other devices.
 _KEEPS_BARRIERS = jax.__version_info__[:2] >= (0, 12)
@@ -97,12 +96,6 @@ def with_initial(folded: Any, initial: Any, combine: Callable[[Any, Any], Any], 
     """Combines the result of a reduction with an initial value where ``counts`` is true.
 
     XLA drops the initial value of a reduction over one element, so gshard reduces from the identity instead.
-
-    Args:
-        folded: the reduction from the identity of the monoid.
-        initial: the initial value.
-        combine: the operation of the monoid.
-        counts: a boolean array.
     """
     return jnp.where(counts, combine(folded, jnp.broadcast_to(initial, folded.shape)), folded)
 
@@ -126,13 +119,6 @@ def update_window(
     """Changes a window inside an array if ``applies`` is true; otherwise writes the present elements.
 
     XLA reads a wrong element if the single index of a scatter is out of range and the operand is a slice.
-
-    Args:
-        x: the array.
-        start: the first position of the window in each dimension.
-        sizes: the sizes of the window.
-        change: computes the new elements from the present ones.
-        applies: a boolean scalar.
     """
     if any(size > n for size, n in zip(sizes, x.shape, strict=True)):
         return x  # no such window is inside the array
@@ -188,14 +174,6 @@ def ragged_all_to_all(
 
     XLA for CPU has none. There, each device gathers the operands of all devices and reads its chunks from them. This is
     a part of the lowering for CPU, so the traced program is the same for all devices.
-
-    Args:
-        x: the rows to send.
-        output: the rows that remain where no chunk arrives.
-        starts, sizes: ``[P]``, the chunk of ``x`` that each device receives.
-        targets: ``[P]``, where the chunk begins in the receiver's output.
-        received_sizes: ``[P]``, the sizes of the chunks that come from each device.
-        atoms: the axes of the ``P`` devices.
     """
     operands = (x, output, starts, sizes, targets, received_sizes)
     return _ragged_all_to_all_p.bind(*operands, axis_name=tuple(atoms), axis_index_groups=None)

@@ -1,62 +1,46 @@
-"""Models async overlap: the seconds of collectives that pass while a device computes.
-
-A device runs one kernel after another, and its links carry one collective after another. The compiler starts a
-collective that it hides (``Compiler.hides``) as soon as its operand is computed, but not before the first kernel that
-reads the result of the previous collective: it fetches one array ahead, not all. The first reader waits for the rest.
-All other collectives run alone.
-
-    gather w1, x @ w1, gather w2, y @ w2         the second gather passes while x @ w1 is computed
-
-Some collectives overlap with products only (``Compiler.hides_beside_products``), others with any kernel.
-"""
+"""Models async overlap: the seconds of collectives that pass while a device computes, and those in which it waits."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from gshard.comm.collectives import KINDS
+from gshard.comm.reshard import plan_reshard
+from gshard.comm.steps import LOCAL, PERMUTE
 from gshard.core.mesh import Mesh
-from gshard.device.fusion_model import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels
-from gshard.device.machine import Machine
-from gshard.device.machine_kinds import PERMUTE, Compiler
-from gshard.device.network import goes_one_way
+from gshard.core.plan import Plan
+from gshard.core.program import Block, Equation, Value, itemsize
+from gshard.core.rule import operand_sharding, parts, result_sharding
+from gshard.core.sharding import Sharding
+from gshard.device.fusion_model import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels, is_product
+from gshard.device.machine import Compiler, Machine
+from gshard.device.network import goes_one_way, seconds
+from gshard.device.roofline import kernel_roofline
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """A step of a device: a kernel or a collective.
+    """A step of a device: a kernel or a collective."""
 
-    Attributes:
-        seconds: of the step alone.
-        reads: the arrays that it reads, by any hashable names.
-        writes: the arrays that it writes.
-        kind: the kind of collective; empty for a kernel.
-        product: whether it is a product.
-        way: for a permutation that uses no link in both directions, its pairs of sender and receiver. The reverse
-            permutation runs at the same time.
-        region: whether it is a loop or a branch. No collective is in flight around it.
-    """
-
-    seconds: float
-    reads: Sequence[Hashable]
-    writes: Sequence[Hashable]
-    kind: str = ""
-    product: bool = False
+    seconds: float  # of the step alone
+    reads: Sequence[Hashable]  # the arrays that it reads, by any hashable names
+    writes: Sequence[Hashable]  # the arrays that it writes
+    kind: str = ""  # the kind of collective; empty for a kernel
+    product: bool = False  # whether it is a product
+    # for a permutation that uses no link in both directions, its pairs of sender and receiver. The reverse permutation
+    # runs at the same time.
     way: frozenset[tuple[int, int]] | None = None
-    region: bool = False
+    region: bool = False  # whether it is a loop or a branch. No collective is in flight around it.
 
 
 def overlapped(steps: Sequence[Step], compiler: Compiler) -> list[float]:
-    """The seconds of each step in which other steps run.
-
-    Args:
-        steps: the steps of a device, in order.
-        compiler: decides which collectives start early, and beside which kernels.
-    """
+    """The seconds of each step in which other steps run."""
     hides = compiler.hides or ()
     in_flight: collections.deque[int] = collections.deque()
     left = [s.seconds if s.kind in hides else 0.0 for s in steps]
@@ -130,14 +114,7 @@ def _running(in_flight: Sequence[int], steps: Sequence[Step]) -> list[int]:
 def overlapped_of(
     program: Kernels, seconds: Mapping[Kernel, float], mesh: Mesh, machine: Machine
 ) -> dict[Kernel, float]:
-    """For each kernel of a program, the seconds of one run in which other kernels run; without zeros.
-
-    Args:
-        program: a block. The bodies of its loops and branches count separately.
-        seconds: for each kernel that is no region.
-        mesh: the devices.
-        machine: the machine.
-    """
+    """For each kernel of a program, the seconds of one run in which other kernels run; without zeros."""
     if not machine.compiler.hides:
         return {}
     steps = []
@@ -158,3 +135,78 @@ def _way(perm: Sequence[tuple[int, int]], mesh: Mesh, machine: Machine) -> froze
     devices = np.asarray(mesh.order or range(mesh.size), np.intp)
     sources, targets = devices[np.asarray(perm, np.intp).reshape(-1, 2).T]
     return frozenset((int(a), int(b)) for a, b in perm) if goes_one_way(sources, targets, machine) else None
+
+
+# Computes gather stalls: the seconds for which the products of a plan wait for their gathered operands.
+
+
+def gather_stalls(plan: Plan, machine: Machine) -> dict[tuple[Equation, int], float]:
+    """For each equation and operand index, the seconds for which the equation waits for that operand."""
+    found: dict[tuple[Equation, int], float] = {}
+    for block in (plan.program.block, *(body for e in plan.program.block.walk() for body in e.blocks)):
+        found.update(_of_block(block, plan, machine))
+    return found
+
+
+def _of_block(block: Block, plan: Plan, machine: Machine) -> dict[tuple[Equation, int], float]:
+    steps: list[Step] = []
+    steps_of: dict[tuple[Equation, int], list[int]] = {}
+    present: set[Hashable] = set()
+    for e in block.equations:
+        if e.rule is None:
+            steps.append(Step(0.0, e.inputs, e.outputs, region=True))
+            continue
+        reads: list[Hashable] = []
+        for i, v in enumerate(e.inputs):
+            if not isinstance(v, Value):
+                continue
+            target = operand_sharding(e.rule, i, plan.splits[e])
+            if (v, target) not in present:
+                reshards = _moves(v, target, plan, machine)
+                steps_of[e, i] = list(range(len(steps), len(steps) + len(reshards)))
+                steps += reshards
+                present.add((v, target))
+            reads += [v, (v, target)]
+        multiplies = is_product(e.rule)
+        steps.append(
+            Step(product_seconds(e, plan, machine) if multiplies else 0.0, reads, e.outputs, product=multiplies)
+        )
+    hidden = overlapped(steps, machine.compiler)
+    return {key: sum(steps[k].seconds - hidden[k] for k in indices) for key, indices in steps_of.items() if indices}
+
+
+def _moves(v: Value, target: Sharding, plan: Plan, machine: Machine) -> list[Step]:
+    """The collectives that reshard a value."""
+    mesh, source = plan.mesh, plan.sharding(v)
+    steps: list[Step] = []
+    read: Hashable = v
+    for step in plan_reshard(source, target, v.shape, itemsize(v.dtype), mesh):
+        if step.kind in LOCAL or step.kind == PERMUTE:
+            continue
+        step_seconds = seconds(step.kind, bytes_of(v, step.before, mesh), mesh, machine, step.atoms)
+        arrives = (v, step.after), (v, target)  # local steps after it take no time
+        steps.append(Step(step_seconds, (read,), arrives, step.kind))
+        read = (v, step.after)
+    return steps
+
+
+def product_seconds(e: Equation, plan: Plan, machine: Machine) -> float:
+    """Seconds of one run of a product on one device, without waiting for its operands."""
+    assert e.rule is not None
+    products = e.rule.flops / parts(plan.splits[e], plan.mesh)
+    returns = not {*e.outputs}.isdisjoint(plan.program.block.outputs)
+    return kernel_roofline(machine, e, products, moved=sum(local_sizes(e, plan)), returns=returns).seconds
+
+
+def local_sizes(e: Equation, plan: Plan) -> list[int]:
+    """Bytes of one device's parts of the operands, then of the results."""
+    assert e.rule is not None
+    split, mesh = plan.splits[e], plan.mesh
+    operands = [bytes_of(v, operand_sharding(e.rule, i, split), mesh) for i, v in enumerate(e.inputs)]
+    return operands + [bytes_of(v, result_sharding(e.rule, i, split), mesh) for i, v in enumerate(e.outputs)]
+
+
+def bytes_of(v: Any, sharding: Sharding, mesh: Mesh) -> int:
+    """Bytes of one device's part of a value, or of a whole constant."""
+    shape = sharding.local_shape(mesh, v.shape) if isinstance(v, Value) else v.shape
+    return math.prod(shape) * itemsize(v.dtype)

@@ -1,28 +1,34 @@
-"""Models the kernels that a compiler merges, and that ``device.fusion_model`` counts separately.
-
-    softmax(x)        a kernel reads a row, takes its maximum and its sum, and writes the row: x is read once
-    exp(x - m)        computed again by each kernel that reads it, if reading x and m again is less than storing it
-    adam(w, m, v, g)  one kernel writes all results: w, m, v and g are read once
-    x.sum(1), sin(x)  one kernel that reduces, and writes another result of what it reads
-
-Kernels stay separate, so that each has its line and its share of the time. A buffer that never reaches memory, or that
-another kernel of the group reads anyway, is ``spared``. A buffer that a kernel reads or writes for others is
-``carried``. A reduction whose row is split over devices is a kernel of its own, because the devices exchange its
-result, and spares nothing. So the last kernel of a group carries the buffers that the whole group reads and writes.
-
-The rules were read off programs that XLA compiled for H100 (``benchmarks/fusions.py``).
-"""
+"""Models what a compiler does with kernels and collectives: it merges, hoists, copies, stacks and combines them."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from gshard.core.program import Constant, Value
+from gshard.comm.collectives import KINDS
+from gshard.comm.steps import is_strided, is_turned
+from gshard.core.jax_adapter import scan_counts
+from gshard.core.program import Constant, Equation, Value, short_dtype
 from gshard.core.rule import REDUCE
-from gshard.device.fusion_model import FUSED, REDUCTION, Kernel, Kernels, looks_up, readers_of, size
-from gshard.device.machine_kinds import Compiler
+from gshard.device.fusion_model import (
+    COLLECTIVE,
+    FUSED,
+    OPERATOR,
+    PRODUCT,
+    REDUCTION,
+    REGION,
+    Kernel,
+    Kernels,
+    looks_up,
+    moves_elements,
+    only_moves,
+    readers_of,
+    size,
+)
+from gshard.device.machine import Compiler, Machine
+from gshard.device.roofline import kernel_roofline
 
 # The number of kernels, or groups of them, in which a partner is searched: merged kernels are near each other.
 _NEAR = 64
@@ -253,3 +259,270 @@ def _read_together(buffers: _Buffers, merged: set[Kernel]) -> list[tuple[Kernel,
                 group.after.update(kernel.writes)
     ordered = (sorted(group.kernels, key=buffers.place.__getitem__) for group in (*complete, *groups))
     return [tuple(group) for group in ordered if len(group) > 1]
+
+
+# Finds hoisted operands: small arrays that XLA computes in a kernel of their own instead of once for each element.
+
+
+def hoisted_operands(program: Kernels) -> dict[Kernel, tuple[int, ...]]:
+    """The bytes of the small arrays that each kernel reads, and broadcasts, instead of computing them itself."""
+    bytes_of: dict[Kernel, tuple[int, ...]] = {}
+    position = {e: i for i, e in enumerate(program.block.equations)}
+    known: set[Value] = set()
+    for kernel in program.kernels:
+        for body in kernel.bodies:
+            bytes_of |= hoisted_operands(body)
+        if kernel.kind in (COLLECTIVE, REGION) or kernel.spared:  # a merged group shares arrays in registers
+            continue
+        arrays = [v for v in _expensive_small_arrays(kernel, position) if v not in known]
+        known.update(arrays)
+        if arrays:
+            bytes_of[kernel] = tuple(size(v) for v in arrays)
+    return bytes_of
+
+
+def _expensive_small_arrays(kernel: Kernel, position: Mapping[Equation, int]) -> list[Value]:
+    """The small arrays that a kernel broadcasts after an expensive operation on them."""
+    hoisted: dict[Value, None] = {}
+    slow: set[Value] = set()  # results of expensive operations on small arrays
+    repeated: dict[Value, Value] = {}  # for each broadcast value, the smaller array
+    for e in sorted((*kernel.fused, kernel.equation), key=lambda e: position.get(e, 0)):
+        if e.rule is None or not e.outputs:
+            continue
+        result, is_hoisted = e.outputs[0], False
+        for i, x in enumerate(e.inputs):
+            if not isinstance(x, Value):
+                continue
+            grows = 1 < _elements_of(x) < _elements_of(result)
+            small = repeated.get(x, x if grows else None)
+            if small is not None and (i in e.rule.slow or small in slow):
+                hoisted[small] = None
+                is_hoisted = True
+            elif small is not None and only_moves(e):
+                repeated[result] = small
+            elif x in slow:
+                slow.add(result)
+        if e.rule.slow and not is_hoisted:
+            slow.add(result)
+    return list(hoisted)
+
+
+def _elements_of(v: Value) -> int:
+    return math.prod(v.shape)
+
+
+# Models epilogues: elementwise work on the result of a product that the compiler fuses into the product.
+
+
+def epilogues(program: Kernels, seconds: Mapping[Kernel, float], machine: Machine) -> dict[Kernel, float]:
+    """The kernels that are epilogues of a product, and the seconds of one run that each adds to the product."""
+    found: dict[Kernel, float] = {}
+    if not machine.compiler.fuses_epilogues:
+        return found
+    readers = readers_of(program)
+    kept = program.results
+    for kernel in program.kernels:
+        for body in kernel.bodies:
+            found.update(epilogues(body, seconds, machine))
+        if kernel.kind == PRODUCT:
+            found.update(_epilogues_of(kernel, readers, kept, program.home, seconds, machine))
+    return found
+
+
+def _epilogues_of(
+    product: Kernel,
+    readers: Mapping[Value, list[Kernel]],
+    kept: frozenset[Value],
+    home: Mapping[Value, Value],
+    seconds: Mapping[Kernel, float],
+    machine: Machine,
+) -> dict[Kernel, float]:
+    added: dict[Kernel, float] = {}
+    moved, vector, seconds_so_far = product.moved, product.vector_flops, seconds[product]
+    last = product
+    while len(last.writes) == 1 and last.writes[0] not in kept and len(readers.get(last.writes[0], ())) == 1:
+        (result,) = last.writes
+        (kernel,) = readers[result]
+        if kernel.kind == FUSED and len(kernel.writes) == 1 and _have_equal_sizes(kernel.writes[0], result):
+            extra_bytes = kernel.moved - 2 * size(result)
+        elif kernel.kind == OPERATOR and _updates(kernel, result, home):
+            extra_bytes = 0  # the product writes its result into another array
+        else:
+            break
+        moved, vector = moved + extra_bytes, vector + kernel.vector_flops
+        products = product.product_flops
+        merged_seconds = kernel_roofline(
+            machine, product.equation, products, vector, moved, returns=kernel.starts
+        ).seconds
+        added[kernel] = min(seconds[kernel], max(0.0, merged_seconds - seconds_so_far))
+        seconds_so_far, last = seconds_so_far + added[kernel], kernel
+        if kernel.kind == OPERATOR:
+            break
+    return added
+
+
+def _have_equal_sizes(a: Value, b: Value) -> bool:
+    return math.prod(a.shape) == math.prod(b.shape)
+
+
+def _updates(kernel: Kernel, value: Value, home: Mapping[Value, Value]) -> bool:
+    """Whether a kernel overwrites a window of an array with ``value``."""
+    e = kernel.equation
+    if e.rule is None or len(e.inputs) < 2 or e.rule.operands[0] != e.rule.results[0] or moves_elements(e.rule):
+        return False
+    update = e.inputs[1]
+    return isinstance(update, Value) and home.get(update, update) is value and not kernel.fused
+
+
+# Models the stacks of loops: the slices that XLA copies out of them and into them, and the zeros that it fills in.
+
+
+class StackSlice(NamedTuple):
+    """A slice of a stack that one iteration of a loop moves."""
+
+    value: Value  # the slice, a value of the body
+    kernel: Kernel  # the kernel of the body that reads or writes it
+    copied: bool  # whether it is copied out of the stack, or into it
+    filled: bool  # whether its part of the stack is filled with zeros before the loop
+
+
+def stack_slices(program: Kernels, compiler: Compiler) -> Iterator[StackSlice]:
+    """The slices that the loops of a block copy or fill, one of each stack, those of inner loops included."""
+    for kernel in program.kernels:
+        for body in kernel.bodies:
+            yield from stack_slices(body, compiler)
+        if kernel.equation.name == "scan" and kernel.bodies:  # a loop whose iterations are split is an operator
+            (body,) = kernel.bodies
+            yield from _slices_of_loop(kernel, body, compiler)
+
+
+def _slices_of_loop(loop: Kernel, body: Kernels, compiler: Compiler) -> Iterator[StackSlice]:
+    consts, carry = scan_counts(loop.equation.params)
+    readers, writers = readers_of(body), {v: k for k in body.kernels for v in k.writes}
+    for v in body.block.inputs[consts + carry :]:
+        kernels = [k for k in readers.get(v, ()) if not looks_up(k, v, body.home)]
+        copying = [k for k in kernels if k.kind not in (FUSED, REDUCTION)]
+        if compiler.products_slice_stacks and len(copying) == 1 and copying[0].kind == PRODUCT:
+            continue
+        if copying:
+            yield StackSlice(v, copying[0], copied=True, filled=False)
+    filled = compiler.fills_forward_stacks or bool(loop.equation.params["reverse"])
+    for output in body.block.outputs[carry:]:
+        if not isinstance(output, Value):
+            continue
+        v = body.home.get(output, output)
+        kernel = writers.get(v) or next(iter(readers.get(v, body.kernels)), None)
+        if kernel is not None:
+            copied = not _writes_in_place(writers.get(v), readers.get(v, ()), compiler)
+            if copied or filled:
+                yield StackSlice(v, kernel, copied, filled)
+
+
+def _writes_in_place(writer: Kernel | None, readers: Sequence[Kernel], compiler: Compiler) -> bool:
+    """Whether a kernel writes its result into a stack, and not into an array that is copied there."""
+    if writer is None:  # the slice is an array from before the iteration
+        return False
+    if compiler.products_slice_stacks:
+        return writer.kind in (FUSED, REDUCTION, PRODUCT)
+    return writer.kind == FUSED and not readers
+
+
+# Models layout copies: the arrays that XLA copies into another memory layout before or after a collective.
+
+_ALONG = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimension"}
+
+
+def layout_copies(program: Kernels, machine: Machine) -> dict[Kernel, tuple[int, ...]]:
+    """For each collective, the bytes of the arrays that are copied into another layout."""
+    writers = {v: k for k in program.kernels for v in k.writes}
+    readers = readers_of(program)
+    results = program.results
+    copies: dict[Kernel, tuple[int, ...]] = {}
+    for kernel in program.kernels:
+        for body in kernel.bodies:
+            copies |= layout_copies(body, machine)
+        if kernel.kind != COLLECTIVE:
+            continue
+        operand, (result,) = kernel.equation.inputs[0], kernel.writes[:1]
+        assert isinstance(operand, Value)
+        before, after = _layouts(kernel, operand, result, machine)
+        home = program.home.get(operand, operand)
+        writer = writers.get(home)
+        any_layout = machine.compiler.products_take_layouts
+        writing_kinds = {FUSED, REDUCTION, PRODUCT} if any_layout else {FUSED, REDUCTION}
+        reading_kinds = writing_kinds if any_layout else {FUSED}
+        is_free = writer is not None and writer.kind in writing_kinds and readers[home] == [kernel]
+        arrays = [size(operand)] if before and not is_free else []
+        users = readers.get(result, [])
+        shares_layout = len(users) == 1 or any_layout
+        if after and (
+            result in results or not users or not shares_layout or any(k.kind not in reading_kinds for k in users)
+        ):
+            arrays.append(size(result))
+        if arrays:
+            copies[kernel] = tuple(arrays)
+    return copies
+
+
+def _layouts(kernel: Kernel, operand: Value, result: Value, machine: Machine) -> tuple[bool, bool]:
+    """Whether a collective needs its operand, and makes its result, in a layout of its own."""
+    params: Mapping[str, Any] = kernel.equation.params
+    kind = KINDS[kernel.equation.name]
+    if "split_axis" in params:
+        cut, joined = params["split_axis"], params["concat_axis"]
+        part = tuple(min(a, b) for a, b in zip(operand.shape, result.shape, strict=True))
+        return False, math.prod(operand.shape) > 0 and is_turned(part, cut, joined)
+    if kind not in _ALONG or not machine.compiler.copies_for_collectives:
+        return False, False
+    needs_own_layout = is_strided(operand.shape, params[_ALONG[kind]])
+    return needs_own_layout, needs_own_layout
+
+
+# Models the combiner: the collectives that XLA sends in one message.
+
+
+class Messages:
+    """Assigns collectives to messages. Call ``send`` in the order in which they run."""
+
+    def __init__(self, largest: int) -> None:
+        self._largest = largest
+        self._bytes: list[int] = []
+        self._latest: dict[object, int] = {}
+
+    def send(self, key: object, operand_bytes: int, needed: frozenset[int]) -> tuple[int, int]:
+        """Adds a collective to a message."""
+        message = self._latest.get(key)
+        # If the collective depends on a later message, the two messages would depend on each other.
+        if (
+            message is None
+            or self._bytes[message] + operand_bytes > self._largest
+            or max(needed, default=-1) >= message
+        ):
+            message = self._latest[key] = len(self._bytes)
+            self._bytes.append(0)
+        before = self._bytes[message]
+        self._bytes[message] += operand_bytes
+        return message, before
+
+
+def combined(program: Kernels, machine: Machine) -> dict[Kernel, int]:
+    """The collectives that join a message, with the bytes of one device's operands in it so far."""
+    bytes_before: dict[Kernel, int] = {}
+    messages = Messages(machine.compiler.combined_bytes)
+    needs: dict[Value, frozenset[int]] = {}  # for each value, the messages on which it depends
+    for kernel in program.kernels:
+        for body in kernel.bodies:
+            bytes_before |= combined(body, machine)
+        needed = frozenset[int]().union(*(needs.get(program.home.get(v, v), frozenset()) for v in kernel.reads))
+        if kernel.kind == COLLECTIVE and KINDS[kernel.equation.name] in machine.compiler.combines:
+            e = kernel.equation
+            operand_bytes = sum(size(v) for v in e.inputs if isinstance(v, Value))
+            among = str(e.params.get("axes", e.params.get("axis_name")))
+            message, sent_before = messages.send(
+                (e.name, among, short_dtype(kernel.writes[0].dtype)), operand_bytes, needed
+            )
+            if sent_before:
+                bytes_before[kernel] = sent_before
+            needed |= {message}
+        needs.update((program.home.get(v, v), needed) for v in kernel.writes)
+    return bytes_before

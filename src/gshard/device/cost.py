@@ -1,38 +1,30 @@
-"""Prices each kernel of a per-device program on a machine: time, FLOPs, bytes, and the peak of memory.
-
-    found = cost(lowered.spmd, Machine.of("v3:8x8"))
-    found.seconds, found.peak, found.by_kind
-
-The priced program is the one that runs: the emitted equations, read back with their rules (``fusion_model``). A kernel
-takes the longer of its arithmetic and its memory traffic (``roofline``), together with its epilogue if the compiler
-fuses that (``epilogues``). A collective takes the time of the links of its axes (``network``); collectives that XLA
-combines are one message (``combiner``). Kernel launches and network latency are listed separately, because no bandwidth
-makes them shorter (``by_bound``). Only collectives that the machine's compiler hides overlap with kernels
-(``async_overlap``). So the sum is an upper bound on the roofline and does not predict a clock. Bodies of loops count
-once for each iteration if their number is known.
-"""
+"""Prices each kernel of a per-device program on a machine: time, FLOPs, bytes, and its collective."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gshard.comm.collectives import KINDS, sent_bytes, sent_sizes
+from gshard.core.jax_adapter import user_place
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.number_text import format_ms, format_seconds
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Equation, Value, format_bytes, format_flops, type_text
-from gshard.core.spmd import SpmdProgram
+from gshard.core.spmd import Collective, SpmdProgram
 from gshard.device.async_overlap import overlapped_of
-from gshard.device.combiner import combined
-from gshard.device.compiled_kernels import as_compiled
-from gshard.device.epilogues import epilogues
+from gshard.device.compiled_kernels import (
+    as_compiled,
+    combined,
+    epilogues,
+    hoisted_operands,
+    layout_copies,
+    stack_slices,
+)
 from gshard.device.fusion_model import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels, device_program, size
-from gshard.device.hoisted_operands import hoisted_operands
-from gshard.device.layout_copies import layout_copies
-from gshard.device.loop_stacks import stack_slices
 from gshard.device.machine import Machine
 from gshard.device.memory import Memory, memory_of
 from gshard.device.network import latency, permutation_seconds, seconds
@@ -51,27 +43,16 @@ WORTH = 0.98
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PricedKernel:
-    """The cost of one kernel of a call, of gshard's program or of XLA's.
+    """The cost of one kernel of a call, of gshard's program or of XLA's."""
 
-    Attributes:
-        kind: collective, product, reduction, operator or fused.
-        times: how often it runs in one call.
-        flops: operations of one run, of all its equations.
-        moved: bytes that it reads and writes in one run.
-        sent: bytes that the device sends in one run.
-        seconds: of one run; for a collective, the time for which the device waits.
-        parts: the seconds for each cause in ``BOUNDS``; they add up to ``seconds``.
-        overlapped: seconds of one run of a collective in which other kernels run.
-    """
-
-    kind: str
-    times: int
-    seconds: float
-    parts: tuple[tuple[str, float], ...]
-    flops: int = 0
-    moved: int = 0
-    sent: int = 0
-    overlapped: float = 0.0
+    kind: str  # collective, product, reduction, operator or fused
+    times: int  # how often it runs in one call
+    seconds: float  # of one run; for a collective, the time for which the device waits
+    parts: tuple[tuple[str, float], ...]  # the seconds for each cause in ``BOUNDS``; they add up to ``seconds``
+    flops: int = 0  # operations of one run, of all its equations
+    moved: int = 0  # bytes that it reads and writes in one run
+    sent: int = 0  # bytes that the device sends in one run
+    overlapped: float = 0.0  # seconds of one run of a collective in which other kernels run
 
     @property
     def bound(self) -> str:
@@ -86,21 +67,13 @@ class PricedKernel:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCost(PricedKernel):
-    """The cost of one kernel of a per-device program.
+    """The cost of one kernel of a per-device program."""
 
-    Attributes:
-        name: the operation, or the kind of collective.
-        line: the user's source line.
-        result: the local result, as text.
-        axes: the atoms of a collective.
-        equation: its last equation, as emitted.
-    """
-
-    name: str
-    line: str
-    result: str
-    axes: Atoms = ()
-    equation: Equation
+    name: str  # the operation, or the kind of collective
+    line: str  # the user's source line
+    result: str  # the local result, as text
+    axes: Atoms = ()  # the atoms of a collective
+    equation: Equation  # its last equation, as emitted
 
     def taking(self, seconds: float, overlapped: float = 0.0) -> KernelCost:
         """The cost with other seconds. Each part keeps its share of them."""
@@ -227,14 +200,6 @@ class Cost(CallTotals):
 def cost(spmd: SpmdProgram, machine: Machine, donated: Iterable[int] = ()) -> Cost:
     """Prices a per-device program.
 
-    Args:
-        spmd: the result of ``partition``.
-        machine: a machine with as many devices as the program's mesh.
-        donated: arguments (counted without captured arrays) whose memory results may take.
-
-    Raises:
-        MachineError: the machine has another number of devices.
-
     >>> import jax.numpy as jnp
     >>> from gshard.api.marks import split
     >>> from gshard.emit.partition import partition
@@ -301,20 +266,7 @@ def kernel_cost(
     copied: Sequence[int] = (),
     filled: int = 0,
 ) -> KernelCost:
-    """Prices one kernel that is not a region.
-
-    Args:
-        kernel: the kernel.
-        times: how often it runs in one call.
-        mesh: the devices.
-        machine: the machine.
-        joined: bytes of the message that a collective joins (``combiner``). The collective costs the time that it adds
-            to this message.
-        copied: bytes of arrays that are written and read once more: copied into the layout of a collective
-            (``layout_copies``), small and broadcast by a kernel (``hoisted_operands``), or slices of a loop's stacks
-            (``loop_stacks``).
-        filled: bytes of a loop's stacks that are filled with zeros for one run of the kernel (``loop_stacks``).
-    """
+    """Prices one kernel that is not a region."""
     e = kernel.equation
     result = ", ".join(map(type_text, e.outputs))
     row = functools.partial(KernelCost, line=e.line, result=result, times=times, equation=e)
@@ -372,3 +324,44 @@ def _pairs(perm: Sequence[tuple[int, int]], atoms: Atoms, mesh: Mesh) -> list[tu
         return mesh.order[found] if mesh.order else found
 
     return [(device(a), device(b)) for a, b in perm]
+
+
+# Matches each collective kernel of a priced program with the collective that the partitioner emitted.
+
+
+def cause_of(kernel: KernelCost, collective: Collective | None) -> Equation:
+    """The equation to whose line a kernel's bytes and seconds belong."""
+    return kernel.equation if collective is None or collective.cause is None else collective.cause
+
+
+def origins(spmd: SpmdProgram, found: Cost) -> tuple[Collective | None, ...]:
+    """For each priced kernel, its collective; None for kernels that send nothing.
+
+    Both are in the order in which they were emitted. Equal collectives are distinguished by the place where they were
+    emitted, and then by their order.
+    """
+    unmatched = [(i, k) for i, k in enumerate(found.kernels) if k.kind == COLLECTIVE]
+    collectives = list(spmd.collectives)
+    pairs: dict[int, Collective] = {}
+    for attributes in _KEYS:
+        queues: dict[Hashable, deque[Collective]] = {}
+        for c in collectives:
+            values = (c.kind, c.bytes, c.times, place_of(c.emitted), c.atoms)
+            queues.setdefault(tuple(values[i] for i in attributes), deque()).append(c)
+        for i, k in unmatched:
+            values = (k.name, k.sent, k.times, place_of(k.equation), k.axes)
+            candidates = queues.get(tuple(values[i] for i in attributes))
+            if i not in pairs and candidates:
+                pairs[i] = candidates.popleft()
+        collectives = [c for queue in queues.values() for c in queue]
+    return tuple(pairs.get(i) for i in range(len(found.kernels)))
+
+
+# The attributes that must be equal: kind, bytes, times, place and atoms; then without the atoms, because a permutation
+# along some atoms is emitted over all; then without times and place.
+_KEYS = ((0, 1, 2, 3, 4), (0, 1, 2, 3), (0, 1, 4))
+
+
+def place_of(e: Equation | None) -> tuple[str, int] | None:
+    """File and line of an equation; None for no equation."""
+    return None if e is None else user_place(e.source_info)

@@ -34,34 +34,20 @@ _MONOIDS = frozenset(MONOIDS)
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """An equation that writes to memory, with the equations that are fused into it.
+    """An equation that writes to memory, with the equations that are fused into it."""
 
-    Attributes:
-        equation: the last equation.
-        kind: collective, region, reduction, product, operator, or fused (elementwise).
-        fused: the other equations, in order.
-        reads: the buffers that it reads.
-        writes: the buffers that it writes.
-        bodies: the kernels of the bodies of a region.
-        in_place: whether the result overwrites the first operand, which no later kernel reads: an update.
-        spared: buffers among ``reads`` and ``writes`` that stay in registers, or that another kernel reads
-            (``compiled_kernels``).
-        carried: buffers that it reads or writes for another kernel.
-        spares_rows: whether it spares them only if no dimension that it reduces is split.
-        returns: whether it writes a result of the program, which no other kernel can compute for itself.
-    """
-
-    equation: Equation
-    kind: str
-    fused: tuple[Equation, ...]
-    reads: tuple[Value, ...]
-    writes: tuple[Value, ...]
-    bodies: tuple[Kernels, ...] = ()
-    in_place: bool = False
+    equation: Equation  # the last equation
+    kind: str  # collective, region, reduction, product, operator, or fused (elementwise)
+    fused: tuple[Equation, ...]  # the other equations, in order
+    reads: tuple[Value, ...]  # the buffers that it reads
+    writes: tuple[Value, ...]  # the buffers that it writes
+    bodies: tuple[Kernels, ...] = ()  # the kernels of the bodies of a region
+    in_place: bool = False  # whether the result overwrites the first operand, which no later kernel reads: an update
+    # buffers among ``reads`` and ``writes`` that stay in registers, or that another kernel reads (``compiled_kernels``)
     spared: frozenset[Value] = frozenset()
-    carried: tuple[Value, ...] = ()
-    spares_rows: bool = False
-    returns: bool = False
+    carried: tuple[Value, ...] = ()  # buffers that it reads or writes for another kernel
+    spares_rows: bool = False  # whether it spares them only if no dimension that it reduces is split
+    returns: bool = False  # whether it writes a result of the program, which no other kernel can compute for itself
 
     @property
     def starts(self) -> bool:
@@ -111,17 +97,11 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Kernels:
-    """The kernels of a block, in order.
+    """The kernels of a block, in order."""
 
-    Attributes:
-        block: the block.
-        kernels: its kernels.
-        home: for each value that is a view, the buffer that holds it.
-    """
-
-    block: Block
-    kernels: tuple[Kernel, ...]
-    home: dict[Value, Value]
+    block: Block  # the block
+    kernels: tuple[Kernel, ...]  # its kernels
+    home: dict[Value, Value]  # for each value that is a view, the buffer that holds it
 
     @property
     def results(self) -> frozenset[Value]:
@@ -254,14 +234,7 @@ def _kind_of_rule(rule: Rule) -> str:
 
 
 def kernels_of(block: Block, *, windows: bool = True, inside: bool = False) -> Kernels:
-    """Groups the equations of a block into kernels.
-
-    Args:
-        block: the block.
-        windows: whether slices, paddings and similar equations are fused into their readers. Not before the program is
-            split, because they may then communicate.
-        inside: whether the block is the body of a region, whose inputs have no other reader.
-    """
+    """Groups the equations of a block into kernels."""
     kinds = {e: kind_of(e) for e in block.equations}
     fusible = {e for e, kind in kinds.items() if kind == FUSED or (windows and e.rule and moves_elements(e.rule))}
     producer = {v: e for e in block.equations for v in e.outputs}

@@ -1,28 +1,19 @@
-"""Models the bytes that a device holds at each moment of a program, and the arrays at the peak.
-
-It counts as XLA does. Arguments and results have their memory for the whole call; a donated argument lends its memory
-to a result of the same size. All other arrays hold memory from the kernel that computes them to the last one that reads
-them. Until a result is computed, its memory is free for arrays that are no longer needed by then. The body of a loop
-runs on top of the arrays that are alive around the loop. A carried value has one buffer before, in, and after all
-iterations.
-
-The TPU compiler stores less of a value if less of it is read (``bf16_storage``), and adds copies: it converts a float32
-stack that products in loops read slice by slice to bfloat16 as a whole, before the first loop, and keeps the copy until
-the last one. With float32 weights, that is half as much memory again as the weights of the layers.
-"""
+"""Models the bytes that a device holds at each moment of a program, and names the arrays of the peak."""
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
+
+import jax
 
 from gshard.comm.collectives import KINDS
 from gshard.core.jax_adapter import scan_counts
 from gshard.core.planning_tables import with_tables
-from gshard.core.program import Block, Equation, Value
-from gshard.device.bf16_storage import joined, narrow_forms
+from gshard.core.program import Block, Equation, Program, Value, itemsize
 from gshard.device.fusion_model import (
     COLLECTIVE,
     FUSED,
@@ -33,8 +24,129 @@ from gshard.device.fusion_model import (
     Kernels,
     is_update,
     moves_elements,
+    only_moves,
     size,
 )
+from gshard.naming.array_names import ArrayNames
+
+# Models the values that the TPU compiler stores in bfloat16, or as one byte, between kernels.
+
+_WIDE = "float32"
+_BF16, _BOOL = "bfloat16", "bool"
+_MOVING = ("all_to_all", "collective_permute", "all_gather")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Narrow:
+    """The narrow form in which a value is stored."""
+
+    whole_until: int  # the index of the last kernel that reads the value in float32; -1 if none does
+    bytes: int  # the bytes that later kernels read
+
+
+def narrow_forms(program: Kernels) -> dict[Value, Narrow]:
+    """The narrow forms of the float32 values of a block that have smaller ones."""
+    kernels = program.kernels
+    results = program.results
+    readers: dict[Value, list[int]] = {}
+    for i, kernel in enumerate(kernels):
+        for v in kernel.reads:
+            readers.setdefault(v, []).append(i)
+    written_at = {v: i for i, kernel in enumerate(kernels) for v in kernel.writes}
+    narrow: dict[Value, Narrow] = {}
+    types_of: dict[Value, set[str] | None] = {}  # narrow forms; None if some reader needs float32
+    for v in sorted(written_at, key=lambda v: -written_at[v]):
+        if v in results or str(v.dtype) != _WIDE or v not in readers:
+            continue
+        read_as = [(at, _read_as(kernels[at], v, program.home, types_of)) for at in readers[v]]
+        last_whole_read = max((at for at, form in read_as if form is None), default=-1)
+        types = {name for at, form in read_as if form is not None and at > last_whole_read for name in form}
+        types_of[v] = types if last_whole_read < 0 else None
+        elements = math.prod(v.shape)
+        narrow_bytes = sum(itemsize(jax.numpy.dtype(form)) * elements for form in types)
+        if narrow_bytes < size(v) and last_whole_read < readers[v][-1]:
+            narrow[v] = Narrow(last_whole_read, narrow_bytes)
+    return narrow
+
+
+def _read_as(
+    kernel: Kernel, v: Value, home: Mapping[Value, Value], forms: Mapping[Value, set[str] | None]
+) -> set[str] | None:
+    """The narrow types in which a kernel can read a value; None if it needs float32."""
+    equations = (*kernel.fused, kernel.equation)
+    types: set[str] = set()
+    pending = [v]
+    seen: set[Value] = set()
+    while pending:
+        x = pending.pop()
+        if x in seen:
+            continue
+        seen.add(x)
+        for e in equations:
+            if not any(isinstance(y, Value) and home.get(y, y) is x for y in e.inputs):
+                continue
+            form = _form(e, kernel, forms)
+            if form is None:
+                return None
+            if form:
+                types |= form
+            else:
+                pending += e.outputs
+    return types or None
+
+
+def _form(e: Equation, kernel: Kernel, forms: Mapping[Value, set[str] | None]) -> set[str] | None:
+    """The types in which an equation can read an operand: empty for those of its result, None for float32."""
+    if e is kernel.equation:
+        if kernel.kind == PRODUCT:
+            return {_BF16} if _in_one_pass(e) else None
+        if KINDS[e.name] in _MOVING if kernel.kind == COLLECTIVE else only_moves(e):
+            return forms.get(e.outputs[0])
+        return None
+    if e.rule is not None and all(str(y.dtype) == _BOOL for y in e.outputs) and _compares(e):
+        return {_BOOL}
+    if only_moves(e):
+        return set()
+    if len(e.inputs) == 1 and itemsize(e.outputs[0].dtype) < 4:
+        return {str(e.outputs[0].dtype)}
+    return None
+
+
+def _in_one_pass(e: Equation) -> bool:
+    """Whether a product runs in bfloat16: at JAX's default precision."""
+    precision = e.params.get("precision")
+    every = precision if isinstance(precision, tuple) else (precision,)
+    return all(p is None or p == jax.lax.Precision.DEFAULT for p in every)
+
+
+def _compares(e: Equation) -> bool:
+    """Whether all other operands are scalars, so that the outcome can replace the operand."""
+    return sum(1 for x in e.inputs if isinstance(x, Value) and math.prod(x.shape) > 1) == 1
+
+
+def joined(program: Kernels) -> list[Kernel]:
+    """The kernels in order, with an elementwise kernel merged into a product if it is the only reader of it."""
+    kernels = list(program.kernels)
+    results = program.results
+    readers: dict[Value, list[int]] = {}
+    written_at: dict[Value, int] = {}
+    for i, kernel in enumerate(kernels):
+        for v in kernel.reads:
+            readers.setdefault(v, []).append(i)
+        written_at.update(dict.fromkeys(kernel.writes, i))
+    for i, kernel in enumerate(kernels):
+        if kernel.kind != PRODUCT or len(kernel.writes) != 1:
+            continue
+        (v,) = kernel.writes
+        if v in results or len(readers.get(v, ())) != 1:
+            continue
+        (reader_index,) = readers[v]
+        reader = kernels[reader_index]
+        if reader.kind == FUSED and all(written_at.get(x, -1) < i for x in reader.reads if x is not v):
+            reads = tuple(dict.fromkeys((*kernel.reads, *(x for x in reader.reads if x is not v))))
+            kernels[i] = dataclasses.replace(kernel, reads=reads, writes=reader.writes)
+            kernels[reader_index] = dataclasses.replace(reader, reads=(), writes=())
+    return kernels
 
 
 def _on_device(value: Value) -> int:
@@ -53,19 +165,12 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryTotals:
-    """The bytes that one device holds in a call.
+    """The bytes that one device holds in a call."""
 
-    Attributes:
-        arguments: bytes of arguments.
-        results: bytes of results.
-        shared: bytes of results that take the memory of donated arguments.
-        temporaries: the most bytes of all other arrays at one moment.
-    """
-
-    arguments: int
-    results: int
-    shared: int
-    temporaries: int
+    arguments: int  # bytes of arguments
+    results: int  # bytes of results
+    shared: int  # bytes of results that take the memory of donated arguments
+    temporaries: int  # the most bytes of all other arrays at one moment
 
     @property
     def fixed(self) -> int:
@@ -80,30 +185,18 @@ class MemoryTotals:
 
 @dataclasses.dataclass(frozen=True)
 class Memory(MemoryTotals):
-    """The memory of one device at each moment.
+    """The memory of one device at each moment."""
 
-    Attributes:
-        moments: all kernels, in the order in which they run.
-        alive: the temporaries at the peak, largest first, with the equation that computes each.
-        path: the block and the index of the kernel at the peak; if that is a loop, its body and the kernel there, and
-            so on.
-    """
-
-    moments: tuple[Moment, ...]
+    moments: tuple[Moment, ...]  # all kernels, in the order in which they run
+    # the temporaries at the peak, largest first, with the equation that computes each
     alive: tuple[tuple[Value, Equation], ...]
+    # the block and the index of the kernel at the peak; if that is a loop, its body and the kernel there, and so on
     path: tuple[tuple[Kernels, int], ...] = ()
 
 
 @with_tables
 def memory_of(program: Kernels, donated: Iterable[int] = (), *, keeps_low_precision_copies: bool = False) -> Memory:
-    """Computes the memory of a per-device program.
-
-    Args:
-        program: its kernels.
-        donated: positions of inputs whose memory results may take.
-        keeps_low_precision_copies: whether the compiler keeps bfloat16 copies of arrays that loops read
-            (``Compiler.keeps_low_precision_copies``).
-    """
+    """Computes the memory of a per-device program."""
     block = program.block
     results = [v for v in dict.fromkeys(block.outputs) if isinstance(v, Value)]
     donated_sizes = [_on_device(block.inputs[i]) for i in donated]
@@ -156,17 +249,7 @@ def _follow(
     keeps_low_precision_copies: bool,
     carried: Mapping[Value, Equation] = MappingProxyType({}),
 ) -> _Peak:
-    """The most bytes of temporaries on top of ``below``, the arrays, and the path to the kernel.
-
-    Args:
-        program: the kernels of a block.
-        elsewhere: values that are counted elsewhere, such as the program's results.
-        below: bytes alive around the block.
-        depth: the number of loops around the block.
-        moments: the moments so far; those of the block are appended.
-        keeps_low_precision_copies: as in ``memory_of``.
-        carried: inputs that the body overwrites, with their loop.
-    """
+    """The most bytes of temporaries on top of ``below``, the arrays, and the path to the kernel."""
     copies = _low_precision_copies(program) if keeps_low_precision_copies else []
     narrow_of = narrow_forms(program) if keeps_low_precision_copies else {}
     kernels = joined(program) if keeps_low_precision_copies else program.kernels
@@ -317,3 +400,40 @@ def _low_precision_copies(program: Kernels) -> list[tuple[int, int, int]]:
                 if home not in stacked:
                     spans[home] = (spans.get(home, (i, i))[0], i)
     return [(first, end, _on_device(v) // 2) for v, (first, end) in spans.items()]
+
+
+# Lists the arrays that a device holds at its memory peak, with the names of reports.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """Arrays of one type and name that one line computes."""
+
+    type: str  # the type of one device's part, such as ``f32[64,128]``
+    name: str  # the argument whose part, cast or gradient they are, or the operation that computes them
+    equation: Equation  # the equation that computes the first of them
+    bytes: int  # the bytes of all of them
+    count: int  # the number of arrays
+
+    def __str__(self) -> str:
+        many = f" x{self.count}" if self.count > 1 else ""
+        return f"{self.type}{many} {self.name} at {self.equation.line}"
+
+
+def held_at_peak(memory: Memory, block: Block, program: Program, names: ArrayNames | None = None) -> tuple[Held, ...]:
+    """The arrays at the peak, largest first."""
+    array_names = ArrayNames.of_devices(block, program, names)
+    rows: dict[tuple[str, str, str], Held] = {}
+    for v, e in memory.alive:
+        name = array_names.array(v)
+        row = Held(_type(v), name.text or e.name, e, size(v), 1)
+        key = row.type, name.alike or e.name, e.line
+        if key in rows:  # arrays of equal layers: keep the name that they share
+            earlier = rows[key]
+            row = Held(row.type, key[1], earlier.equation, earlier.bytes + row.bytes, earlier.count + 1)
+        rows[key] = row
+    return tuple(sorted(rows.values(), key=lambda row: -row.bytes))
+
+
+def _type(v: Value) -> str:
+    return f"{v.dtype_name}[{','.join(map(str, v.shape))}]"

@@ -22,17 +22,11 @@ INDICES = 32
 
 
 class Roofline(NamedTuple):
-    """Seconds of one run of a kernel.
+    """Seconds of one run of a kernel."""
 
-    Attributes:
-        compute: seconds of arithmetic.
-        memory: seconds of reads and writes. Compute and memory overlap.
-        launch: seconds until the kernel starts.
-    """
-
-    compute: float
-    memory: float
-    launch: float
+    compute: float  # seconds of arithmetic
+    memory: float  # seconds of reads and writes. Compute and memory overlap.
+    launch: float  # seconds until the kernel starts
 
     @property
     def work(self) -> float:
@@ -60,14 +54,6 @@ def roofline(
     returns: bool = False,
 ) -> Roofline:
     """Prices one run of a kernel.
-
-    Args:
-        machine: the machine. One of its devices runs the kernel.
-        dtype: the short name of the dtype at whose rate products run.
-        products: operations of products.
-        others: all other operations.
-        moved: bytes read and written.
-        returns: whether it writes a result of the program.
 
     >>> found = roofline(Machine.of("h100:1x1"), "bf16", products=2 * 1024**3, moved=3 * 2 * 1024**2)
     >>> [f"{part * 1e6:.2f} µs" for part in (*found, found.seconds)]

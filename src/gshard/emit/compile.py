@@ -11,19 +11,18 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from gshard.core.context import NO_CONTEXT
 from gshard.core.errors import MeshError
 from gshard.core.jax_adapter import no_mesh_set, put_all, relabelled, shapes_of
-from gshard.core.jax_adapter_context import in_context
+from gshard.core.jax_adapter_context import dtypes_in, in_context, wide_enough_for
 from gshard.core.jax_adapter_dispatch import executed, kept_arguments, names_devices
 from gshard.core.memory_kinds import DEVICE, in_memory
 from gshard.core.mesh import Mesh
 from gshard.core.phases import phase
 from gshard.core.planning_tables import tabulated, with_tables
 from gshard.core.processes import Group
+from gshard.core.program import NO_CONTEXT
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
-from gshard.core.wide import dtypes_in, wide_enough_for
 from gshard.core.xla_workarounds import runnable
 from gshard.emit.partition import spec
 
@@ -108,13 +107,7 @@ class Executable:
 
 
 def named_sharding(mesh: Mesh, sharding: Sharding, memory: str = DEVICE) -> NamedSharding:
-    """A sharding as a ``NamedSharding`` over the user's mesh, or over its atoms if it splits by a part of an axis.
-
-    Args:
-        mesh: the devices.
-        sharding: the sharding.
-        memory: the memory kind of the array.
-    """
+    """A sharding as a ``NamedSharding`` over the user's mesh, or over its atoms if it splits by a part of an axis."""
     return in_memory(_named_sharding(mesh, sharding, mesh.given), memory)
 
 
@@ -138,17 +131,7 @@ def compile_spmd(
     keep_unused: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Executable:
-    """Makes a per-device program runnable.
-
-    Args:
-        spmd: the program; its mesh must have devices.
-        donated: arguments (counted without captured arrays) whose memory results may take.
-        keep_unused: pass arguments to XLA that nothing reads.
-        compiler_options: options of XLA, as in ``jax.jit``.
-
-    Raises:
-        MeshError: the mesh is abstract.
-    """
+    """Makes a per-device program runnable."""
     if spmd.mesh.devices is None:
         raise MeshError(
             "a program planned for an abstract mesh cannot run.",

@@ -1,14 +1,9 @@
-"""Emits the per-device program of a plan.
-
-gshard replays the program on one device's parts inside ``jax.shard_map`` over the atoms of the mesh: it moves operands
-to the equation's split, runs the equation locally under its rule, and moves results to their planned shardings. It
-makes no choices here. Every collective is emitted by a step of ``comm.steps`` and recorded.
-"""
+"""Emits the per-device program of a plan."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,35 +12,90 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from gshard.comm.collective_matmul import Note, collective_matmul
 from gshard.comm.reshard import plan_reshard
+from gshard.comm.rotation import Note, collective_matmul
 from gshard.comm.shards import Fetched, Shards
 from gshard.comm.shards import Note as NoteOfEquation
 from gshard.comm.steps import ALL_GATHER, LOCAL, PERMUTE, is_exchange, run, step_collectives
 from gshard.comm.steps import permutation as moves_of
-from gshard.core.context import NO_CONTEXT
-from gshard.core.device_order import Order, permutation
 from gshard.core.errors import GShardError, RuleError
-from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter import as_if_at, as_weak, no_mesh_set, of_no_mesh
-from gshard.core.jax_adapter_context import in_context
-from gshard.core.manual_axes import ManualAxes, manual_axes
+from gshard.core.jax_adapter_context import in_context, wide_enough_for
+from gshard.core.mark import Order, permutation
 from gshard.core.memory_kinds import is_host_kind, is_on_host, shape_in_memory
-from gshard.core.mesh import Atoms
-from gshard.core.plan import Plan
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.phases import collected_seldom
+from gshard.core.plan import ManualAxes, Plan, Ring, entering, leaving, manual_axes
 from gshard.core.planning_tables import with_tables
-from gshard.core.program import Block, Constant, Equation, Value, itemsize, type_text
-from gshard.core.ring import Ring, entering, leaving
+from gshard.core.program import NO_CONTEXT, Block, Constant, Equation, Value, itemsize, type_text
+from gshard.core.rule import operand_sharding, result_sharding
 from gshard.core.sharding import Sharding
-from gshard.core.split import operand_sharding, result_sharding
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.core.uneven import padded_shape
-from gshard.core.wide import wide_enough_for
 from gshard.core.xla_workarounds import ppermute
-from gshard.emit.diverging import diverging
-from gshard.language.apart import apart, moved_over
+from gshard.language.per_device import apart, moved_over
 from gshard.language.region import REGIONS
 from gshard.language.transfer import in_memory_of, is_handed_on, transferred
+
+# Finds the branches and loops that not all devices run.
+
+_Atoms = frozenset[str]
+_NONE: _Atoms = frozenset()
+
+
+def diverging(block: Block, mesh: Mesh) -> frozenset[Equation]:
+    """The branches and loops of a program that some devices run, or run more often than others."""
+    manual = manual_axes(block, mesh)
+    if not manual.inside:
+        return frozenset()
+    found = _Varying(manual)
+    found.run(block)
+    return frozenset(e for e in block.walk() if e.blocks and found.of(REGIONS[e.name].decided(e)))
+
+
+class _Varying:
+    """For each value, the manual atoms along which it differs; grows until nothing changes."""
+
+    def __init__(self, manual: ManualAxes):
+        self._manual, self._along = manual, dict[Value, _Atoms]()
+
+    def of(self, values: Iterable[Value | Constant]) -> _Atoms:
+        return _NONE.union(*(self._along.get(v, _NONE) for v in values if isinstance(v, Value)))
+
+    def run(self, block: Block) -> bool:
+        """Visits a block once. True if anything changed."""
+        changed = False
+        for e in block.equations:
+            changed |= self._region(e) if e.blocks else self._add(e.outputs, self._atoms_of(e))
+        return changed
+
+    def _atoms_of(self, e: Equation) -> _Atoms:
+        here, mesh = self.of(e.inputs), self._manual.mesh
+        if "callback" in e.name:
+            return here | self._manual.at(e)  # each position makes its own call
+        if e.rule is None or (manual := e.rule.manual) is None:
+            return here
+        here = (here | manual.differ(mesh)) - manual.equal(mesh)
+        return here - manual.atoms(mesh) if manual.step == "leave" else here
+
+    def _region(self, e: Equation) -> bool:
+        changed, changed_now = False, True
+        while changed_now:
+            changed_now = self._add(e.outputs, self.of(REGIONS[e.name].decided(e)))
+            for edge in e.edges:
+                changed_now |= self._add([edge.inner], self.of([edge.outer]))
+                if edge.outer not in e.inputs:  # an output, or a value passed to the next iteration
+                    changed_now |= self._add([edge.outer], self.of([edge.inner]))
+            for body in e.blocks:
+                changed_now |= self.run(body)
+            changed |= changed_now
+        return changed
+
+    def _add(self, values: Iterable[Value], atoms: _Atoms) -> bool:
+        new = [v for v in values if atoms - self._along.get(v, _NONE)]
+        for v in new:
+            self._along[v] = self._along.get(v, _NONE) | atoms
+        return bool(new)
 
 
 @no_mesh_set()
@@ -113,21 +163,13 @@ def spec(sharding: Sharding) -> PartitionSpec:
 
 @dataclasses.dataclass(slots=True)
 class _Local:
-    """The local arrays of a value, which moves to its planned sharding at its first use.
+    """The local arrays of a value, which moves to its planned sharding at its first use."""
 
-    Attributes:
-        source: the sharding in which it was computed.
-        arrays: the local array in every sharding so far, so that two users share one collective.
-        why: the reason that is recorded for the move to the planned sharding.
-        cause: the equation that computed it, which is recorded too.
-        marked: whether a mark gives its sharding, so that no user reads it in another one first.
-    """
-
-    source: Sharding
-    arrays: dict[Sharding, Any]
-    why: str = ""
-    cause: Equation | None = None
-    marked: bool = False
+    source: Sharding  # the sharding in which it was computed
+    arrays: dict[Sharding, Any]  # the local array in every sharding so far, so that two users share one collective
+    why: str = ""  # the reason that is recorded for the move to the planned sharding
+    cause: Equation | None = None  # the equation that computed it, which is recorded too
+    marked: bool = False  # whether a mark gives its sharding, so that no user reads it in another one first
 
 
 # A moved value (None for other arrays), its shardings before and after, and the sharding before the first step.
@@ -144,7 +186,7 @@ class _Emitter:
     collectives: list[Collective] = dataclasses.field(default_factory=list)
     trip_count: int = 1
     here: Equation | None = None
-    gathers: bool = False  # instead of permuting (``language.apart``)
+    gathers: bool = False  # instead of permuting (``language.per_device``)
 
     @property
     def devices(self) -> Sequence[Any] | None:

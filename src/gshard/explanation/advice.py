@@ -1,23 +1,69 @@
-"""Advice: explains why a collective is needed, from the shardings and marks on both of its sides."""
+"""Advice: the marks and argument shardings that cause a collective; and a budget of bytes that refuses a program."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from gshard.core.plan import Plan
+from gshard.core.errors import PlanError
+from gshard.core.plan import Plan, Reason
 from gshard.core.program import Equation, Value
-from gshard.core.spmd import RECOMPUTED, Collective
-from gshard.explanation.roots import root_of, root_of_sum
+from gshard.core.rule import REDUCE
+from gshard.core.spmd import RECOMPUTED, Collective, SpmdProgram
+
+# Roots: the marks and argument shardings that cause a collective.
+
+
+def root_of(value: Value, atoms: set[str], plan: Plan) -> Reason | None:
+    """The mark or argument at the end of the chain of a dimension that is split over some of the atoms."""
+    for d, dim in enumerate(plan.shardings[value].dims):
+        if atoms & set(dim) and (value, d) in plan.roots:
+            return plan.roots[value, d]
+    return None
+
+
+def root_of_sum(value: Value, atoms: set[str], plan: Plan, producers: Mapping[Value, Equation]) -> Reason | None:
+    """The mark that splits the dimension over which the nearest equation before ``value`` adds up."""
+    seen: set[Equation] = set()
+    at = [value]
+    while at:
+        e = producers.get(at.pop())
+        if e is None or e.rule is None or e in seen:
+            continue
+        seen.add(e)
+        split = plan.splits.get(e, {})
+        for v, dims in zip(e.inputs, e.rule.operands, strict=True):
+            for dim in dims:
+                summed = [f for f in dim if e.rule.factors[f].kind == REDUCE and atoms & set(split.get(f, ()))]
+                if summed and isinstance(v, Value) and (root := root_of(v, atoms, plan)) is not None:
+                    return root
+        at += [v for v in e.inputs if isinstance(v, Value)]
+    return None
+
+
+def direct_roots(c: Collective) -> Iterator[Reason]:
+    """The marks that themselves need the operand of a collective moved."""
+    for e in dict.fromkeys((c.cause, c.emitted)):
+        if e is not None and e.mark is not None:
+            yield Reason("mark", e.line, str(e.mark))
+
+
+def roots(c: Collective, plan: Plan, producers: Mapping[Value, Equation]) -> frozenset[Reason]:
+    """The marks and arguments that a collective goes back to."""
+    found = {*direct_roots(c)}
+    values = [c.value, *(v for e in (c.cause, c.emitted) if e is not None for v in (*e.inputs, *e.outputs))]
+    for v in dict.fromkeys(values):
+        if isinstance(v, Value) and v in plan.shardings:
+            found.update(plan.roots[v, d] for d in range(len(v.shape)) if (v, d) in plan.roots)
+    summed = set() if c.before is None else {a for a, _ in c.before.unreduced}
+    if c.value is not None and summed and (root := root_of_sum(c.value, summed, plan, producers)) is not None:
+        found.add(root)
+    return frozenset(found)
 
 
 def advice(c: Collective, plan: Plan, producers: Mapping[Value, Equation]) -> str:
-    """One or two sentences: which marks lead here.
-
-    Args:
-        c: the collective.
-        plan: the plan it was made from.
-        producers: the equation that makes each value.
-    """
+    """One or two sentences: which marks lead here."""
     if c.why == RECOMPUTED:
         return "gshard runs it a second time, because memory_limit leaves no room to keep its result."
     if c.value is None or c.before is None or c.after is None:
@@ -44,3 +90,60 @@ def advice(c: Collective, plan: Plan, producers: Mapping[Value, Equation]) -> st
         to = next(d for d, dim in enumerate(c.after.dims) if moved & set(dim))
         return f"{held}The operator needs dimension {to} split instead."
     return f"{held}The operator needs all of it."
+
+
+# Budget: refuses a program in which a device sends more bytes than the user allows, and shows what to change.
+
+SHOWN = 3  # collectives that an error tells of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Budget:
+    """The bytes that each device may send in one call of a program."""
+
+    bytes: float  # how many
+
+    @staticmethod
+    def of(strict: Any) -> Budget | None:
+        """What ``strict=`` allows; None if it is about rules only.
+
+        >>> Budget.of(1e6), Budget.of(True)
+        (Budget(bytes=1000000.0), None)
+        """
+        if isinstance(strict, bool):
+            return None
+        if not isinstance(strict, int | float) or not strict >= 0:
+            raise PlanError(
+                f"strict={strict!r} says nothing.",
+                hint="Write True, False, or the number of bytes that each device may send in one call: strict=50e6.",
+            )
+        return Budget(strict)
+
+    def check(self, plan: Plan, spmd: SpmdProgram) -> None:
+        """Refuses a program that sends more."""
+        total = sum(c.total_bytes for c in spmd.collectives)
+        if total <= self.bytes:
+            return
+        producers = {v: e for e in plan.program.block.walk() for v in e.outputs}
+        most = sorted(spmd.collectives, key=lambda c: -c.total_bytes)
+        rows = [_row(c, plan) + f"\n    {advice(c, plan, producers)}" for c in most[:SHOWN]]
+        if rest := most[SHOWN:]:
+            rows.append(f"and {len(rest)} more collectives, {_bytes(sum(c.total_bytes for c in rest))}")
+        raise PlanError(
+            f"each device would send {_bytes(total)} in one call of {plan.program.name}, "
+            f"and strict allows {_bytes(self.bytes)}.",
+            most[0].line or None,
+            "\n  ".join([f"mesh: {plan.mesh}; most is sent by", *rows]),
+            "Change these marks, or allow more bytes.",
+        )
+
+
+def _row(c: Collective, plan: Plan) -> str:
+    times = f", {c.times} times" if c.times > 1 else ""
+    at = f" at {c.line}" if c.line else ""
+    axes = plan.mesh.format_atoms(c.atoms)
+    return f"{c.kind} of {c.shape} over {axes} for {c.why}{at}: {_bytes(c.total_bytes)}{times}"
+
+
+def _bytes(n: float) -> str:
+    return f"{n:,.0f} bytes"

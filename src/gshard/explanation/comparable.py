@@ -37,17 +37,7 @@ class Comparable:
         return f"  each device sends {format_bytes(self.total_bytes)} in one call{f': {each}' if each else ''}"
 
     def difference(self, before: Comparable | Mapping[str, Any], machine: Machine | str | None = None) -> Difference:
-        """What became more and what less against another explanation, by line of the source.
-
-        Args:
-            before: another explanation, of XLA's program or of gshard's, or what its ``data`` gave: the content of a
-                file of ``gshard explain --json``.
-            machine: as for ``cost``; for both.
-
-        Raises:
-            DifferenceError: ``before`` is no explanation, was written by another version, or has the times of another
-                kind of machine.
-        """
+        """What became more and what less against another explanation, by line of the source."""
         return difference(_data_of(before, machine), self.data(machine))
 
     def _write_page(

@@ -22,26 +22,28 @@ from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program, format_bytes
 from gshard.core.spmd import SpmdProgram
-from gshard.device.cost import Cost, cost
-from gshard.device.hardware import machine_of, unknown_devices
-from gshard.device.machine import Machine
-from gshard.device.origin import origins
+from gshard.device.cost import Cost, cost, origins
+from gshard.device.machine import Machine, machine_of, unknown_devices
 from gshard.explanation.comparable import Comparable, write_trace
-from gshard.explanation.difference import Difference
+from gshard.explanation.difference import Difference, against_xla
 from gshard.explanation.explained_plan import ExplainedPlan
-from gshard.explanation.merged_collectives import merged, rows_of
-from gshard.explanation.moved_instead import moved_instead
-from gshard.explanation.peer_lines import against_xla
 from gshard.explanation.report.data import report_data
 from gshard.explanation.report.page import framed
-from gshard.explanation.row_text import collective_lines, lines_of_parts, tensor_lines
-from gshard.explanation.rows import TensorRow, row_called, text_of_rings
+from gshard.explanation.rows import (
+    TensorRow,
+    collective_lines,
+    lines_of_parts,
+    merged,
+    row_called,
+    rows_of,
+    tensor_lines,
+    text_of_rings,
+)
 from gshard.explanation.timeline import trace_of
-from gshard.explanation.trials import Trials, trials
-from gshard.explanation.unsplit_work import unsplit_work
+from gshard.explanation.trials import Instead, Trials, instead, trials
 from gshard.explanation.value_costs import Compared, ValueCosts, value_costs
 from gshard.explanation.verdict import Verdict, verdict
-from gshard.explanation.what_if import Instead, instead
+from gshard.explanation.warnings import moved_instead, unsplit_work
 from gshard.search.time_budget import TRIAL_SECONDS
 
 

@@ -1,18 +1,20 @@
-"""Rows: one row for each array and for each kind of collective of an explanation."""
+"""Rows: one row for each array and for each kind of collective of an explanation, and their text."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 from gshard.core.errors import ArgumentError, known_names
 from gshard.core.jax_adapter import scan_counts
-from gshard.core.mesh import Mesh
-from gshard.core.number_text import format_ms, significant
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.number_text import format_ms, format_seconds, significant
 from gshard.core.plan import Plan, local_bytes
-from gshard.core.program import Block, Value
-from gshard.core.spmd import Collective
+from gshard.core.program import Block, Value, format_bytes
+from gshard.core.spmd import Collective, SpmdProgram
+from gshard.device.cost import Cost, origins, place_of
 from gshard.naming.array_names import ArrayNames
 from gshard.naming.short_names import without_numbers
 
@@ -21,31 +23,18 @@ _NAMED = 24  # names of arguments in a message
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorRow:
-    """One array of the program.
+    """One array of the program."""
 
-    Attributes:
-        name: an argument's path, or ``%12`` with the primitive and line that made it.
-        sharding: text form.
-        bytes: of the whole array.
-        local_bytes: of one device's part.
-        is_argument: whether the caller hands it in.
-        plan: the plan.
-        value: the value in the plan.
-        note: what to know of a value that no mark can split: one device's part, or what becomes of parts.
-        short: what an argument is called where space is short: ``blocks[3].up.kernel``.
-        alike: the same with ``*`` for the number of a layer, where there are several.
-    """
-
-    name: str
-    sharding: str
-    bytes: int
-    local_bytes: int
-    is_argument: bool
-    plan: Plan = dataclasses.field(repr=False)
-    value: Value = dataclasses.field(repr=False)
-    note: str = ""
-    short: str = ""
-    alike: str = ""
+    name: str  # an argument's path, or ``%12`` with the primitive and line that made it
+    sharding: str  # text form
+    bytes: int  # of the whole array
+    local_bytes: int  # of one device's part
+    is_argument: bool  # whether the caller hands it in
+    plan: Plan = dataclasses.field(repr=False)  # the plan
+    value: Value = dataclasses.field(repr=False)  # the value in the plan
+    note: str = ""  # what to know of a value that no mark can split: one device's part, or what becomes of parts
+    short: str = ""  # what an argument is called where space is short: ``blocks[3].up.kernel``
+    alike: str = ""  # the same with ``*`` for the number of a layer, where there are several
 
     @property
     def why(self) -> tuple[tuple[str, ...], ...]:
@@ -68,18 +57,7 @@ class TensorRow:
 
 
 def row_called(rows: Sequence[TensorRow], name: str, names: ArrayNames, collectives: Sequence[Collective]) -> TensorRow:
-    """The first row with a printed name.
-
-    Args:
-        rows: all arrays.
-        name: an argument's path or short name, ``%2``, ``train.py:9``, or how a collective's row calls its array:
-            ``gradient of w``.
-        names: what arrays are called;
-        collectives: that move them.
-
-    Raises:
-        ArgumentError: there is none.
-    """
+    """The first row with a printed name."""
 
     def is_called(row: TensorRow) -> bool:
         if row.is_argument:
@@ -100,13 +78,7 @@ def row_called(rows: Sequence[TensorRow], name: str, names: ArrayNames, collecti
 
 
 def rows_of_tensors(plan: Plan, names: ArrayNames, notes: Mapping[Value, str]) -> tuple[TensorRow, ...]:
-    """All arrays of a plan, largest first.
-
-    Args:
-        plan: the plan.
-        names: what its arguments are called.
-        notes: what else to know of values that no mark can split.
-    """
+    """All arrays of a plan, largest first."""
     program = plan.program
     called = dict(zip(program.block.inputs, program.names, strict=True))
     for e in program.block.walk():
@@ -128,38 +100,22 @@ def rows_of_tensors(plan: Plan, names: ArrayNames, notes: Mapping[Value, str]) -
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveRow:
-    """Collectives of one kind over the same axes for the same line.
+    """Collectives of one kind over the same axes for the same line."""
 
-    Attributes:
-        kind: all_gather, all_reduce, reduce_scatter, all_to_all or collective_permute; of XLA also a rarer one.
-        axes: names of mesh axes, or of their parts; of XLA also the devices of one group.
-        times: how many run in one call of the program.
-        bytes: what each device sends in all of them.
-        shape: the local operand of the largest.
-        line: the user's source line; empty if the program does not tell.
-        why: what needed it.
-        array: what is moved: a weight by its short name, ``gradient of`` one, or the operation that makes it.
-        module: of what caused it, ``decoder/layers_0/mlp``; empty if nothing names it.
-        arrays: how many rows this one stands for: those of equal layers.
-        exact: whether ``times`` is certain; False in a branch, and in a loop whose length depends on data.
-        seconds: of the network, for all of them; 0 where they are not modelled.
-        exposed: of these, what a call waits for.
-        sharing: how many rows have arrays in one of its messages, if XLA combined collectives; 1 if no other row has.
-    """
-
-    kind: str
-    axes: str
-    times: int
-    bytes: int
-    shape: str
-    line: str
-    why: str
-    array: str
-    module: str
-    arrays: int = 1
-    exact: bool = True
-    seconds: float = 0.0
-    exposed: float = 0.0
+    kind: str  # all_gather, all_reduce, reduce_scatter, all_to_all or collective_permute; of XLA also a rarer one
+    axes: str  # names of mesh axes, or of their parts; of XLA also the devices of one group
+    times: int  # how many run in one call of the program
+    bytes: int  # what each device sends in all of them
+    shape: str  # the local operand of the largest
+    line: str  # the user's source line; empty if the program does not tell
+    why: str  # what needed it
+    array: str  # what is moved: a weight by its short name, ``gradient of`` one, or the operation that makes it
+    module: str  # of what caused it, ``decoder/layers_0/mlp``; empty if nothing names it
+    arrays: int = 1  # how many rows this one stands for: those of equal layers
+    exact: bool = True  # whether ``times`` is certain; False in a branch, and in a loop whose length depends on data
+    seconds: float = 0.0  # of the network, for all of them; 0 where they are not modelled
+    exposed: float = 0.0  # of these, what a call waits for
+    # how many rows have arrays in one of its messages, if XLA combined collectives; 1 if no other row has
     sharing: int = 1
 
 
@@ -246,3 +202,134 @@ def notes_of_parts(block: Block) -> dict[Value, str]:
             note = f"{e.name}{f' at {e.line}' if e.line else ''} says how it is sharded there"
             notes.update({v: note for v in (*e.inputs, *e.outputs) if isinstance(v, Value)})
     return notes
+
+
+# Row text: prints the rows of an explanation, with one line for equal layers.
+
+
+class ArrayLine(NamedTuple):
+    """The parts of the line of an array."""
+
+    key: str  # arrays with the same key, sharding and note have one line
+    alike: str  # the name of several of them
+    name: str  # the name of one of them
+    sharding: str  # as text
+    bytes: int  # of one device's part
+    note: str  # the end of the line
+
+
+def array_lines(title: str, arrays: Sequence[ArrayLine], most: int) -> list[str]:
+    """At most so many lines, with a title; those of equal arrays as one."""
+    together: dict[tuple[str, str, str], list[ArrayLine]] = {}
+    for array in arrays:
+        together.setdefault((array.key, array.sharding, array.note), []).append(array)
+    shown = [(same[0], len(same)) for same in together.values()][:most]
+    names = [f"{first.alike}  x{n}" if n > 1 else first.name for first, n in shown]
+    wide, across = (max(map(len, texts), default=0) for texts in (names, [first.sharding for first, _ in shown]))
+    lines = [
+        f"  {name:<{wide}}  {first.sharding:<{across}}  {format_bytes(first.bytes):>10}  {first.note}"
+        for name, (first, _) in zip(names, shown, strict=True)
+    ]
+    title = f"{title} (the largest {sum(n for _, n in shown)} of {len(arrays)}; bytes of one device's part)"
+    return ["", title, *lines] if shown else []
+
+
+def tensor_lines(title: str, rows: Sequence[TensorRow], most: int) -> list[str]:
+    """At most so many lines; what equal layers have alike, in the same sharding for the same reason, in one.
+
+    Of values inside the line has the number of the first, with which ``why`` finds it.
+    """
+    arrays = [
+        ArrayLine(
+            row.alike or re.sub(r"^%\d+ ", "", row.name), row.alike or row.short or row.name, row.short or row.name,
+            row.sharding, row.local_bytes, row.reason,
+        )
+        for row in rows
+    ]  # fmt: skip
+    return array_lines(title, arrays, most)
+
+
+def collective_lines(
+    rows: Sequence[CollectiveRow], most: int, columns: tuple[int, int] = (12, 24), no_line: str = ""
+) -> list[str]:
+    """At most so many lines: bytes, axes, array, module, source line, reason, and where it is modelled the time."""
+    shown, is_timed = rows[:most], any(row.seconds for row in rows)
+    names = [f"{row.array}  x{row.arrays}" if row.arrays > 1 else row.array for row in shown]
+    wide, modules = (max(map(len, texts), default=0) for texts in (names, [row.module for row in shown]))
+    across, shape = columns
+    lines = []
+    for row, name in zip(shown, names, strict=True):
+        times = f"x{'' if row.exact else '~'}{row.times}{f'/{row.sharing}' if row.sharing > 1 else ''}"
+        sent = f"{row.kind:<18} {times:<5} {format_bytes(row.bytes):>10}"
+        where = f"over {row.axes:<{across}} {row.shape:<{shape}}"
+        taken = f"{format_seconds(row.seconds):>8}{_exposed(row):<13}  " if is_timed else ""
+        module = f"{row.module:<{modules}}  " if modules else ""
+        lines.append(f"  {sent}  {where} {taken}{name:<{wide}}  {module}{row.line or no_line}  ({row.why})")
+    if rest := rows[most:]:
+        lines.append(f"  ... and {len(rest)} more rows with {format_bytes(sum(row.bytes for row in rest))}")
+    return lines
+
+
+def _exposed(row: CollectiveRow) -> str:
+    if not row.seconds:
+        return ""
+    hidden = 1 - row.exposed / row.seconds
+    return f" {100 * hidden:.0f} % hidden" if hidden > 0.005 else " exposed"
+
+
+def lines_of_parts(rows: Sequence[CollectiveRow], mesh: Mesh) -> list[str]:
+    """What the parts of axes are that collectives are over, such as ``data.0``; one line for each axis."""
+    over = {name for row in rows for name in row.axes.split(",")}
+    return [
+        f"  {', '.join(atoms)}: parts of axis {name}, {' x '.join(str(mesh.atom_sizes[a]) for a in atoms)} devices"
+        for name, atoms in mesh.atoms_of.items()
+        if len(atoms) > 1 and not over.isdisjoint(atoms)
+    ]
+
+
+# Merged collectives: those that differ in nothing but the array (or the layer) are one row, with its modelled time.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MergedCollective:
+    """Collectives that differ in nothing but the array, as one."""
+
+    collective: Collective  # one of them, with the times of all
+    # of all runs, as modelled. Of equal ones in one place the compiler keeps one, and so does the model.
+    seconds: float
+    kernels: tuple[int, ...]  # their numbers among the costed kernels
+    # of permutations, which position of a group sends to which, in one of them or another
+    pairs: tuple[tuple[int, int], ...] = ()
+    over: Atoms = ()  # the atoms that these groups are over
+    every: tuple[Collective, ...] = dataclasses.field(default=(), repr=False)  # all of them
+
+
+def merged(spmd: SpmdProgram, found: Cost, names: ArrayNames | None = None) -> tuple[MergedCollective, ...]:
+    """The collectives of a program, those that send most first."""
+    kernels: dict[int, list[int]] = {}
+    for i, c in enumerate(origins(spmd, found)):
+        if c is not None:
+            kernels.setdefault(id(c), []).append(i)
+    rows = rows_of(spmd.collectives, names)
+    return tuple(_merge(same, [i for c in same for i in kernels.get(id(c), ())], found) for same in rows)
+
+
+def rows_of(collectives: Sequence[Collective], names: ArrayNames | None = None) -> list[list[Collective]]:
+    """The collectives that differ in nothing but the array, together; those that send most in all first."""
+    rows: dict[Hashable, list[Collective]] = {}
+    for i, alike in enumerate([collectives] if names is None else together(collectives, names)):
+        for c in alike:
+            places = (place_of(c.cause), place_of(c.emitted))
+            why = c.why if names is None else ""
+            rows.setdefault((i, c.kind, c.atoms, c.bytes, c.shape, c.line, why, places), []).append(c)
+    return sorted(rows.values(), key=lambda same: -sum(c.total_bytes for c in same))
+
+
+def _merge(same: list[Collective], kernels: list[int], found: Cost) -> MergedCollective:
+    times = sum(c.times for c in same)
+    costed = [found.kernels[i] for i in kernels]
+    seconds = sum(k.total_seconds for k in costed)
+    one = dataclasses.replace(same[0], times=times)
+    over = costed[0].axes if costed else one.atoms
+    pairs = {(int(a), int(b)) for k in costed if k.axes == over for a, b in k.equation.params.get("perm", ())}
+    return MergedCollective(one, seconds, tuple(kernels), tuple(sorted(pairs)), over, tuple(same))

@@ -14,10 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from gshard.core.spmd import Collective
-from gshard.device.cost import Cost, KernelCost
+from gshard.device.cost import Cost, KernelCost, cause_of
 from gshard.device.fusion_model import COLLECTIVE, REGION, Kernels
 from gshard.device.machine import Machine
-from gshard.device.origin import cause_of
 
 ROUNDS = 3000  # events that the rounds of one loop are drawn with
 FIRST = 2  # rounds that are drawn of a longer loop, at least
@@ -26,34 +25,21 @@ TRACKS = LOOPS, COMPUTE, NETWORK = "loops", "compute", "network"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """A stretch of time.
+    """A stretch of time."""
 
-    Attributes:
-        start: seconds from the beginning of the call.
-        seconds: how long.
-        kernel: the number of the costed kernel that runs, -1 for a loop and for rounds that are not drawn.
-        name: what is shown.
-        depth: how many loops it is inside of.
-    """
-
-    start: float
-    seconds: float
-    kernel: int
-    name: str
-    depth: int = 0
+    start: float  # seconds from the beginning of the call
+    seconds: float  # how long
+    kernel: int  # the number of the costed kernel that runs, -1 for a loop and for rounds that are not drawn
+    name: str  # what is shown
+    depth: int = 0  # how many loops it is inside of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a block, or of several one after the other.
+    """One run of a block, or of several one after the other."""
 
-    Attributes:
-        seconds: how long it takes.
-        events: its kernels and loops, in order. Their times count from its beginning.
-    """
-
-    seconds: float
-    events: Sequence[Event | Loop]
+    seconds: float  # how long it takes
+    events: Sequence[Event | Loop]  # its kernels and loops, in order. Their times count from its beginning.
 
     @property
     def count(self) -> int:
@@ -63,21 +49,13 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loop:
-    """A loop, a branch or a call in a run.
+    """A loop, a branch or a call in a run."""
 
-    Attributes:
-        start: seconds from the beginning of the run.
-        rounds: how often it runs.
-        body: one round.
-        name: the text of its event, without the number of rounds.
-        line: the user's source line.
-    """
-
-    start: float
-    rounds: int
-    body: Run
-    name: str
-    line: str
+    start: float  # seconds from the beginning of the run
+    rounds: int  # how often it runs
+    body: Run  # one round
+    name: str  # the text of its event, without the number of rounds
+    line: str  # the user's source line
 
     @property
     def seconds(self) -> float:
@@ -92,15 +70,10 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """One call of a program.
+    """One call of a program."""
 
-    Attributes:
-        kernels: what runs, and stretches of rounds that are not drawn.
-        loops: where loops begin and end.
-    """
-
-    kernels: tuple[Event, ...]
-    loops: tuple[Event, ...]
+    kernels: tuple[Event, ...]  # what runs, and stretches of rounds that are not drawn
+    loops: tuple[Event, ...]  # where loops begin and end
 
     @staticmethod
     def of(call: Run) -> Timeline:
@@ -150,13 +123,7 @@ def timeline(found: Cost) -> Timeline:
 
 
 def trace_of(found: Cost, origins: Sequence[Collective | None], name: str) -> dict[str, Any]:
-    """The timeline of a cost in the Trace Event Format.
-
-    Args:
-        found: the cost.
-        origins: the collective of the plan that each kernel is.
-        name: of the program.
-    """
+    """The timeline of a cost in the Trace Event Format."""
     laid, rows = timeline(found), list[dict[str, Any]]()
     for event in laid.kernels:
         if event.kernel < 0:
@@ -171,14 +138,7 @@ def trace_of(found: Cost, origins: Sequence[Collective | None], name: str) -> di
 def trace_events(
     name: str, machine: Machine, loops: Iterable[Event], events: Iterable[dict[str, Any]]
 ) -> dict[str, Any]:
-    """A call in the Trace Event Format that Perfetto and chrome://tracing read.
-
-    Args:
-        name: of the program.
-        machine: what its times are modelled on.
-        loops: where loops begin and end.
-        events: of all tracks (``complete_event``).
-    """
+    """A call in the Trace Event Format that Perfetto and chrome://tracing read."""
     titles = [("process_name", 0, f"one device of {machine.name}, modelled: {name}")]
     titles += [("thread_name", i, track) for i, track in enumerate(TRACKS)]
     named = [{"ph": "M", "name": what, "pid": 0, "tid": i, "args": {"name": text}} for what, i, text in titles]
@@ -190,10 +150,6 @@ def thinned(events: Sequence[Event], most: int) -> Iterator[tuple[Event, int]]:
     """At most about so many events: neighbours that are too short to be seen are one, with how many they are.
 
     Events far enough apart that the gap between them can be seen stay apart.
-
-    Args:
-        events: in order of time.
-        most: how many to keep.
     """
     if not events:
         return

@@ -40,18 +40,13 @@ _MOST_TRIALS = 64
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Level:
-    """One batch dimension.
+    """One batch dimension."""
 
-    Attributes:
-        operands: the position of the dimension in each operand, without the dimensions of earlier levels; None for an
-            operand without it.
-        results: its position in each result, counted in the same way.
-        size: its size.
-    """
-
+    # the position of the dimension in each operand, without the dimensions of earlier levels; None for an operand
+    # without it
     operands: tuple[int | None, ...]
-    results: tuple[int, ...]
-    size: int
+    results: tuple[int, ...]  # its position in each result, counted in the same way
+    size: int  # its size
 
 
 def batch_rule(call: Call) -> Rule:

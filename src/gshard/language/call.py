@@ -13,23 +13,15 @@ from gshard.core.program import short_dtype
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """One application of a primitive: its parameters and shapes, without values. Rules are computed from it.
+    """One application of a primitive: its parameters and shapes, without values. Rules are computed from it."""
 
-    Attributes:
-        name: the name of the primitive.
-        params: the parameters of the equation.
-        in_shapes, out_shapes: the shapes of the operands and the results.
-        in_dtypes: the dtypes of the operands.
-        primitive: the primitive, if there is one.
-        literals: for each operand its value if it is a real number in the program; otherwise None.
-    """
-
-    name: str
-    params: dict[str, Any]
-    in_shapes: tuple[tuple[int, ...], ...]
+    name: str  # the name of the primitive
+    params: dict[str, Any]  # the parameters of the equation
+    in_shapes: tuple[tuple[int, ...], ...]  # in_shapes, out_shapes: the shapes of the operands and the results
     out_shapes: tuple[tuple[int, ...], ...]
-    in_dtypes: tuple[Any, ...]
-    primitive: Any = None
+    in_dtypes: tuple[Any, ...]  # the dtypes of the operands
+    primitive: Any = None  # the primitive, if there is one
+    # for each operand its value if it is a real number in the program; otherwise None
     literals: tuple[float | None, ...] = ()
 
     def literal(self, i: int) -> float | None:

@@ -20,16 +20,7 @@ def function_primitive(
     multiple_results: bool = False,
     dimension: str = "",
 ) -> Primitive:
-    """A primitive for equations that gshard writes.
-
-    Args:
-        name: the name of the primitive.
-        run: ``run(*arrays, **params)`` computes the result, or the list of results.
-        types: ``types(*avals, **params)`` returns the type of the result, or the list of types.
-        multiple_results: whether there is a list of results.
-        dimension: the parameter that is a dimension of all operands with dimensions. If all other dimensions are
-            independent, ``jax.vmap`` keeps the equation. Without it, ``jax.vmap`` maps ``run``.
-    """
+    """A primitive for equations that gshard writes."""
     primitive = Primitive(name)
     primitive.multiple_results = multiple_results
     primitive.def_impl(run)

@@ -1,18 +1,11 @@
-"""The primitive of ``gshard.kernel``: one equation with a fast implementation and a plain one.
-
-Outside of gshard the fast function runs. gshard reads the plain one to find how the equation may be split
-(``language.kernel_loops``), and runs the fast one on shards.
-
-Derivatives are kernels again. The derivative of a kernel along tangents is linear in them, and its transpose computes
-the gradient: ``jax.vjp`` of the fast function runs, ``jax.vjp`` of the plain one describes it. So a fast function with
-a ``jax.custom_vjp`` of its own keeps it. Where the fast function has no derivative, that of the plain one runs.
-"""
+"""The primitive of ``gshard.kernel``, its rule, and the proof that the plain function on shards computes the result."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,9 +15,127 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from gshard.core.errors import ArgumentError
-from gshard.core.jax_adapter import closed, no_mesh_set, user_line
-from gshard.language.flat_jaxpr import flat
+from gshard.comm.shards import Shards, mask
+from gshard.core.errors import ArgumentError, GShardError, ShardingError
+from gshard.core.jax_adapter import (
+    bind,
+    called_jaxpr,
+    closed,
+    evaluate,
+    jaxpr_without_dead_code,
+    no_mesh_set,
+    shapes_of,
+    user_line,
+)
+from gshard.core.mesh import Atoms, Mesh, prime_factors
+from gshard.core.rule import PARALLEL, REDUCE, REPLICATE, Dims, Rule, RuleMaker, Split, place, result_sharding
+from gshard.core.sharding import Sharding
+from gshard.language.batch import same
+from gshard.language.call import Call
+from gshard.language.kernel_loops import NotProven, Part, Shard, Step, loops_of, on_shards
+from gshard.language.ledger import RESULT_SHARDINGS
+from gshard.language.mark_primitive import name_p
+from gshard.language.per_device import CONSTRAINTS
+from gshard.language.registry import rules_version
+from gshard.language.traits import traits_of
+
+# Proves that the plain function of a kernel, run on shards, computes the shards of its results.
+
+
+def runs_on_shards(
+    plain: Any,
+    local: Any,
+    steps: Sequence[Step],
+    rule: Rule,
+    atoms_of_loop: Callable[[int], Atoms],
+    mesh: Mesh,
+    split: Split,
+) -> bool:
+    """Whether a function computes the shards of its results from shards of its arguments."""
+
+    def emitted(*shards: Any) -> list[Any]:
+        results = on_shards(plain, [Part(x, {}) for x in shards], steps, Shard(mesh, atoms_of_loop))
+        for i, part in enumerate(results):
+            if dict(part.unreduced) != dict(result_sharding(rule, i, split).unreduced):
+                raise NotProven
+        return [part.array for part in results]
+
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed(local)[0].invars]
+    try:
+        with no_mesh_set():
+            first = jax.make_jaxpr(emitted, axis_env=list(mesh.atom_sizes.items()))(*shapes)
+    except (NotProven, GShardError):
+        return False
+    return _same_programs(first, local)
+
+
+def _same_programs(first: Any, second: Any) -> bool:
+    """Whether two closed jaxprs are the same equations on the same constants."""
+    (one, some), (other, others) = map(closed, (first, second))
+    return (
+        len(some) == len(others)
+        and all(map(_same_array, some, others))
+        and same(*(_constants_as_inputs(jaxpr_without_dead_code(jaxpr)) for jaxpr in (one, other)))
+    )
+
+
+def _constants_as_inputs(jaxpr: Any) -> Any:
+    """A jaxpr whose constants, which are compared by value, are inputs."""
+    own: dict[str, Any] = {"consts": []} if getattr(jaxpr, "consts", ()) else {}
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], **own)
+
+
+def _same_array(x: Any, y: Any) -> bool:
+    if x is y or not hasattr(x, "dtype") or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        return x is y
+    return (x.shape, x.dtype) == (y.shape, y.dtype) and np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+# Jaxprs as one list of equations: calls are opened.
+
+
+def flat(jaxpr: Any) -> Any:
+    """A closed jaxpr with the equations of calls in place of them, and without names of dimensions.
+
+    The bodies of scans are flat too, and have no equations that no result needs.
+    """
+    body, consts = closed(jaxpr)
+
+    def run(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        called = eqn.params["kernel"].plain_of(eqn) if eqn.primitive.name == "gshard_kernel" else called_jaxpr(eqn)
+        if eqn.primitive is name_p:
+            return operands
+        if called is None:
+            _refuse_shardings(eqn)
+            params = {k: None if k in RESULT_SHARDINGS else _as_python(v) for k, v in eqn.params.items()}
+            if (normal := traits_of(eqn.primitive.name).normal) is not None:
+                params |= normal(params, eqn.outvars[0].aval.shape)
+            if eqn.primitive.name == "scan":
+                params["jaxpr"] = flat(jaxpr_without_dead_code(params["jaxpr"]))
+            return bind(eqn.primitive, params, operands)
+        inner, own = closed(called)
+        return evaluate(inner, own, operands, run)
+
+    return jax.make_jaxpr(lambda *arrays: evaluate(body, consts, arrays, run))(*shapes_of(jaxpr.in_avals))
+
+
+def _as_python(value: Any) -> Any:
+    """A parameter with Python's integers in place of NumPy's, so that equal parameters have equal types."""
+    if isinstance(value, np.integer):
+        return int(value)
+    return tuple(map(_as_python, value)) if type(value) is tuple else value
+
+
+def _refuse_shardings(eqn: Any) -> None:
+    meshes = [mesh for key in RESULT_SHARDINGS if (mesh := getattr(eqn.params.get(key), "mesh", None)) is not None]
+    if eqn.primitive.name in CONSTRAINTS or any(not mesh.empty for mesh in meshes):
+        raise ShardingError(
+            "the plain function of a kernel cannot say how arrays are sharded.",
+            user_line(eqn.source_info),
+            eqn.primitive.name,
+            "Mark the arguments and results of the kernel instead.",
+        )
+
 
 _log = logging.getLogger("gshard")
 
@@ -33,23 +144,19 @@ Types = tuple[tuple[tuple[int, ...], Any], ...]  # of arrays: shape and dtype
 
 
 class Kernel:
-    """A function of flat arrays in two implementations. Compared by identity.
-
-    Attributes:
-        name: what messages call it.
-        fast: the implementation that runs.
-        plain: the implementation that says what it computes, in JAX operators.
-        platforms: where the fast one runs, such as ``("tpu",)``; elsewhere the plain one does. None for everywhere.
-        linear: the number of last operands that the results are linear in: the tangents of a derivative.
-        cotangents: the number of results of a derivative.
-        transposed: the kernel from the other operands, and cotangents of the results, to cotangents of these last ones.
-    """
+    """A function of flat arrays in two implementations. Compared by identity."""
 
     def __init__(
         self, name: str, fast: Function, plain: Function, platforms: tuple[str, ...] | None = None,
         *, linear: int = 0, cotangents: int = 0, transposed: Kernel | None = None,
     ) -> None:  # fmt: skip
+        # name: what messages call it; fast: the implementation that runs; plain: the implementation that says what it
+        # computes, in JAX operators; platforms: where the fast one runs, such as ``("tpu",)``; elsewhere the plain one
+        # does. None for everywhere
         self.name, self.fast, self.plain, self.platforms = name, fast, plain, platforms
+        # linear: the number of last operands that the results are linear in: the tangents of a derivative; cotangents:
+        # the number of results of a derivative; transposed: the kernel from the other operands, and cotangents of the
+        # results, to cotangents of these last ones
         self.linear, self.cotangents, self.transposed = linear, cotangents, transposed
         self._derived: dict[Any, Any] = {}
         self._plain_jaxprs: dict[Types, Any] = {}
@@ -59,11 +166,7 @@ class Kernel:
         return f"kernel {self.name}"
 
     def plain_jaxpr(self, types: Types) -> Any:
-        """The plain function traced on arrays of these types, calls opened.
-
-        Raises:
-            ArgumentError: it uses an array of a surrounding function that is being traced.
-        """
+        """The plain function traced on arrays of these types, calls opened."""
         if types not in self._plain_jaxprs:
             with no_mesh_set():
                 made = flat(jax.make_jaxpr(self.plain)(*_structs(types)))
@@ -267,3 +370,153 @@ mlir.register_lowering(kernel_p, _lowered)
 ad.primitive_jvps[kernel_p] = _derivative
 ad.primitive_transposes[kernel_p] = _transposed
 batching.primitive_batchers[kernel_p] = _mapped_over
+
+
+# The rule of a kernel: its plain function, as one equation.
+
+_Kinds = Mapping[int, tuple[str, str | None]]  # for each loop its kind as a factor, and a monoid
+
+
+def kernel_rule(call: Call) -> Rule:
+    """The rule of one application of a kernel, and on a mesh the part of it that is proven."""
+    kernel: Kernel = call.params["kernel"]
+    types: Types = tuple(zip(call.in_shapes, call.in_dtypes, strict=True))
+    splits: _KernelSplits = kernel.once(("splits", types, rules_version()), lambda: _KernelSplits(kernel, types))
+    return dataclasses.replace(splits.candidate, on_mesh=splits.on_mesh)
+
+
+class _KernelSplits:
+    """How one application of a kernel may be split."""
+
+    def __init__(self, kernel: Kernel, types: Types) -> None:
+        self._kernel, self._types, self._plain = kernel, types, kernel.plain_jaxpr(types)
+        self._function = function = loops_of(self._plain)
+        leaves = (leaf for dims in (*function.arguments, *function.results) for dim in dims for leaf in dim)
+        self._factors = {leaf: f for f, leaf in enumerate(dict.fromkeys(leaves))}
+        self._kinds = {leaf: self._candidate(leaf) for leaf in self._factors}
+        self.candidate = self._rule_of(self._kinds)
+        self._proven: dict[tuple[int, ...], bool] = {}
+        self._doubled: dict[frozenset[int], _KernelSplits] = {}
+
+    def on_mesh(self, mesh: Mesh) -> Rule:
+        """The rule with those loops whole that no atom of a mesh can split."""
+        kinds = dict(self._kinds)
+        for leaf, f in self._factors.items():
+            if kinds[leaf][0] != REPLICATE and not any(self._is_proven(*trial) for trial in self._trials(f, mesh)):
+                kinds[leaf] = REPLICATE, None
+        return self._rule_of(kinds)
+
+    def _trials(self, f: int, mesh: Mesh) -> Iterator[tuple[Mesh, Split]]:
+        """Splits of a factor alone; of one in a product behind others, beside complete splits of those."""
+        candidate = self.candidate
+        dims = [dim for own in (*candidate.operands, *candidate.results) for dim in own if f in dim]
+        majors = {g: candidate.factors[g].size for dim in dims for g in dim[: dim.index(f)]}
+        if not majors:
+            for atom in mesh.atoms:
+                yield mesh, {f: (atom,)}
+            return
+        fewest = prime_factors(candidate.factors[f].size)[0]
+        devices = Mesh.abstract(**{f"loop{g}": size for g, size in {**majors, f: fewest}.items()})
+        yield devices, {g: devices.atoms_of[f"loop{g}"] for g in (*majors, f)}
+
+    def _candidate(self, leaf: int) -> tuple[str, str | None]:
+        """The kind of a loop as the rules of the equations give it."""
+        function, table = self._function, self._function.table
+        arrays = [[own for dim in dims for own in dim] for dims in (*function.arguments, *function.results)]
+        monoids = table.monoids().get(leaf, set())
+        if leaf in table.whole() or len(monoids) > 1 or any(loops.count(leaf) > 1 for loops in arrays):
+            return REPLICATE, None
+        return (REDUCE, min(monoids)) if monoids else (PARALLEL, None)
+
+    def _rule_of(self, kinds: _Kinds) -> Rule:
+        make = RuleMaker()
+        for leaf, (kind, monoid) in kinds.items():
+            make.factor(self._function.table.sizes[leaf], kind, monoid)
+        takes, makes = (
+            [[tuple(self._factors[leaf] for leaf in dim) for dim in dims] for dims in arrays]
+            for arrays in (self._function.arguments, self._function.results)
+        )
+        return make.rule(
+            takes, makes, local=_local, flops=self._function.flops, products=self._function.products,
+            masks_itself=True, allowed=self._allowed,
+        )  # fmt: skip
+
+    def _allowed(self, mesh: Mesh, split: Split) -> bool:
+        own = {f: atoms for f, atoms in split.items() if atoms}
+        if not own:
+            return True
+        # A fast function that does not run on whole arrays either has no derivative: the plain one runs.
+        refusal = self._kernel.refusal
+        return self._is_proven(mesh, own) and not (refusal(self._local_types(mesh, own)) and not refusal(self._types))
+
+    def _is_proven(self, mesh: Mesh, split: Split) -> bool:
+        key = tuple(mesh.count(split.get(f, ())) for f in range(len(self._factors)))
+        if key not in self._proven:
+            self._proven[key] = self._proof(mesh, split)
+        return self._proven[key]
+
+    def _proof(self, mesh: Mesh, split: Split) -> bool:
+        rule, factors, table = self.candidate, self.candidate.factors, self._function.table
+        if any(factors[f].kind == REDUCE and factors[f].size % mesh.count(split[f]) for f in split):
+            return False  # what stands in the padding would be combined
+
+        def atoms_of_loop(loop: int) -> Atoms:
+            return tuple(a for leaf in table.leaves(loop) for a in split.get(self._factors.get(leaf, -1), ()))
+
+        try:
+            on_shards = self._kernel.plain_jaxpr(self._local_types(mesh, split))
+        except Exception:  # the plain function refuses arrays of this size
+            return False
+        if runs_on_shards(self._plain, on_shards, self._function.steps, rule, atoms_of_loop, mesh, split):
+            return True
+        single = frozenset(f for f, atoms in split.items() if factors[f].size == mesh.count(atoms))
+        return bool(single) and self._makes_shards(on_shards, mesh, split) and self._proven_of_two(single, mesh, split)
+
+    def _makes_shards(self, on_shards: Any, mesh: Mesh, split: Split) -> bool:
+        made = [shape for shape, _ in types_of(v.aval for v in closed(on_shards)[0].outvars)]
+        whole = [shape for shape, _ in self._kernel.result_types(self._types)]
+        return made == [
+            _local_shape(dims, n, mesh, split) for dims, n in zip(self.candidate.results, whole, strict=True)
+        ]
+
+    def _proven_of_two(self, single: frozenset[int], mesh: Mesh, split: Split) -> bool:
+        """The proof for loops of twice the size.
+
+        Where a shard has one element along a loop, JAX writes another program: a sum over it is a reshape. So the
+        programs are compared where shards have two.
+        """
+        rule = self.candidate
+        if single not in self._doubled:
+            types = tuple(
+                (tuple(n * 2 ** len(single & set(dim)) for n, dim in zip(shape, dims, strict=True)), dtype)
+                for (shape, dtype), dims in zip(self._types, rule.operands, strict=True)
+            )
+            try:
+                self._doubled[single] = _KernelSplits(self._kernel, types)
+            except Exception:  # the plain function refuses arrays of this size
+                return False
+        twice = self._doubled[single]
+        alike = (twice.candidate.operands, twice.candidate.results) == (rule.operands, rule.results)
+        return alike and twice._is_proven(mesh, split)
+
+    def _local_types(self, mesh: Mesh, split: Split) -> Types:
+        pairs = zip(self._types, self.candidate.operands, strict=True)
+        return tuple((_local_shape(dims, shape, mesh, split), dtype) for (shape, dtype), dims in pairs)
+
+
+def _local_shape(dims: Dims, shape: tuple[int, ...], mesh: Mesh, split: Split) -> tuple[int, ...]:
+    return Sharding(place(dims, split)).local_shape(mesh, shape)
+
+
+def _local(shards: Shards, *arrays: Any) -> list[Any]:
+    """Runs the kernel on shards. Padding is zero: an index in it must not point outside of an array."""
+    return shards.bind(*(_filled(shards, i, x) for i, x in enumerate(arrays)))
+
+
+def _filled(shards: Shards, i: int, x: Any) -> Any:
+    shape = shards.equation.inputs[i].shape
+    for d, (dim, n) in enumerate(zip(shards.rule.operands[i], shape, strict=True)):
+        atoms = tuple(a for f in dim for a in shards.atoms(f))
+        if n % shards.mesh.count(atoms) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = mask(x, d, n, atoms, jnp.zeros((), x.dtype))
+    return x

@@ -1,16 +1,4 @@
-"""Lists how gshard treats each parameter of each JAX primitive, and finds parameters that it does not keep.
-
-    KEPT        the per-device program contains the parameter or depends on it
-    IRRELEVANT  the program computes, places and sends the same without it; the row states why
-    REPORTED    not kept: ``gshard.explain(...).dropped`` lists it with its line, and ``strict=True`` refuses it
-    OPTIONS     contains options of an inner ``gshard.jit``; options that the outer one does not have are REPORTED
-    REFUSED     without it arrays would be placed or sent differently: gshard raises an error
-
-gshard keeps all parameters of a primitive that it binds on every device with the parameters of the equation
-(``ledger_rows.BOUND``). A primitive that gshard opens, or runs on shards in another way, has a row for each parameter.
-A parameter without a row comes from a JAX release that has not been reviewed, so gshard reports it. gshard does not
-report values without meaning (None, False, unspecified shardings).
-"""
+"""Lists how gshard treats each parameter of each JAX primitive, and finds parameters that it does not know."""
 
 from __future__ import annotations
 
@@ -18,14 +6,281 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from gshard.core.dropped import Dropped
 from gshard.core.errors import TraceError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_context import AbstractToken, is_unspecified, settings_of
 from gshard.core.planning_tables import tabulated
-from gshard.language.ledger_rows import BOUND, EFFECTS, KEPT, LOST, OPTIONS, REFUSED, REPORTED, SETTINGS
+from gshard.core.program import Dropped
 
-# Parameters that state the sharding of a result. Tracing converts them to marks (``tracing.demanded``).
+# Contains the rows of the ledger (``ledger``): primitives of JAX 0.10 to 0.12, their parameters, contexts and effects.
+
+KEPT, IRRELEVANT, REPORTED, REFUSED, OPTIONS = "KEPT", "IRRELEVANT", "REPORTED", "REFUSED", "OPTIONS"
+
+# gshard binds these primitives on every device with the parameters of the equation, with the sizes of one device's
+# part. A sharding (``sharding``, ``out_sharding``) becomes a mark on the result. Continuation lines are indented.
+BOUND = """
+add_any after_all copy copy_p create_token dynamic_update_slice eq eq_to exp2 ge gt iota_p le le_to log2 lt lt_to ne
+    one_minus_square optimization_barrier pow select_n sign square stop_gradient threefry2x32 threefry4x32 zeros_like:
+abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz complex cos cosh digamma erf erf_inv erfc exp
+    exp2 expm1 floor imag is_finite lgamma log log1p log2 logistic neg not population_count real rsqrt sign sin sinh
+    sqrt square tan tanh: accuracy
+add and atan2 clamp div max min mul mulhi nextafter or polygamma rem shift_left shift_right_arithmetic
+    shift_right_logical sub xor zeta: accuracy
+add and atan2 broadcast_in_dim cholesky cholesky_update clamp cumprod div householder_product igamma igamma_grad_a
+    igammac lu_pivots_to_permutation max min mul mulhi nextafter or ormqr polygamma reduce_and reduce_max reduce_min
+    reduce_or reduce_window_max reduce_window_min reduce_window_sum reduce_xor regularized_incomplete_beta rem rev
+    select_and_gather_add select_and_scatter select_and_scatter_add shift_left shift_right_arithmetic
+    shift_right_logical slice sub symmetric_product transpose tridiagonal_solve xor zeta: out_dtype
+igamma igamma_grad_a igammac regularized_incomplete_beta: dtype
+integer_pow: y
+polynomial: unroll
+round: rounding_method
+conj: input_dtype
+reduce_precision: exponent_bits mantissa_bits
+convert_element_type: new_dtype sharding weak_type
+bitcast_convert_type: new_dtype
+name: name
+broadcast_in_dim: broadcast_dimensions shape sharding
+broadcast_to iota_2x32_shape rng_uniform random_split: shape
+iota: dimension dtype shape sharding
+empty: dtype out_sharding shape
+empty2: dtype memory_space
+reshape: dimensions new_sizes sharding
+squeeze rev: dimensions
+transpose: permutation
+pad: padding_config
+slice: limit_indices start_indices strides
+dynamic_slice: slice_sizes
+concatenate dimension_size: dimension
+split: axis sizes
+stack unstack: axis
+tile: reps
+gather: dimension_numbers fill_value indices_are_sorted mode slice_sizes unique_indices
+scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub: dimension_numbers indices_are_sorted mode
+    unique_indices update_consts update_jaxpr
+dot_general: dimension_numbers out_sharding precision preferred_element_type
+ragged_dot_general: group_offset out_sharding precision preferred_element_type ragged_dot_dimension_numbers
+scaled_dot: dimension_numbers preferred_element_type
+scaled_matmul scaled_matmul_wrapper: preferred_element_type
+conv_general_dilated: batch_group_count dimension_numbers feature_group_count lhs_dilation out_sharding padding
+    precision preferred_element_type rhs_dilation window_strides
+reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor: axes out_sharding
+argmax argmin: axes index_dtype
+reduce: computation dimensions jaxpr
+cumsum cumprod cummax cummin cumlogsumexp: axis reverse
+reduce_window: base_dilation consts jaxpr padding window_dilation window_dimensions window_strides
+reduce_window_max reduce_window_min reduce_window_sum: base_dilation padding window_dilation window_dimensions
+    window_strides
+select_and_gather_add: base_dilation padding select_prim window_dilation window_dimensions window_strides
+select_and_scatter: padding scatter_consts scatter_jaxpr select_consts select_jaxpr window_dimensions window_strides
+select_and_scatter_add: padding select_prim window_dimensions window_strides
+sort: dimension is_stable num_keys
+top_k: axis is_stable k operand
+approx_top_k: aggregate_to_topk is_max_k k recall_target reduction_dimension reduction_input_size_override
+fft: fft_lengths fft_type
+cholesky: symmetrize_input
+cholesky_update geqrf hessenberg householder_product lu philox2x32 philox4x32:
+eig: compute_left_eigenvectors compute_right_eigenvectors implementation
+eigh: algorithm lower sort_eigenvalues subset_by_index
+geqp3: use_magma
+lu_pivots_to_permutation: permutation_size
+ormqr: left transpose
+qr: full_matrices pivoting use_magma
+schur: compute_schur_vectors select_callable sort_eig_vals
+svd: algorithm compute_uv full_matrices subset_by_index
+symmetric_product: alpha beta symmetrize_output
+triangular_solve: conjugate_a left_side lower transpose_a unit_diagonal
+tridiagonal: lower
+tridiagonal_solve: perturb_singular
+spsolve: reorder tol
+random_bits: bit_width shape
+random_seed random_wrap: impl
+random_clone random_fold_in random_unwrap:
+random_gamma: log_space
+rng_bit_generator: algorithm dtype out_sharding shape
+from_edtype: dtype
+to_edtype: edtype
+rnn_bwd rnn_fwd: bidirectional cudnn_allow_tf32 dropout hidden_size input_size num_layers
+bcoo_dot_general bcsr_dot_general: dimension_numbers lhs_spinfo preferred_element_type
+bcoo_dot_general_sampled: dimension_numbers
+bcoo_extract: assume_unique
+bcsr_extract:
+bcoo_fromdense bcsr_fromdense: index_dtype n_batch n_dense nse
+bcoo_sort_indices bcoo_todense bcsr_todense coo_todense: spinfo
+bcoo_spdot_general: dimension_numbers lhs_spinfo preferred_element_type rhs_spinfo
+bcoo_sum_duplicates: nse spinfo
+bcoo_transpose: permutation spinfo
+coo_fromdense csr_fromdense: index_dtype nse
+coo_matmat coo_matvec: spinfo transpose
+coo_spmm coo_spmv csr_matmat csr_matvec csr_spmm csr_spmv: shape transpose
+csr_todense: shape
+todense: tree
+dot_product_attention_fwd dot_product_attention_fwd_wrapper dot_product_attention_bwd
+    dot_product_attention_bwd_wrapper: dropout_rate is_training layout mask_type scale score_mod score_mod_jaxpr
+    score_mod_name seed sliding_window_length variadic_args
+dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper dot_product_attention_fp8_bwd
+    dot_product_attention_fp8_bwd_wrapper: is_training layout scale use_causal_mask
+custom_partitioning: call decode_shardings in_tree infer_sharding_from_operands out_tree partition
+    propagate_user_sharding sharding_rule static_args
+pallas_call: backend compiler_params cost_estimate debug grid_mapping input_output_aliases interpret jaxpr mesh
+    metadata name name_stack out_avals
+tpu_custom_call: *
+ffi_call: attributes custom_call_api_version has_side_effect input_layouts input_output_aliases legacy_backend_config
+    output_layouts result_avals target_name vmap_method
+buffer_callback: callback command_buffer_compatible has_side_effect in_tree input_output_aliases out_tree result_avals
+    vmap_method
+cudnn_fusion: jaxpr name
+jaxpr_call: jaxpr
+mpmd_map: compiler_params external_meshes input_output_aliases interpret jaxprs meshes name out_avals
+program_order: call_jaxpr exclude_mask
+fused_call: jaxpr out_spaces
+inspect_sharding: callback
+debug_callback: callback effect partitioned
+debug_print: fmt has_placeholders in_tree logging_record np_printoptions ordered partitioned static_args
+check: debug err_tree
+shape_assertion: error_message
+unreachable: exc_type message out_avals
+dim_as_value: dim
+platform_index: platforms
+dce_sink: prevent_mlir_dce
+delay multiple_of shard_alike stage tie unpin:
+pin: to
+layout_constraint: layout
+relayout: dst_layout
+with_memory_space_constraint: memory_space
+device_put: copy_semantics devices srcs
+xla_metadata_value: xla_metadata_kvs
+get_global: what
+global_array_to_host_local_array host_local_array_to_global_array: global_mesh pspec
+create_linear: memory_space ty
+empty_ref new_ref: kind memory_space pin ty
+addupdate get swap: tree
+accum_grad_in_ref free_ref freeze:
+run_state: is_initialized jaxpr which_linear
+box_get: avals
+box_set log_extend new_box: treedef
+log_read new_log:
+psum pmax pmin psum_start: axes axis_index_groups out_sharding
+psum_invariant psum_invariant_start: axes axis_index_groups out_sharding
+preduced pvary reduced_vary_cast reduced_vary_cast_p unreduced_pmax unreduced_pmin unreduced_psum unreduced_psum_start
+    vary_unreduced_cast vary_unreduced_cast_p: axes
+all_gather all_gather_start all_gather_invariant all_gather_reduced all_gather_reduced_start: all_gather_dimension
+    axis_index_groups axis_name axis_size tiled
+reduce_scatter reduce_scatter_start unreduced_reduce_scatter unreduced_reduce_scatter_start: axis_index_groups
+    axis_name axis_size scatter_dimension tiled
+all_to_all all_to_all_start: axis_index_groups axis_name concat_axis split_axis tiled
+ragged_all_to_all: axis_index_groups axis_name
+ppermute ppermute_start psend: axis_name perm
+precv: axis_name out_shape perm
+pbroadcast pbroadcast_start: axis_name source
+pbroadcast_dynamic axis_index: axis_name
+all_gather_done all_to_all_done pbroadcast_done ppermute_done psum_done reduce_scatter_done:
+masked_load masked_swap semaphore_read semaphore_wait: args_tree
+semaphore_signal: args_tree device_id_type
+num_programs program_id: axis
+reciprocal: approx full_range
+core_map: interpret jaxpr mesh
+run_scoped: collective_axes jaxpr
+"""
+
+_DERIVED = "The derivative has been taken when gshard sees the program."
+_BATCHED = "Vmap has been applied when gshard sees the program."
+_OPENED = "All calls are opened."
+_ONE_LINE = "The program keeps named scopes, and each equation its line."
+
+# Primitives that gshard opens, or runs on shards in another way: names, parameters, treatment, reason, hint.
+LOST: tuple[tuple[str, ...], ...] = (
+    ("jit pjit", "jaxpr in_shardings out_shardings", KEPT, ""),
+    ("jit pjit", "name", IRRELEVANT, _ONE_LINE),
+    ("jit pjit", "inline", IRRELEVANT, _OPENED),
+    ("jit pjit", "keep_unused", IRRELEVANT, "An unused operand is no argument of an opened call."),
+    ("jit pjit", "donated_invars", IRRELEVANT, "A jit inside of another donates nothing, under jax.jit too."),
+    ("jit pjit", "ctx_mesh", IRRELEVANT, "Each sharding names its mesh."),
+    ("jit pjit", "in_layouts out_layouts", KEPT, "tracing.nested_shardings refuses all but the default."),
+    (
+        "jit pjit",
+        "compiler_options_kvs",
+        REFUSED,
+        "XLA compiles the whole program with one set of options.",
+        "Give compiler_options to gshard.jit. jax.jit refuses them inside of another jit too.",
+    ),
+    ("core_call call closed_call eval_jaxpr", "jaxpr call_jaxpr", KEPT, ""),
+    ("core_call call closed_call eval_jaxpr", "backend ctx inline_jax_late name", IRRELEVANT, _OPENED),
+    ("gshard_call", "jaxpr", KEPT, ""),
+    ("gshard_call", "over", IRRELEVANT, "The outer gshard.jit has a mesh."),
+    ("gshard_call", "target", OPTIONS, "The outer gshard.jit partitions the whole program, with its own options."),
+    ("remat remat2 checkpoint", "jaxpr prevent_cse differentiated", KEPT, ""),
+    ("remat remat2 checkpoint", "policy", IRRELEVANT, _DERIVED),
+    ("remat_opt", "fwd_jaxpr fun_jaxpr_thunk num_consts num_res", KEPT, ""),
+    ("custom_jvp_call custom_vjp_call custom_jvp_call_jaxpr", "call_jaxpr fun_jaxpr", KEPT, ""),
+    (
+        "custom_jvp_call custom_vjp_call custom_jvp_call_jaxpr",
+        "jvp_jaxpr_fun jvp_jaxpr_thunk bwd fwd_jaxpr_thunk num_consts out_trees symbolic_zeros",
+        IRRELEVANT,
+        _DERIVED,
+    ),
+    ("custom_lin", "bwd in_zeros num_res out_avals symbolic_zeros", IRRELEVANT, _DERIVED),
+    (
+        "call_exported",
+        "exported",
+        REFUSED,
+        "Its program has a region for all devices: a shard_map, or a function that gshard partitioned.",
+        "Call the function that was exported, or call the exported one outside of gshard.jit.",
+    ),
+    ("custom_vmap_call", "call", KEPT, ""),
+    ("custom_vmap_call", "in_tree out_tree rule", IRRELEVANT, _BATCHED),
+    ("linear_call", "callee", KEPT, ""),
+    ("linear_call", "num_callee_consts num_res transpose transpose_thunk", IRRELEVANT, _DERIVED),
+    ("custom_linear_solve", "const_lengths jaxprs", KEPT, ""),
+    ("call_hi_primitive", "_prim", KEPT, ""),
+    ("call_hi_primitive_linearized", "_prim has_sres nz_in_flat nz_out_flat residuals_tree", KEPT, ""),
+    ("composite", "jaxpr call_jaxpr", KEPT, ""),
+    ("composite", "name attributes", REPORTED, "It is compiled as the equations that it is made of."),
+    ("composite", "version", IRRELEVANT, "It is about the name, which is reported."),
+    ("compute_on", "jaxpr compute_type out_memory_spaces", KEPT, ""),
+    ("compute_on", "compiler_options_json", REPORTED, "Each equation is annotated with the compute type alone."),
+    ("xla_metadata_call", "jaxpr xla_metadata *", KEPT, ""),
+    ("xla_metadata_call", "ad_metadata", IRRELEVANT, _DERIVED),
+    ("scan", "jaxpr length num_carry num_consts reverse unroll ft_in ft_out", KEPT, ""),
+    ("scan", "linear _split_transpose", IRRELEVANT, _DERIVED),
+    ("while", "body_jaxpr body_nconsts cond_jaxpr cond_nconsts", KEPT, ""),
+    ("cond", "branches branches_platforms", KEPT, ""),
+    ("shard_map", "in_specs out_specs mesh jaxpr manual_axes newly_manual_axes", KEPT, ""),
+    ("shard_map", "check_vma", IRRELEVANT, "JAX has checked the types of the region when gshard sees it."),
+    ("sharding_constraint", "sharding", KEPT, ""),
+    ("sharding_constraint", "unconstrained_dims context_mesh", IRRELEVANT, "The sharding says both."),
+    ("sharding_constraint", "layout", REPORTED, "XLA chooses the order in memory."),
+    ("reshard", "dst_sharding", KEPT, ""),
+    ("reshard", "concrete_mesh", IRRELEVANT, "The sharding names the axes."),
+    ("pure_callback io_callback", "callback ordered result_avals vmap_method", KEPT, ""),
+    ("pure_callback io_callback", "sharding", KEPT, "The device that it names calls."),
+)
+
+# The settings in an equation's context.
+SETTINGS: dict[str, tuple[str, str]] = {
+    "compute_type": (KEPT, ""),
+    "xla_metadata": (KEPT, ""),
+    "threefry_partitionable": (KEPT, ""),
+    "cur_abstract_mesh": (IRRELEVANT, "Each sharding names its mesh."),
+    "remove_size_one_mesh_axis": (IRRELEVANT, "Axes of size one split nothing."),
+    "no_collectives": (IRRELEVANT, "JAX has checked it when gshard sees the program."),
+    "cur_layout_mode": (REPORTED, "XLA chooses the order in memory."),
+    "configs": (IRRELEVANT, "JAX does not set it."),
+}
+
+# Effects that equations may have: effects of callbacks, references, collectives inside of shard_map, and kernels.
+# gshard never merges or removes equations with effects, and never opens them through the function that JAX lowers them
+# by.
+EFFECTS = frozenset(
+    """
+    AccumEffect BufferCallbackEffect CommsEffect DebugEffect DelayEffect ErrorEffect FfiEffect GenericEffect IOEffect
+    InternalMutableArrayEffect NamedAxisEffect NoDCEEffect OrderedDebugEffect OrderedIOEffect ReadEffect RefEffect
+    SemaphoreEffect ShapeAssertionEffect SingleSideCollectiveEffect WriteEffect
+    """.split()
+)
+
+
+# Parameters that state the sharding of a result. Tracing converts them to marks (``tracing.builder``).
 RESULT_SHARDINGS = frozenset(("sharding", "out_sharding"))
 
 _UNREAD = "This version of gshard does not read it."
@@ -47,19 +302,12 @@ def says_something(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """The treatment of a parameter.
+    """The treatment of a parameter."""
 
-    Attributes:
-        way: KEPT, IRRELEVANT, REPORTED, OPTIONS or REFUSED.
-        why: the reason, or a sentence that states what gshard does instead.
-        hint: the way out for the user, if the parameter is refused.
-        loses: returns whether a value of the parameter is lost.
-    """
-
-    way: str
-    why: str = ""
-    hint: str = ""
-    loses: Callable[[Any], bool] = says_something
+    way: str  # KEPT, IRRELEVANT, REPORTED, OPTIONS or REFUSED
+    why: str = ""  # the reason, or a sentence that states what gshard does instead
+    hint: str = ""  # the way out for the user, if the parameter is refused
+    loses: Callable[[Any], bool] = says_something  # returns whether a value of the parameter is lost
 
 
 def rows_of_text(text: str, row: Row) -> Iterator[tuple[str, dict[str, Row]]]:
@@ -108,15 +356,7 @@ def unclassified(primitive: str, parameters: Iterable[str]) -> tuple[str, ...]:
 
 
 def dropped(eqn: Any, source: Any) -> Iterator[Dropped]:
-    """The parameters, settings and effects of an equation that gshard does not keep.
-
-    Args:
-        eqn: an equation of a jaxpr.
-        source: the ``source_info`` with the user's line of the equation.
-
-    Raises:
-        TraceError: without a parameter, arrays would be placed or sent differently.
-    """
+    """The parameters, settings and effects of an equation that gshard does not keep."""
     name = eqn.primitive.name
     params = eqn.params
     for parameter, row in _may_be_lost(name, tuple(params)):
@@ -142,12 +382,7 @@ def dropped(eqn: Any, source: Any) -> Iterator[Dropped]:
 
 
 def check_arrays(eqn: Any, source: Any) -> None:
-    """Checks that all results of an equation are arrays.
-
-    Raises:
-        TraceError: a result is a token, or a value of a user-defined type (``jax.experimental.hijax``), or the equation
-            shows the sharding of an array, which only ``gshard.explain`` can.
-    """
+    """Checks that all results of an equation are arrays."""
     if eqn.primitive.name == "inspect_sharding":
         hint = "Remove the call: gshard.explain(f, ...) shows the sharding of each array, and why it has it."
         raise TraceError("jax.debug.inspect_array_sharding cannot see the plan.", user_line(source), hint=hint)

@@ -1,15 +1,10 @@
-"""Runs the body of a user's ``shard_map`` inside the per-device program, with axis names replaced by atoms.
-
-A collective over the user's axis ``expert`` of size 4 becomes a collective over the atoms ``("expert.0", "expert.1")``:
-these are the same devices in the same order. Other equations of the body do not change. In a region without automatic
-axes, a sharding constraint or a mark cannot split an array. gshard ignores it if it splits nothing, and refuses it
-otherwise.
-"""
+"""Runs the body of a user's ``shard_map`` inside the per-device program, and per-device programs over other axes."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,17 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 from jax.sharding import PartitionSpec
 
 from gshard.comm.collectives import KINDS
-from gshard.comm.local import slice_part
+from gshard.comm.steps import slice_part
 from gshard.core.errors import RuleError, ShardingError
 from gshard.core.jax_adapter import as_if_at, bind, called_jaxpr, closed, evaluate, user_line
 from gshard.core.jax_adapter_context import context_of, in_context
 from gshard.core.jax_adapter_kernels import kernel_as_traced_here
 from gshard.core.memory_kinds import is_on_host, shape_in_memory
-from gshard.core.mesh import Atoms
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.sharding import Sharding
 
 AtomsOf = Mapping[str, Atoms]
 
@@ -52,23 +48,12 @@ def renamed(jaxpr: Any, atoms_of: AtomsOf) -> Callable[..., list[Any]]:
 
 
 class Rewritten:
-    """Traces the body of a ``shard_map`` again, without the user's mesh. Subclasses define how axes are replaced.
+    """Traces the body of a ``shard_map`` again, without the user's mesh. Subclasses define how axes are replaced."""
 
-    Attributes:
-        kernel_axes: the atoms of each axis that a kernel may name.
-    """
-
-    kernel_axes: AtomsOf = MappingProxyType({})
+    kernel_axes: AtomsOf = MappingProxyType({})  # the atoms of each axis that a kernel may name
 
     def collective(self, eqn: Any, name: str, axes: tuple[Any, ...], operands: list[Any]) -> Sequence[Any]:
-        """Runs an equation that names axes of the user's mesh.
-
-        Args:
-            eqn: the equation.
-            name: the name of its primitive, without the suffixes for tracking varying values.
-            axes: the axes that the equation names.
-            operands: one device's parts of the operands.
-        """
+        """Runs an equation that names axes of the user's mesh."""
         raise NotImplementedError
 
     def shard_map(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
@@ -165,11 +150,7 @@ class OverAtoms(Rewritten):
         self._atoms_of = self.kernel_axes = atoms_of
 
     def collective(self, eqn: Any, name: str, axes: tuple[Any, ...], operands: list[Any]) -> Sequence[Any]:
-        """Runs the collective over atoms. Over axes of size 1 nothing is sent.
-
-        Raises:
-            RuleError: gshard does not support the collective.
-        """
+        """Runs the collective over atoms. Over axes of size 1 nothing is sent."""
         atoms: list[Any] = []
         for axis in axes:
             atoms.extend(self._atoms_of[axis] if isinstance(axis, str) else (axis,))
@@ -198,11 +179,7 @@ class OverAtoms(Rewritten):
         return results
 
     def constraint(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        """Returns the operands unchanged, if the constraint splits nothing.
-
-        Raises:
-            ShardingError: the constraint would split one device's part.
-        """
+        """Returns the operands unchanged, if the constraint splits nothing."""
         params = eqn.params
         constraint = params.get("mark") or params.get("sharding") or params.get("dst_sharding")
         if _splits_a_dimension(constraint):
@@ -230,11 +207,7 @@ def _splits_a_dimension(constraint: Any) -> bool:
 
 
 def check_known(eqn: Any, name: str, axes: tuple[Any, ...]) -> None:
-    """Checks that gshard supports a collective of JAX.
-
-    Raises:
-        RuleError: it does not; the error has the user's line.
-    """
+    """Checks that gshard supports a collective of JAX."""
     if name != "axis_index" and name not in KINDS:
         raise RuleError(
             f"'{eqn.primitive.name}' inside a shard_map is not known.",
@@ -247,15 +220,7 @@ def check_known(eqn: Any, name: str, axes: tuple[Any, ...]) -> None:
 def collective(
     primitive: Any, name: str, params: Mapping[str, Any], atoms: Atoms, operands: Sequence[Any]
 ) -> Sequence[Any]:
-    """Runs a collective of JAX over atoms of the mesh.
-
-    Args:
-        primitive: JAX's primitive.
-        name: the name of the primitive, without the suffixes for tracking varying values.
-        params: the parameters of JAX's equation.
-        atoms: the atoms over which it runs.
-        operands: one device's parts of the operands.
-    """
+    """Runs a collective of JAX over atoms of the mesh."""
     if name == "axis_index":
         return [lax.axis_index(atoms) if atoms else jnp.zeros((), jnp.int32)]
     if name == "psum" and not params.get("axis_index_groups"):
@@ -294,3 +259,193 @@ def _to_itself(x: Any, output: Any, starts: Any, sizes: Any, targets: Any, _: An
         is_copied = ((row >= 0) & (row < sizes[i])).reshape(-1, *(1,) * (output.ndim - 1))
         output = jnp.where(is_copied, rows, output)
     return output
+
+
+# Replaces permutes in code that only some devices execute.
+
+
+def apart(f: Callable[..., Sequence[Any]], arrays: Sequence[Any], manual: Collection[str]) -> list[Any]:
+    """Runs a per-device function that only some devices run. Permutes over ``manual`` atoms stay unchanged."""
+    return _Apart(frozenset(manual)).function(jax.make_jaxpr(lambda *xs: list(f(*xs)))(*arrays))(*arrays)
+
+
+class _Apart(Rewritten):
+    def __init__(self, manual: frozenset[str]):
+        self._manual = manual
+
+    def collective(self, eqn: Any, name: str, axes: tuple[Any, ...], operands: list[Any]) -> Sequence[Any]:
+        if name == "ppermute" and self._manual.isdisjoint(axes):
+            return [_gathered(x, axes, eqn.params["perm"]) for x in operands]
+        return collective(eqn.primitive, name, eqn.params, axes, operands)
+
+    def constraint(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        return operands  # the plan already satisfies the mark
+
+
+def _gathered(x: Any, atoms: Atoms, pairs: Sequence[tuple[int, int]]) -> Any:
+    """The result of a permute, by an all-gather over the atoms in which senders and receivers differ.
+
+    A device to which the permute sends nothing gets zeros.
+    """
+    sizes = {a: lax.axis_size(a) for a in atoms}
+    gathered_atoms = moved_over(pairs, sizes)
+    gathered_dims = [i for i, a in enumerate(atoms) if a in gathered_atoms]
+    shape = tuple(sizes.values())
+    gathered_shape = [shape[i] for i in gathered_dims]
+    sources = np.full(math.prod(shape), -1, np.int32)  # -1: the device receives nothing
+    for source, target in pairs:
+        position = [int(n) for n in np.unravel_index(source, shape)]
+        if gathered_dims:
+            sources[target] = np.ravel_multi_index([position[i] for i in gathered_dims], gathered_shape)
+        else:
+            sources[target] = 0
+    own_source = jnp.asarray(sources)[lax.axis_index(atoms)]
+    part = x
+    if gathered_atoms:
+        parts = lax.all_gather(x, gathered_atoms)
+        part = lax.dynamic_index_in_dim(parts, jnp.maximum(own_source, 0), keepdims=False)
+    return jnp.where(own_source >= 0, part, jnp.zeros_like(x))
+
+
+def moved_over(pairs: Sequence[tuple[int, int]], sizes: Mapping[str, int]) -> Atoms:
+    """The atoms along which the source and the target of any pair have different positions.
+
+    >>> moved_over([(0, 1), (2, 3)], {"x": 2, "y": 2})
+    ('y',)
+    """
+    positions = np.array(np.unravel_index(np.asarray(pairs, np.int64).reshape(-1, 2), tuple(sizes.values())))
+    return tuple(a for a, along in zip(sizes, positions, strict=True) if (along[:, 0] != along[:, 1]).any())
+
+
+# Runs a per-device program over the axes of the user's mesh instead of over atoms.
+
+
+class OverAxes(Rewritten):
+    """Converts each collective over atoms to one over the axes of the mesh that contain these atoms."""
+
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+
+    def collective(self, eqn: Any, name: str, axes: tuple[Any, ...], operands: list[Any]) -> Sequence[Any]:
+        """Runs the collective over axes."""
+        check_known(eqn, name, axes)
+        along, groups = axes_and_groups(axes, self._mesh)
+        if name == "axis_index":
+            return [_index(along, groups)]
+        key = "axes" if "axes" in eqn.params else "axis_name"
+        params = {**eqn.params, key: along}
+        if groups is None:
+            return bind(eqn.primitive, params, operands)
+        if params.get("axis_index_groups"):
+            what = f"'{name}' in groups over a part of an axis cannot run inside of another jax.shard_map."
+            raise RuleError(what, user_line(eqn.source_info), hint="Leave axis_index_groups out, or run it outside.")
+        if name == "ppermute":
+            # JAX 0.10 counts the positions of a ppermute in the order of the mesh, for any order of the named axes.
+            assert list(axes) == [a for a in self._mesh.atoms if a in axes]
+            moves = tuple((int(group[i]), int(group[j])) for group in groups for i, j in params["perm"])
+            return bind(eqn.primitive, {**params, "perm": moves}, operands)
+        return bind(eqn.primitive, {**params, "axis_index_groups": tuple(map(tuple, groups.tolist()))}, operands)
+
+    def cut(self, x: Any, have: Sharding, wanted: Sharding) -> Any:
+        """Splits an array further."""
+        for d, (present_atoms, atoms) in enumerate(zip(have.dims, wanted.dims, strict=True)):
+            if further_atoms := atoms[len(present_atoms) :]:
+                size = x.shape[d] // self._mesh.count(further_atoms)
+                position = _index(*axes_and_groups(further_atoms, self._mesh))
+                x = lax.dynamic_slice_in_dim(x, position * size, size, d)
+        return x
+
+
+def axes_and_groups(atoms: Atoms, mesh: Mesh) -> tuple[tuple[str, ...], np.ndarray | None]:
+    """The axes that contain atoms, in the order of the mesh, and the groups of positions along these axes.
+
+    The groups are None if all positions form one group, in order.
+
+    >>> axes_and_groups(("c.0",), Mesh.abstract(a=2, c=4))
+    (('c',), array([[0, 2],
+           [1, 3]]))
+    >>> axes_and_groups(("a", "c.0", "c.1"), Mesh.abstract(a=2, c=4))
+    (('a', 'c'), None)
+    """
+    axes = tuple(name for name, atoms_of_axis in mesh.atoms_of.items() if any(a in atoms_of_axis for a in atoms))
+    all_atoms = tuple(a for name in axes for a in mesh.atoms_of[name])
+    if all_atoms == tuple(atoms):
+        return axes, None
+    sizes = [mesh.atom_sizes[a] for a in all_atoms]
+    positions = np.arange(int(np.prod(sizes))).reshape(sizes)
+    within = [all_atoms.index(a) for a in atoms]
+    between = [i for i in range(len(all_atoms)) if i not in within]
+    return axes, positions.transpose(*between, *within).reshape(-1, int(np.prod([sizes[i] for i in within])))
+
+
+def _index(axes: tuple[str, ...], groups: np.ndarray | None) -> Any:
+    """The position of a device in its group."""
+    index = lax.axis_index(axes)
+    if groups is None:
+        return index
+    index_in_group = np.empty(groups.size, np.int32)
+    index_in_group[groups.ravel()] = np.tile(np.arange(groups.shape[1]), groups.shape[0])
+    return jnp.asarray(index_in_group)[index]
+
+
+# Defines the primitives of a ``shard_map`` that is manual over some axes of its mesh and automatic over others.
+
+Axes = tuple[tuple[str, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RegionBoundary:
+    """The boundary of a region at one array."""
+
+    axes: Axes  # names and sizes of the axes of the user's mesh
+    manual: tuple[str, ...]  # the axes that become manual in the region
+    spec: tuple[tuple[str, ...], ...]  # for each dimension the manual axes that split it in the region
+    # the devices of the user's mesh in row-major order, if it has devices
+    devices: tuple[Any, ...] = dataclasses.field(default=(), repr=False)
+    summed: tuple[str, ...] = ()  # the manual axes over which parts that leave the region are added
+
+    def parts(self) -> tuple[int, ...]:
+        """The number of parts of each dimension."""
+        sizes = dict(self.axes)
+        return tuple(math.prod(sizes[name] for name in names) for names in self.spec)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of JAX in the body of a region."""
+
+    primitive: Any  # primitive, params: the primitive and the parameters of JAX's equation
+    params: tuple[tuple[str, Any], ...]
+    over: tuple[str, ...]  # the axes of the user's mesh that the collective names
+    axes: Axes  # names and sizes of all axes of this mesh
+    manual: tuple[str, ...]  # the axes that are manual at the collective
+    results: tuple[tuple[tuple[int, ...], Any], ...]  # shape and dtype of each result
+
+
+enter_manual_p = Primitive("enter_manual")
+leave_manual_p = Primitive("leave_manual")
+
+
+@enter_manual_p.def_abstract_eval
+def _part(x: Any, *, boundary: RegionBoundary) -> Any:
+    shape = tuple(n // parts for n, parts in zip(x.shape, boundary.parts(), strict=True))
+    return jax.core.ShapedArray(shape, x.dtype, weak_type=x.weak_type)
+
+
+@leave_manual_p.def_abstract_eval
+def _whole(x: Any, *, boundary: RegionBoundary) -> Any:
+    shape = tuple(n * parts for n, parts in zip(x.shape, boundary.parts(), strict=True))
+    return jax.core.ShapedArray(shape, x.dtype, weak_type=x.weak_type)
+
+
+def _primitive(name: str) -> Primitive:
+    primitive = Primitive(f"manual_{name}")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(
+        lambda *_, collective: [jax.core.ShapedArray(shape, dtype) for shape, dtype in collective.results]
+    )
+    return primitive
+
+
+MANUAL_COLLECTIVES = {name: _primitive(name) for name in (*KINDS, "axis_index")}
+"""The primitive for each of JAX's collectives that such a region may contain, by JAX's name."""

@@ -1,32 +1,102 @@
-"""Defines regions, the equations with bodies: scan, while and cond.
-
-A region has no factors. It defines which values of its bodies must agree with which values outside (*edges*), the
-shardings of operands at the entry and of results at the exit, and how to run it on local arrays:
-
-    scan     constants and carry keep their dimensions. Stacked operands and results have the loop dimension in front.
-    If
-             it is split outside, the slices inside are split along another dimension. The carry has one sharding, which
-             is the sharding of the carry input of the body.
-    while    like scan, without stacks. The predicate is replicated, so all devices stop after the same iteration.
-             (``tracing.mapped_while`` rewrites loops with a flag for each example.)
-    cond     operands enter with their own shardings. Each branch moves operands that it needs in another sharding.
-             Of the branches of ``lax.platform_dependent`` XLA compiles that of its platform.
-"""
+"""Defines regions, the equations with bodies (scan, while and cond), and runs blocks on arrays."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Literal
 
-from gshard.core.jax_adapter import scan_counts
+from gshard.core.jax_adapter import as_if_at, bind, body_of_call, closed, named_axes, scan_counts, sub_jaxprs
+from gshard.core.jax_adapter_context import context_of, in_context
 from gshard.core.memory_kinds import is_on_host, shape_in_memory
 from gshard.core.mesh import Atoms
 from gshard.core.program import Block, Constant, Edge, Equation, Value
 from gshard.core.sharding import Sharding
-from gshard.language.beforehand import beforehand
+from gshard.language.per_device import renamed
+from gshard.language.traits import traits_of
+
+# Moves the computation of values that depend on positions only out of a loop.
+
+
+def beforehand(step: Callable[..., Any], *examples: Any) -> Callable[..., Any]:
+    """The body of a loop without equations whose results are equal in every iteration."""
+    jaxpr, result = jax.make_jaxpr(step, return_shape=True)(*examples)
+    body, consts = closed(jaxpr)
+    invariant = _invariant(body.eqns)
+    producer = {v: e for e in invariant for v in e.outvars}
+    others = [e for e in body.eqns if e not in invariant]
+    read = [v for e in others for v in e.invars] + list(body.outvars)
+    kept = {v for v in read if not isinstance(v, Literal) and v in producer and _is_worth_it(v, producer[v])}
+    shared_env = dict(zip(body.constvars, consts, strict=True))
+    env_before = dict(shared_env)
+    _run(_needed(list(invariant), kept, set()), env_before)
+    shared_env.update((v, env_before[v]) for v in kept)
+    remaining = _needed(body.eqns, {v for v in body.outvars if not isinstance(v, Literal)}, kept)
+
+    def run(*arguments: Any) -> Any:
+        env = {**shared_env, **dict(zip(body.invars, jax.tree.leaves(arguments), strict=True))}
+        _run(remaining, env)
+        results = [_value(env, v) for v in body.outvars]
+        return jax.tree.unflatten(jax.tree.structure(result), results)
+
+    return run
+
+
+def _invariant(equations: Sequence[Any]) -> dict[Any, None]:
+    """The equations, in order, whose results depend on positions only and extend along at most one dimension."""
+    invariant: dict[Any, None] = {}
+    results: set[Any] = set()
+    for e in equations:
+        is_small = all(sum(n > 1 for n in v.aval.shape) <= 1 for v in e.outvars)
+        if is_small and _is_pure(e) and all(isinstance(v, Literal) or v in results for v in e.invars):
+            invariant[e] = None
+            results.update(e.outvars)
+    return invariant
+
+
+def _is_pure(e: Any) -> bool:
+    """Whether an equation always computes the same result from its operands, without communication."""
+    if e.primitive.name == "axis_index":
+        return True
+    if traits_of(e.primitive.name).fixed or e.effects or named_axes(e):
+        return False
+    body = body_of_call(e.primitive.name, e.params)
+    if body is None:
+        return not sub_jaxprs(e.params)
+    return all(map(_is_pure, closed(body)[0].eqns))
+
+
+def _is_worth_it(v: Any, producer: Any) -> bool:
+    return math.prod(v.aval.shape) > 1 and not traits_of(producer.primitive.name).free
+
+
+def _needed(equations: Sequence[Any], values: set[Any], given: set[Any]) -> list[Any]:
+    """The equations that compute some values from given ones, and all equations with effects."""
+    missing = values - given
+    needed = []
+    for e in reversed(equations):
+        if e.effects or not missing.isdisjoint(e.outvars):
+            needed.append(e)
+            missing |= {v for v in e.invars if not isinstance(v, Literal)} - given
+    return needed[::-1]
+
+
+def _run(equations: Sequence[Any], env: dict[Any, Any]) -> None:
+    for e in equations:
+        with as_if_at(e.source_info), in_context(context_of(e)):
+            results = bind(e.primitive, e.params, [_value(env, v) for v in e.invars])
+        env.update(zip(e.outvars, results, strict=True))
+
+
+def _value(env: dict[Any, Any], v: Any) -> Any:
+    return v.val if isinstance(v, Literal) else env[v]
+
 
 ShardingOf = Callable[[Value | Constant], Sharding]
 
@@ -60,44 +130,29 @@ class Emitter(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Region:
-    """The definition of one kind of equation with bodies.
+    """The definition of one kind of equation with bodies."""
 
-    Attributes:
-        bodies: returns the jaxprs of the bodies, from the parameters of the equation.
-        edges: returns the pairs of values that must agree.
-        entry: returns the sharding of each operand at the entry.
-        leave: returns the sharding of each result at the exit.
-        emit: runs the equation on local arrays.
-        crossings: returns the values that are moved at the boundary of a body.
-        trip_count: returns the number of runs of the bodies, if known.
-        same: for each body returns the operands that are its first inputs in every iteration.
-        decided: returns the values that determine which body runs, or how often.
-    """
-
+    # returns the jaxprs of the bodies, from the parameters of the equation
     bodies: Callable[[dict[str, Any]], list[Any]]
-    edges: Callable[[Equation], list[Edge]]
-    entry: Callable[[Equation, ShardingOf], list[Sharding]]
-    leave: Callable[[Equation, ShardingOf], list[Sharding]]
-    emit: Callable[[Equation, Emitter, Sequence[Any]], Sequence[Any]]
-    crossings: Callable[[Equation], list[Crossing]]
-    trip_count: Callable[[dict[str, Any]], int] = lambda params: 1
+    edges: Callable[[Equation], list[Edge]]  # returns the pairs of values that must agree
+    entry: Callable[[Equation, ShardingOf], list[Sharding]]  # returns the sharding of each operand at the entry
+    leave: Callable[[Equation, ShardingOf], list[Sharding]]  # returns the sharding of each result at the exit
+    emit: Callable[[Equation, Emitter, Sequence[Any]], Sequence[Any]]  # runs the equation on local arrays
+    crossings: Callable[[Equation], list[Crossing]]  # returns the values that are moved at the boundary of a body
+    trip_count: Callable[[dict[str, Any]], int] = lambda params: 1  # returns the number of runs of the bodies, if known
+    # for each body returns the operands that are its first inputs in every iteration
     same: Callable[[dict[str, Any]], list[range]] = lambda params: []
+    # returns the values that determine which body runs, or how often
     decided: Callable[[Equation], Sequence[Value | Constant]] = lambda equation: ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Crossing:
-    """A value that becomes another value at the boundary of a body, and is moved to the sharding of that value.
+    """A value that becomes another value at the boundary of a body, and is moved to the sharding of that value."""
 
-    Attributes:
-        edge: both values.
-        inward: whether the outer value becomes the inner one, or the reverse.
-        each_round: whether this happens in each run of the body, or once before or after the region.
-    """
-
-    edge: Edge
-    inward: bool
-    each_round: bool = False
+    edge: Edge  # both values
+    inward: bool  # whether the outer value becomes the inner one, or the reverse
+    each_round: bool = False  # whether this happens in each run of the body, or once before or after the region
 
 
 def edge(outer: Any, inner: Any, stacked: int = 0) -> list[Edge]:
@@ -320,3 +375,64 @@ REGIONS: dict[str, Region] = {
 def with_edges(equation: Equation) -> Equation:
     """An equation with edges that are computed again, after its operands, results or bodies have changed."""
     return dataclasses.replace(equation, edges=tuple(REGIONS[equation.name].edges(equation)))
+
+
+# Runs a block on arrays, without splitting or moving them.
+
+
+class Interpreter:
+    """Runs blocks on whole arrays. It is an ``Emitter`` for regions. Subclasses may run equations in other ways."""
+
+    devices: Sequence[Any] | None = None
+
+    def sharding(self, value: Value | Constant) -> Sharding:
+        """The replicated sharding."""
+        return Sharding.replicated(len(value.shape))
+
+    def move(
+        self, value: Value | Constant, array: Any, target: Sharding, equation: Equation, trip_count: int = 1
+    ) -> Any:
+        """Returns the array unchanged."""
+        return array
+
+    def combine(self, flag: Any, monoid: str, atoms: Atoms, equation: Equation) -> Any:
+        """Returns the flag unchanged."""
+        return flag
+
+    def equation(self, e: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Runs one equation without a body.
+
+        The types in the body of a ``shard_map`` contain the user's mesh, so the body is traced again.
+        """
+        if "check_vma" not in e.params:
+            return bind(e.primitive, e.params, inputs)
+        mesh, specs = e.params["mesh"], list(e.params["out_specs"])
+        body = renamed(e.params["jaxpr"], {str(axis): (str(axis),) for axis in mesh.shape})
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=e.params["in_specs"], out_specs=specs, check_vma=False)
+        return list(mapped(*inputs))
+
+    def region(self, e: Equation, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Runs one equation with bodies."""
+        return REGIONS[e.name].emit(e, self, arrays)
+
+    def run(self, block: Block, arrays: Sequence[Any], trip_count: int = 1) -> list[Any]:
+        """Runs a block."""
+        env: dict[Value, Any] = dict(zip(block.inputs, arrays, strict=True))
+        self.evaluate(block.equations, env)
+        return [jnp.asarray(value_of(v, env)) for v in block.outputs]
+
+    def evaluate(self, equations: Iterable[Equation], env: dict[Value, Any]) -> None:
+        """Runs equations in order."""
+        for e in equations:
+            with as_if_at(e.source_info), jax.named_scope(e.name), in_context(e.context):
+                inputs = [value_of(v, env) for v in e.inputs]
+                if e.rule is not None:
+                    results = self.equation(e, inputs)
+                else:
+                    results = self.region(e, [jnp.asarray(x) for x in inputs])
+            env.update(zip(e.outputs, results, strict=True))
+
+
+def value_of(v: Value | Constant, env: Mapping[Value, Any]) -> Any:
+    """The array of a value, or the value of a constant."""
+    return v.value if isinstance(v, Constant) else env[v]

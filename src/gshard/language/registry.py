@@ -76,15 +76,7 @@ def rule(*names: str, **traits: Any) -> Callable[[RuleFunction], RuleFunction]:
 
 
 def rule_of(call: Call, source: Any = None) -> Rule:
-    """The rule of one application of a primitive; ``known`` is False for the default rule.
-
-    Args:
-        call: the application.
-        source: the ``source_info`` of the equation, for the line in an error message.
-
-    Raises:
-        RuleError: a user's rule does not fit the equation.
-    """
+    """The rule of one application of a primitive; ``known`` is False for the default rule."""
     function = _custom_rule(call.name, call.params) or _RULES.get(call.name, batch_rule)
     try:
         return function(call)

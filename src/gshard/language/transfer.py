@@ -1,8 +1,8 @@
 """Moves values between device memory and host memory.
 
 ``jax.device_put`` inside a program may specify the memory of a value, its sharding, or both. Tracing separates the two
-(``tracing.put``): the sharding becomes a mark, and the change of memory becomes a *transfer*. A transfer is an equation
-whose result is the operand in the other memory.
+(``tracing.expand``): the sharding becomes a mark, and the change of memory becomes a *transfer*. A transfer is an
+equation whose result is the operand in the other memory.
 
 gshard never merges transfers, so a value that the backward pass fetches again need not stay on the device. Computations
 and collectives do not use host memory. gshard fetches an operand in host memory for the equation that reads it, and
@@ -20,30 +20,20 @@ import jax
 from gshard.core.jax_adapter import closed, sub_jaxprs, user_line
 from gshard.core.memory_kinds import is_on_host, space
 from gshard.core.program import Constant, Equation, Value, itemsize, type_text
-from gshard.core.rule import PARALLEL
-from gshard.core.split import Split
+from gshard.core.rule import PARALLEL, Split
 from gshard.language.traits import traits_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Transfer:
-    """A transfer of a value of the per-device program between device memory and host memory.
+    """A transfer of a value of the per-device program between device memory and host memory."""
 
-    Attributes:
-        to_host: whether the value moves to the host, or from the host.
-        bytes: bytes of one device's part.
-        times: number of runs in one call of the program; a loop with an unknown number of iterations counts once.
-        shape: one device's part, as text.
-        line: the user's source line.
-        array: the name of the value; empty if not known.
-    """
-
-    to_host: bool
-    bytes: int
-    times: int
-    shape: str
-    line: str
-    array: str = ""
+    to_host: bool  # whether the value moves to the host, or from the host
+    bytes: int  # bytes of one device's part
+    times: int  # number of runs in one call of the program; a loop with an unknown number of iterations counts once
+    shape: str  # one device's part, as text
+    line: str  # the user's source line
+    array: str = ""  # the name of the value; empty if not known
 
     @property
     def total_bytes(self) -> int:

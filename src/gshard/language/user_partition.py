@@ -1,24 +1,14 @@
-"""Calls the functions of ``custom_partitioning(f).def_partition`` on a mesh.
-
-    partition(mesh, operands, results) -> mesh, lower_fn, shardings of results, shardings of operands
-
-``partition`` receives types with a ``NamedSharding`` each, over a mesh with the user's axes. It returns the per-device
-program (``lower_fn``, with collectives over these axes), and the shardings of the operands and results of this program,
-which may differ from the shardings that it received. XLA calls it during compilation, gshard during planning. A split
-of the equation is allowed if ``partition`` returns the same shardings and gshard can trace the per-device program.
-
-If only a part of an axis splits an array (4 of 8 devices), the functions receive a mesh with the parts of this axis as
-axes.
-"""
+"""Calls the functions and sharding rules of ``custom_partitioning(f).def_partition`` on a mesh of the equation."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.experimental.custom_partitioning import SdyShardingRule
+from jax.experimental.custom_partitioning import BATCHING, SdyShardingRule
 from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -27,12 +17,170 @@ from gshard.comm.steps import PERMUTE
 from gshard.core.errors import GShardError, RuleError
 from gshard.core.jax_adapter import closed
 from gshard.core.jax_adapter_kernels import as_gspmd, ir_types, read_sharding_rule, spec_on
-from gshard.core.mark import Mark, resolve
+from gshard.core.mark import Mark, axes_of_entry, entries_of, resolve
 from gshard.core.mesh import Atoms, Mesh, automatic_mesh
-from gshard.core.partition_spec import axes_of_entry, entries_of
 from gshard.language.per_device import renamed
-from gshard.language.sharding_rule import Factors, factors_of, independent
-from gshard.language.user_partition_types import DeviceProgram, Partitioned, Unfinished
+
+# Defines the parameters and per-device programs of equations of ``custom_partitioning`` (``user_partition``).
+
+
+@dataclasses.dataclass(frozen=True)
+class Partitioned:
+    """The parameters of an equation of ``custom_partitioning``, without its jaxpr."""
+
+    # partition, infer, propagate: the user's functions; ``infer`` and ``propagate`` may be None
+    partition: Callable[..., Any]
+    infer: Callable[..., Any] | None
+    propagate: Callable[..., Any] | None
+    decoded: bool  # whether the functions receive ``NamedSharding`` objects
+    sharding_rule: Any  # the user's sharding rule, or None
+    static: tuple[Any, ...]  # the static arguments, which precede the others
+    kinds: tuple[type, ...]  # the types of the static arguments
+    in_tree: Any  # in_tree, out_tree: the pytree structures of operands and results
+    out_tree: Any
+    in_types: tuple[tuple[tuple[int, ...], Any], ...]  # in_types, out_types: shapes and dtypes of operands and results
+    out_types: tuple[tuple[tuple[int, ...], Any], ...]
+
+    @staticmethod
+    def of(params: Mapping[str, Any]) -> Partitioned:
+        """The relevant parameters of an equation."""
+        body, _ = closed(params["call"])
+        static = tuple(params["static_args"])
+        return Partitioned(
+            params["partition"],
+            params["infer_sharding_from_operands"],
+            params["propagate_user_sharding"],
+            bool(params["decode_shardings"]),
+            params["sharding_rule"],
+            static,
+            tuple(map(type, static)),
+            params["in_tree"],
+            params["out_tree"],
+            tuple((tuple(v.aval.shape), v.aval.dtype) for v in body.invars),
+            tuple((tuple(v.aval.shape), v.aval.dtype) for v in body.outvars),
+        )
+
+    @property
+    def types(self) -> tuple[tuple[tuple[int, ...], Any], ...]:
+        """Shapes and dtypes of operands, then of results."""
+        return (*self.in_types, *self.out_types)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DeviceProgram:
+    """The user's per-device program for some shardings."""
+
+    run: Callable[..., list[Any]]  # runs the program on one device's parts, with axes replaced by atoms
+    sent: int  # bytes that each device sends
+    over: frozenset[str]  # the atoms over which it communicates
+    # the program without its last collective, if this collective combines all results over the same atoms; otherwise
+    # None
+    unfinished: Unfinished | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unfinished:
+    """A per-device program with unreduced results."""
+
+    program: DeviceProgram  # the program
+    monoid: str  # the monoid that combines the results
+    atoms: frozenset[str]  # the atoms over which the results are unreduced
+
+
+# Converts sharding rules of ``jax.experimental.custom_partitioning`` to factors.
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Factors:
+    """The factors of an equation."""
+
+    sizes: tuple[int, ...]  # the size of each factor: the largest dimension that it stands for
+    # for each dimension of each operand, then of each result, its factors, major to minor
+    dims: tuple[tuple[tuple[int, ...], ...], ...]
+    whole: frozenset[int] = frozenset()  # the factors that cannot be split
+    communicated: frozenset[int] = frozenset()  # the factors along which devices communicate
+
+
+def independent(shapes: Shapes) -> Factors:
+    """A separate factor for each dimension of each array, for an equation without a sharding rule."""
+    sizes: list[int] = []
+    dims = []
+    for shape in shapes:
+        dims.append(tuple((len(sizes) + d,) for d in range(len(shape))))
+        sizes += shape
+    return Factors(tuple(sizes), tuple(dims))
+
+
+def factors_of(rule: SdyShardingRule, in_shapes: Shapes, out_shapes: Shapes) -> Factors:
+    """The factors of a sharding rule, for arrays of these shapes."""
+    mappings = (*rule.operand_mappings, *rule.result_mappings)
+    for what, mappings_of_rule, shapes_of_call in (
+        ("operands", rule.operand_mappings, in_shapes),
+        ("results", rule.result_mappings, out_shapes),
+    ):
+        if len(mappings_of_rule) != len(shapes_of_call):
+            raise _misfit(rule, f"is for {len(mappings_of_rule)} {what}, and there are {len(shapes_of_call)}")
+    shapes = (*in_shapes, *out_shapes)
+    names_of_arrays = list(_expand_ellipses(rule, mappings, shapes, len(in_shapes)))
+    size_of = {str(name): int(size) for name, size in rule.factor_sizes.items()}
+    for names, shape in zip(names_of_arrays, shapes, strict=True):
+        for (name, *others), n in zip(names, shape, strict=True):
+            if not others:
+                size_of[name] = max(n, size_of.get(name, n))
+    all_names = dict.fromkeys(name for names in names_of_arrays for dim in names for name in dim)
+    number_of = {name: i for i, name in enumerate(all_names)}
+    if missing := [name for name in number_of if name not in size_of]:
+        raise _misfit(rule, f"leaves the size of {missing[0]!r} open")
+    sizes = [size_of[name] for name in number_of]
+    dims_of_arrays = []
+    whole = {number_of[name] for name in rule.need_replication_factors}
+    for i, (names, shape) in enumerate(zip(names_of_arrays, shapes, strict=True)):
+        dims: list[tuple[int, ...]] = []
+        for d, (dim, n) in enumerate(zip(names, shape, strict=True)):
+            factors = tuple(number_of[name] for name in dim)
+            if len(dim) > 1 and math.prod(sizes[f] for f in factors) != n:
+                product = " * ".join(f"{name}={size_of[name]}" for name in dim)
+                raise _misfit(rule, f"has dimension {d} of {_array(i, len(in_shapes))} be {product}, and it is {n}")
+            if len(dim) == 1 and n == 1 < sizes[factors[0]]:  # a broadcast dimension stays whole
+                factors = (len(sizes),)
+                whole.add(len(sizes))
+                sizes.append(1)
+            dims.append(factors)
+        used = [f for factors in dims for f in factors]
+        if len(set(used)) != len(used):
+            raise _misfit(rule, f"names a factor twice in {_array(i, len(in_shapes))}")
+        dims_of_arrays.append(tuple(dims))
+    communicated = {number_of[name] for name in (*rule.reduction_factors, *rule.permutation_factors)}
+    return Factors(tuple(sizes), tuple(dims_of_arrays), frozenset(whole), frozenset(communicated))
+
+
+def _expand_ellipses(
+    rule: SdyShardingRule, mappings: Sequence[Any], shapes: Shapes, operands: int
+) -> Iterator[list[Any]]:
+    """For each array a tuple of factor names for each dimension. Dimensions of '...' get names of their own."""
+    ranks: dict[str, int] = {}
+    for i, (mapping, shape) in enumerate(zip(mappings, shapes, strict=True)):
+        names = [(dim,) if isinstance(dim, str) else tuple(dim) for dim in mapping]
+        if names and names[0][0].startswith(BATCHING):
+            group = names.pop(0)[0].removeprefix(BATCHING) or "0"
+            rank = len(shape) - len(names)
+            if ranks.setdefault(group, rank) != rank:
+                raise _misfit(rule, f"has '...' stand for {ranks[group]} dimensions and for {rank}")
+            names = [*((f"{BATCHING}{group}_{d}",) for d in range(rank)), *names]
+        if len(names) != len(shape):
+            raise _misfit(rule, f"gives {_array(i, operands)} {len(names)} dimensions, and it has {len(shape)}")
+        yield names
+
+
+def _array(i: int, operands: int) -> str:
+    return f"operand {i}" if i < operands else f"result {i - operands}"
+
+
+def _misfit(rule: SdyShardingRule, what: str) -> RuleError:
+    return RuleError(f"the sharding_rule of a custom_partitioning {what}.", got=str(rule))
+
 
 # The sharding of every operand, then of every result: for each dimension its atoms.
 Arrays = tuple[tuple[Atoms, ...], ...]
@@ -51,26 +199,16 @@ class _Proposal:
 
 
 class OnMesh:
-    """Calls the functions of one equation on a mesh, and caches the resulting per-device programs.
-
-    Attributes:
-        parameters: the parameters of the equation.
-        mesh: the mesh.
-        refusal: the reason of the last refusal of shardings; empty if there was none.
-    """
+    """Calls the functions of one equation on a mesh, and caches the resulting per-device programs."""
 
     def __init__(self, parameters: Partitioned, mesh: Mesh):
-        self.parameters = parameters
-        self.mesh = mesh
-        self.refusal = ""
+        self.parameters = parameters  # the parameters of the equation
+        self.mesh = mesh  # the mesh
+        self.refusal = ""  # the reason of the last refusal of shardings; empty if there was none
         self._programs: dict[Arrays, DeviceProgram | None] = {}
 
     def factors(self) -> Factors:
-        """The factors of the sharding rule; a separate factor for each dimension without a sharding rule.
-
-        Raises:
-            RuleError: the sharding rule is invalid, or does not fit the arrays.
-        """
+        """The factors of the sharding rule; a separate factor for each dimension without a sharding rule."""
         rule = self.parameters.sharding_rule
         operands = len(self.parameters.in_types)
         shapes = [shape for shape, _ in self.parameters.types]
@@ -97,11 +235,7 @@ class OnMesh:
         return factors_of(rule, shapes[:operands], shapes[operands:])
 
     def settled(self, arrays: Arrays) -> Arrays | None:
-        """The shardings that ``partition`` finally accepts, starting from some shardings; None if there are none.
-
-        Raises:
-            RuleError: ``partition`` does not return a mesh, a function and shardings.
-        """
+        """The shardings that ``partition`` finally accepts, starting from some shardings; None if there are none."""
         for _ in range(_ROUNDS):
             proposal = self._proposal(arrays)
             if proposal is None:
@@ -222,13 +356,7 @@ class OnMesh:
         return _Proposal(axes, atoms_of, lower, placed)
 
     def _following(self, arrays: Arrays, function: Callable[..., Any], *, results: bool) -> Arrays:
-        """The shardings with those of the results from a user's function; unchanged if the function raises.
-
-        Args:
-            arrays: the shardings.
-            function: ``infer_sharding_from_operands`` or ``propagate_user_sharding``.
-            results: whether it is the former, which takes the operands and the shapes of the results.
-        """
+        """The shardings with those of the results from a user's function; unchanged if the function raises."""
         mesh, atoms_of, shardings = self._named(arrays)
         operand_tree, result_tree = self._trees(shardings)
         operands = len(self.parameters.in_types)

@@ -19,7 +19,6 @@ In reading order: ``param`` and ``config``, ``gating`` (Algorithm 1), ``expert_c
 """
 
 from gshard.moe.attention import KeysValues as KeysValues
-from gshard.moe.balance import balanced as balanced
 from gshard.moe.config import TABLE_1 as TABLE_1
 from gshard.moe.config import ModelError as ModelError
 from gshard.moe.config import TransformerConfig as TransformerConfig
@@ -28,12 +27,13 @@ from gshard.moe.decoding import decode_step as decode_step
 from gshard.moe.decoding import encode as encode
 from gshard.moe.decoding import init_cache as init_cache
 from gshard.moe.decoding import project_memory as project_memory
-from gshard.moe.expert_choice import ExpertChoice as ExpertChoice
-from gshard.moe.expert_choice import expert_choice_gating as expert_choice_gating
 from gshard.moe.experts import expert_layer as expert_layer
 from gshard.moe.experts import expert_specs as expert_specs
 from gshard.moe.gating import Choice as Choice
+from gshard.moe.gating import ExpertChoice as ExpertChoice
 from gshard.moe.gating import Gating as Gating
+from gshard.moe.gating import balanced as balanced
+from gshard.moe.gating import expert_choice_gating as expert_choice_gating
 from gshard.moe.gating import top2_gating as top2_gating
 from gshard.moe.gating import top_k_gating as top_k_gating
 from gshard.moe.models import MODELS as MODELS

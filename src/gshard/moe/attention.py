@@ -1,11 +1,4 @@
-"""Multi-head attention as four products and a softmax.
-
-Heads of queries may share heads of keys and values (grouped queries, Ainslie et al. 2023). No biases.
-Queries are not divided by sqrt(D) at run time. Instead their initial weights are smaller, as in Lingvo, so that scores
-also start with a variance of 1.
-
-Keys and values are computed by a function of their own, because a decoder keeps them.
-"""
+"""Multi-head attention as four products and a softmax, with rotary positions and dropout."""
 
 from __future__ import annotations
 
@@ -15,9 +8,68 @@ import jax
 import jax.numpy as jnp
 
 from gshard.moe.config import TransformerConfig
-from gshard.moe.dropout import dropout
 from gshard.moe.param import Param
-from gshard.moe.rotary import Rotation, turned
+
+# Rotary positions: queries and keys are rotated by angles that grow with their positions (Su et al. 2021).
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of D/2 angles for positions of B sentences, float32 [B, L, D/2]; B may be 1."""
+
+    cosine: jax.Array
+    sine: jax.Array
+
+
+def rotation(config: TransformerConfig, position_BL: jax.Array) -> Rotation | None:
+    """The rotation for some positions; None if the model's positions are not rotary.
+
+    >>> rotation(TransformerConfig(9, 9), jnp.zeros((1, 3), int)) is None
+    True
+    """
+    if config.positions != "rotary":
+        return None
+    power_X = jnp.arange(config.head_dim // 2, dtype=jnp.float32) * (2.0 / config.head_dim)
+    angle_BLX = position_BL[:, :, None].astype(jnp.float32) * jnp.float32(config.rotary_base) ** -power_X
+    return Rotation(jnp.cos(angle_BLX), jnp.sin(angle_BLX))
+
+
+def turned(x_BLND: jax.Array, by: Rotation | None) -> jax.Array:
+    """Rotates each head, in float32. Returns the dtype of ``x_BLND``.
+
+    >>> quarter = Rotation(jnp.zeros((1, 1, 1)), jnp.ones((1, 1, 1)))
+    >>> turned(jnp.array([[[[2.0, 3.0]]]]), quarter).tolist()
+    [[[[-3.0, 2.0]]]]
+    """
+    if by is None:
+        return x_BLND
+    cosine, sine = by.cosine[:, :, None, :], by.sine[:, :, None, :]
+    left, right = jnp.split(x_BLND.astype(jnp.float32), 2, axis=-1)
+    both = [left * cosine - right * sine, right * cosine + left * sine]
+    return jnp.concatenate(both, axis=-1).astype(x_BLND.dtype)
+
+
+# Dropout. Without a random key nothing is dropped.
+
+
+def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Sets each element to zero with probability ``rate`` and scales the others by 1/(1-rate).
+
+    >>> dropout(jnp.ones(2), 0.5, None).tolist()
+    [1.0, 1.0]
+    """
+    if key is None or rate == 0.0:
+        return x
+    kept = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(kept, x / (1.0 - rate), jnp.zeros_like(x))
+
+
+def split_key(key: jax.Array | None, number: int) -> list[jax.Array | None]:
+    """``number`` independent keys; as many None if there is no key.
+
+    >>> split_key(None, 2)
+    [None, None]
+    """
+    return [None] * number if key is None else list(jax.random.split(key, number))
 
 
 class KeysValues(NamedTuple):
@@ -63,21 +115,7 @@ def attend(
     key: jax.Array | None = None,
     rotation: Rotation | None = None,
 ) -> jax.Array:
-    """Attention of each position of ``inputs_BLM`` over the positions of ``memory``.
-
-    Args:
-        params: see ``attention_specs``.
-        inputs_BLM: the inputs of the queries.
-        memory: keys and values of the same B sentences.
-        mask_BLK: bool, True where query L attends to position K; sizes of 1 broadcast. A query that attends to no
-            position gets the mean of all values, not NaN.
-        rate: dropout of attention weights.
-        key: the random key of dropout; None drops nothing.
-        rotation: of the positions of ``inputs_BLM``, if the keys are rotated too.
-
-    Returns:
-        outputs_BLM in the dtype of the inputs; the softmax is float32.
-    """
+    """Attention of each position of ``inputs_BLM`` over the positions of ``memory``."""
     dtype = inputs_BLM.dtype
     queries_BLND = turned(jnp.einsum("BLM,MND->BLND", inputs_BLM, params["query"].astype(dtype)), rotation)
     B, L, N, D = queries_BLND.shape

@@ -19,12 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard.moe.attention import KeysValues, attend, keys_values
-from gshard.moe.block import feed_forward_branch, norm
-from gshard.moe.checked import require
-from gshard.moe.config import TransformerConfig
-from gshard.moe.rotary import rotation
-from gshard.moe.transformer import embed, encoder, logits, positions
+from gshard.moe.attention import KeysValues, attend, keys_values, rotation
+from gshard.moe.config import TransformerConfig, require
+from gshard.moe.transformer import embed, encoder, feed_forward_branch, logits, norm, positions
 
 Cache = dict[str, KeysValues]
 

@@ -17,17 +17,13 @@ import operator
 import jax
 import jax.numpy as jnp
 
-from gshard.moe.expert_choice import ExpertChoice
-from gshard.moe.gating import Choice, Gating
+from gshard.moe.gating import Choice, ExpertChoice, Gating
 
 
 def one_hot_weights(gating: Gating | ExpertChoice, experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:
     """The matrices of Algorithm 2, line 2: combine weights and the mask of their slots.
 
     The mask has the kept choices. The paper's ``weights != 0`` would lose those whose weight underflows.
-
-    Returns:
-        combine_GSEC in float32 and dispatch_GSEC in bool.
 
     >>> from gshard.moe.gating import top2_gating
     >>> gating = top2_gating(jnp.array([[[2.0, 1.0, 0.0]]]), capacity=1)
@@ -65,9 +61,6 @@ def combine_einsum(combine_GSEC: jax.Array, outputs_EGCM: jax.Array) -> jax.Arra
 
 def token_of_slot(gating: Gating | ExpertChoice, experts: int, capacity: int) -> jax.Array:
     """The inverse of the choices: the token in each slot.
-
-    Returns:
-        int32 table_GEC of token numbers within the group; S, which is no token, in unused slots.
 
     >>> from gshard.moe.gating import top2_gating
     >>> gating = top2_gating(jnp.array([[[2.0, 1.0, 0.0], [3.0, 0.0, 1.0]]]), capacity=1)

@@ -19,9 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from gshard.api.marks import name, replicate, shard, split
-from gshard.moe.blocks import blocks_expert_layer
-from gshard.moe.checked import as_axes
-from gshard.moe.config import TransformerConfig
+from gshard.moe.config import TransformerConfig, as_axes
 from gshard.moe.dispatch import (
     combine_einsum,
     combine_gather,
@@ -30,13 +28,10 @@ from gshard.moe.dispatch import (
     one_hot_weights,
     token_of_slot,
 )
-from gshard.moe.expert_choice import ExpertChoice, expert_choice_gating
 from gshard.moe.feed_forward import feed_forward, feed_forward_specs, hidden
-from gshard.moe.gating import Gating, top_k_gating
+from gshard.moe.gating import ExpertChoice, Gating, expert_choice_gating, top_k_gating
 from gshard.moe.param import Param
-from gshard.moe.ragged import ragged_expert_layer
-from gshard.moe.sorted_rows import within_room
-from gshard.moe.two_hops import Hops
+from gshard.moe.ragged import Hops, blocks_expert_layer, ragged_expert_layer, within_room
 
 # The names, for policies of ``jax.checkpoint``, of the arrays that experts receive and return.
 SENT = ("dispatched", "returned")

@@ -33,10 +33,6 @@ def feed_forward_specs(config: TransformerConfig, hidden: int, experts: int = 0)
 def hidden(activation: str, into: Callable[[str], jax.Array]) -> jax.Array:
     """The hidden layer.
 
-    Args:
-        activation: ``relu`` or ``swiglu``.
-        into: the product of the inputs with the weights of this name, ``wi`` or ``wi_gate``.
-
     >>> hidden("relu", lambda name: jnp.array([-2.0, 3.0])).tolist()
     [0.0, 3.0]
     """

@@ -1,20 +1,10 @@
-"""Gating: chooses the experts of each token, their slots and weights (Algorithm 1, and top-k routing).
-
-Routing depends on the tokens of one group of S only, so groups (the dimension that is split over devices) are
-independent. All first choices take their slots before the second choices do, and so on. A choice is dropped if its
-expert is full.
-
-    gating = top_k_gating(logits_GSE, capacity=4, k=2)
-    gating.choices[0].expert_GS, gating.first.position_GS, gating.first.weight_GS
-
-It consists of cumulative sums over S and comparisons with an iota over E, without sorting and indexing.
-"""
+"""Gating: chooses the experts of each token, their slots and weights (Algorithm 1); or the tokens of each expert."""
 
 from __future__ import annotations
 
 import functools
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -266,3 +256,113 @@ def load_metrics(load_E: jax.Array) -> dict[str, jax.Array]:
         "load_entropy": entropy / jnp.log(jnp.float32(load_E.shape[0])),
         "dead_experts": jnp.sum(load_E == 0).astype(jnp.float32),
     }
+
+
+# Balance without a loss: a bias of each expert moves against its load (Wang et al. 2024, DeepSeek-V3).
+
+
+def balanced(params: dict[str, Any], load: dict[str, jax.Array], rate: float = 1e-3) -> dict[str, Any]:
+    """The parameters, with a lower bias for each expert whose load is above the mean, and a higher one below it.
+
+    Args:
+        params: see ``param_specs``; of a model with ``balance="bias"``.
+        load: ``metrics["load"]`` of ``loss`` or ``forward``: for ``encoder`` and ``decoder`` int32 [layers, E].
+        rate: the size of the change. If a load is exactly the mean of its layer, its bias stays.
+
+    Returns:
+        the same tree; arrays that are no bias are the same objects.
+
+    >>> layer = {"blocks": {"sparse": {"experts": {"bias": jnp.zeros((1, 3))}}}}
+    >>> moved = balanced({"decoder": layer}, {"decoder": jnp.array([[5, 3, 1]])}, rate=0.5)
+    >>> moved["decoder"]["blocks"]["sparse"]["experts"]["bias"].tolist()
+    [[-0.5, 0.0, 0.5]]
+    """
+    moved = dict(params)
+    for half, load_XE in load.items():
+        blocks = params[half]["blocks"]
+        experts = blocks["sparse"]["experts"]
+        bias_XE = experts["bias"] - rate * _above_mean(load_XE).astype(experts["bias"].dtype)
+        sparse = {**blocks["sparse"], "experts": {**experts, "bias": bias_XE}}
+        moved[half] = {**params[half], "blocks": {**blocks, "sparse": sparse}}
+    return moved
+
+
+def _above_mean(load_XE: jax.Array) -> jax.Array:
+    """1 where a load is above the mean of its layer, -1 where it is below, 0 where it is the mean, in integers."""
+    all_X1, E = jnp.sum(load_XE, axis=-1, keepdims=True), load_XE.shape[-1]
+    is_mean_XE = (load_XE == all_X1 // E) & (all_X1 % E == 0)
+    return jnp.where(is_mean_XE, 0, jnp.where(load_XE > all_X1 // E, 1, -1))
+
+
+# Expert choice: each expert chooses its tokens, so that all experts have the same load (Zhou et al. 2022).
+
+
+class ExpertChoice(NamedTuple):
+    """What each expert chose.
+
+    Attributes:
+        token_GEC: int32, the token in each slot, the best first; S where the group has no token left.
+        weight_GEC: float32, the combine weight; 0 where there is no token.
+        chosen_GS: bool, whether some expert chose the token.
+        load_E: int32, tokens of each expert.
+        aux_loss: float32 scalar, always 1.0.
+        metrics: float32 scalars: ``dropped_share`` of the valid tokens that no expert chose; ``kept_share``, the
+            slots that hold a token; ``load_entropy`` and ``dead_experts`` as of ``Gating``.
+    """
+
+    token_GEC: jax.Array
+    weight_GEC: jax.Array
+    chosen_GS: jax.Array
+    load_E: jax.Array
+    aux_loss: jax.Array
+    metrics: dict[str, jax.Array]
+
+
+def expert_choice_gating(
+    logits_GSE: jax.Array,
+    capacity: int,
+    *,
+    gates: str = "softmax",
+    scale: float = 1.0,
+    valid_GS: jax.Array | None = None,
+) -> ExpertChoice:
+    """Gives each expert the C tokens of its group that have the largest gates for it.
+
+    The weight is the gate itself: over the experts of a token, weights do not add up to 1. Of equal gates the first
+    token wins.
+
+    Args:
+        logits_GSE: router logits; float32 is computed with whatever the dtype.
+        capacity: C, tokens of each expert and group, at most S.
+        gates: ``softmax`` over experts or ``sigmoid``.
+        scale: what the weights are multiplied by.
+        valid_GS: bool, False for tokens that are not to be chosen; None means that all are valid.
+
+    Returns:
+        an ``ExpertChoice``.
+
+    >>> routed = expert_choice_gating(jnp.array([[[2.0, 0.0], [1.0, 0.0], [0.0, 3.0]]]), 1)
+    >>> routed.token_GEC.tolist()
+    [[[0], [2]]]
+    """
+    logits_GSE = logits_GSE.astype(jnp.float32)
+    G, S, _ = logits_GSE.shape
+    valid_GS = jnp.ones((G, S), bool) if valid_GS is None else valid_GS
+    gates_GSE = jax.nn.softmax(logits_GSE, axis=-1) if gates == "softmax" else jax.nn.sigmoid(logits_GSE)
+    # Gates are not negative, so the -1 of invalid tokens comes last.
+    gates_GES = jnp.where(valid_GS[:, None, :], jnp.transpose(gates_GSE, (0, 2, 1)), -1.0)
+    best_GEC, token_GEC = jax.lax.top_k(gates_GES, capacity)
+    real_GEC = best_GEC >= 0
+    token_GEC = jnp.where(real_GEC, token_GEC, S).astype(jnp.int32)
+    weight_GEC = scale * jnp.where(real_GEC, best_GEC, 0.0)
+
+    def chosen(token_EC: jax.Array) -> jax.Array:
+        return jnp.zeros((S,), bool).at[token_EC].set(True, mode="drop", wrap_negative_indices=False)
+
+    chosen_GS = jax.vmap(chosen)(token_GEC)
+    tokens = jnp.maximum(jnp.sum(valid_GS), 1).astype(jnp.float32)
+    dropped = jnp.sum(valid_GS & ~chosen_GS).astype(jnp.float32) / tokens
+    kept = jnp.sum(real_GEC).astype(jnp.float32) / real_GEC.size
+    load_E = jnp.sum(real_GEC, axis=(0, 2), dtype=jnp.int32)
+    metrics = {"dropped_share": dropped, "kept_share": kept} | load_metrics(load_E)
+    return ExpertChoice(token_GEC, weight_GEC, chosen_GS, load_E, jnp.float32(1.0), metrics)

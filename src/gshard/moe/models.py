@@ -14,8 +14,7 @@ import difflib
 import re
 from types import MappingProxyType
 
-from gshard.moe.checked import ModelError
-from gshard.moe.config import TABLE_1, TransformerConfig
+from gshard.moe.config import TABLE_1, ModelError, TransformerConfig
 
 # Jiang et al. 2024, "Mixtral of Experts": 46.7e9 weights, 12.9e9 of them for a token.
 _MIXTRAL = TransformerConfig.decoder_only(

@@ -1,52 +1,355 @@
-"""Ragged: experts without a capacity, as one product whose rows are sorted by expert (``jax.lax.ragged_dot``).
-
-    tokens ─▶ rows sorted by expert ─▶ ragged_dot, activation, ragged_dot ─▶ each token reads its rows
-
-No row is padding of an expert, whatever the loads. With P partitions each has E/P of the experts, and room for X rows:
-for all that could come, T * min(k, E/P), nothing is dropped. Rows come to partitions in one of three ways:
-
-    ragged              each device gathers all tokens and reads those of its experts. The sums over partitions are
-                        reduced and scattered: T * M numbers in each direction, however many experts a token has.
-    ragged_all_to_all   each device sends its tokens to the partitions of their experts, which send their rows back:
-                        k * T / P * M numbers in each direction.
-    two_hops            the same in two exchanges, between hosts and inside each host (``two_hops``).
-
-R replicas are R such layers beside each other: each has T / R of the tokens, rows of its own, and all experts.
-"""
+"""Ragged: experts without a capacity: rows sorted by expert, as one product, in blocks, or over hosts first."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gshard.api.row_functions import put_rows, take_rows
 from gshard.moe.feed_forward import hidden
-from gshard.moe.gating import Choice, Gating
-from gshard.moe.sorted_rows import by_replica, first_rows, row_of, rows_of_experts, table_of_tokens
-from gshard.moe.two_hops import Hops
+from gshard.moe.gating import Choice, Gating, keep
+
+# Sorted rows: tokens in the order of their experts, for the dispatches without slots (``blocks`` and ``ragged``).
+
+
+def first_rows(gating: Gating, starts_E: jax.Array) -> jax.Array:
+    """For each group and expert the row of the first token: offset_GE."""
+    return starts_E + jnp.cumsum(gating.slots_GE, axis=0) - gating.slots_GE
+
+
+def row_of(choice: Choice, offset_GE: jax.Array, none: int) -> jax.Array:
+    """For each of T tokens the row of its choice: row_T; ``none`` where it is not kept."""
+    row_GS = jnp.take_along_axis(offset_GE, choice.expert_GS, axis=1) + choice.position_GS
+    return jnp.where(choice.kept_GS, row_GS, none).reshape(-1)
+
+
+def table_of_tokens(rows_of_choices: list[jax.Array], rows: int) -> jax.Array:
+    """The token in each row: table_X, with T in unused rows. Choices beyond the last row are left out.
+
+    >>> table_of_tokens([jnp.array([2, 0]), jnp.array([1, 9])], 4).tolist()
+    [1, 0, 0, 2]
+    """
+    tokens = rows_of_choices[0].shape[0]
+    token_T = jnp.arange(tokens, dtype=jnp.int32)
+    table_X = jnp.full((rows,), tokens, jnp.int32)
+    for row_T in rows_of_choices:
+        table_X = table_X.at[row_T].set(token_T, mode="drop", wrap_negative_indices=False)
+    return table_X
+
+
+def limits(sizes_E: jax.Array, partitions: int, room: int) -> jax.Array:
+    """How many rows an expert may have, so that those of a partition have at most ``room`` rows together: limit_E.
+
+    Experts of one partition have the same limit, the largest one. So only experts with the most tokens lose some.
+
+    >>> limits(jnp.array([9, 2, 6, 1]), 2, 8).tolist()
+    [6, 6, 7, 7]
+    """
+    sorted_PE = jnp.sort(sizes_E.reshape(partitions, -1), axis=1)
+    own_experts = sorted_PE.shape[1]
+    smaller_PE = jnp.cumsum(sorted_PE, axis=1) - sorted_PE
+    # If the i smallest experts have all of their rows, the others share what is left. The largest share is the limit.
+    shares_PE = (room - smaller_PE) // (own_experts - jnp.arange(own_experts, dtype=sizes_E.dtype))
+    return jnp.repeat(jnp.max(shares_PE, axis=1), own_experts)
+
+
+def rows_of_experts(gating: Gating, partitions: int, room: int) -> jax.Array:
+    """The rows of each expert, of all its tokens if the partition has room for them: sizes_E."""
+    sizes_E = jnp.sum(gating.slots_GE, axis=0)
+    if room >= most_rows(gating, partitions):
+        return sizes_E
+    return jnp.minimum(sizes_E, limits(sizes_E, partitions, room))
+
+
+def most_rows(gating: Gating, partitions: int) -> int:
+    """How many rows a partition has at most, whatever tokens choose."""
+    own_experts = gating.slots_GE.shape[1] // partitions
+    return gating.first.expert_GS.size * min(len(gating.choices), own_experts)
+
+
+def within_room(
+    gating: Gating, partitions: int, room: int, valid_GS: jax.Array | None, *, replicas: int = 1, any_number: bool
+) -> Gating:
+    """The gating without the choices beyond the rows of their experts: the last tokens are dropped."""
+
+    def kept(choices: tuple[Choice, ...], slots_GE: jax.Array) -> list[jax.Array]:
+        own = gating._replace(choices=choices, slots_GE=slots_GE)
+        sizes_E = rows_of_experts(own, partitions, room)
+        offset_GE = first_rows(own, jnp.zeros_like(sizes_E))
+        return [
+            (row_of(choice, offset_GE, 0).reshape(choice.expert_GS.shape) < jnp.take(sizes_E, choice.expert_GS))
+            for choice in choices
+        ]
+
+    if room * replicas >= most_rows(gating, partitions):
+        return gating
+    kept_GS = by_replica(kept, gating.choices, gating.slots_GE, replicas=replicas)
+    return keep(gating, kept_GS, valid_GS, any_number=any_number)
+
+
+def by_replica(f: Callable[..., Any], *arrays: Any, replicas: int) -> Any:
+    """Calls ``f(*arrays)`` for each of so many equal parts of the first dimensions, and joins the results along theirs.
+
+    >>> by_replica(lambda x: x - x[0], jnp.array([3, 4, 8, 6]), replicas=2).tolist()
+    [0, 1, 0, -2]
+    """
+    if replicas == 1:
+        return f(*arrays)
+    parts = jax.tree.map(lambda x: x.reshape(replicas, len(x) // replicas, *x.shape[1:]), arrays)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.vmap(f)(*parts))
+
+
+# Blocks: experts without a capacity, one small block of rows after the other.
+
+
+def rows_of_a_block(choices: int, experts: int) -> int:
+    """R: the power of two nearest below the mean load of an expert, from 8 to 128 rows.
+
+    With fewer rows the matrix unit is partly idle; with more rows, more of them are empty.
+
+    >>> rows_of_a_block(16, 64), rows_of_a_block(4096, 64), rows_of_a_block(10**6, 8)
+    (8, 64, 128)
+    """
+    mean_load = max(choices // experts, 1)
+    return min(max(1 << (mean_load.bit_length() - 1), 8), 128)
+
+
+def blocks_expert_layer(
+    gating: Gating, inputs_GSM: jax.Array, weights: dict[str, jax.Array], activation: str = "relu"
+) -> jax.Array:
+    """Dispatch, experts and combine of a gating that dropped nothing (capacity S)."""
+    G, S, M = inputs_GSM.shape
+    E = weights["wi"].shape[0]
+    tokens = G * S
+    chosen = len(gating.choices) * tokens
+    R = rows_of_a_block(chosen, E)
+    blocks = (chosen + min(E, chosen) * (R - 1)) // R
+
+    rows_E = jnp.sum(gating.slots_GE, axis=0)
+    end_E = jnp.cumsum((rows_E + R - 1) // R)  # one past the last block of an expert
+    # The rows of an expert follow the blocks of the experts before it.
+    offset_GE = first_rows(gating, (end_E - (rows_E + R - 1) // R) * R)
+    rows = [row_of(choice, offset_GE, blocks * R) for choice in gating.choices]
+    table_X = table_of_tokens(rows, blocks * R)
+    # Blocks past the last one in use read some expert's weights and only rows of zeros.
+    expert_K = jnp.sum(jnp.arange(blocks, dtype=jnp.int32)[:, None] >= end_E[None, :-1], axis=1, dtype=jnp.int32)
+
+    inputs_TM = inputs_GSM.reshape(tokens, M)
+
+    def block(_: None, of_block: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+        table_R, expert = of_block
+        inputs_RM = inputs_TM.at[table_R].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        own = {name: jax.lax.dynamic_index_in_dim(w, expert, keepdims=False) for name, w in weights.items()}
+        return None, hidden(activation, lambda name: inputs_RM @ own[name]) @ own["wo"]
+
+    _, outputs_KRM = jax.lax.scan(block, None, (table_X.reshape(blocks, R), expert_K))
+    outputs_XM = outputs_KRM.reshape(blocks * R, M)
+
+    def weighted(choice: Choice, row_T: jax.Array) -> jax.Array:
+        rows_TM = outputs_XM.at[row_T].get(mode="fill", fill_value=0, wrap_negative_indices=False).astype(jnp.float32)
+        return choice.weight_GS.reshape(tokens, 1) * rows_TM
+
+    of_choices = [weighted(choice, row_T) for choice, row_T in zip(gating.choices, rows, strict=True)]
+    return functools.reduce(operator.add, of_choices).reshape(G, S, M)
+
+
+# Two hops: rows go to hosts first, and inside each host to the devices of their experts.
+
+
+class Received(NamedTuple):
+    """What devices have received from the hosts, for the way back. First dimensions are R * N and D."""
+
+    rows_QLJ: jax.Array  # int32 [R * D, tokens of a lane, hosts of a token], the places of the rows of hop 1
+    source_HDF: jax.Array  # int32, the row of hop 1 that each row of hop 2 is a copy of
+    target_HDF: jax.Array  # int32, its place among the rows of the host; D * X if it is unused
+    weight_HDF: jax.Array  # float32, the combine weight of its choice
+
+
+@dataclasses.dataclass(frozen=True)
+class Hops:
+    """The sizes of the exchanges of one replica."""
+
+    hosts: int  # hosts, devices: N, and D of each host
+    devices: int
+    room: int  # X, the rows of a partition
+    sent: int  # F, the rows that a device sends to those of its host
+    tokens: int  # T of the replica
+
+    @property
+    def lane(self) -> int:
+        """The tokens of a lane, the same number on each device."""
+        return self.hosts * -(-self.tokens // (self.hosts * self.devices))
+
+    @property
+    def received(self) -> int:
+        """Y, the rows that come to a device from hosts."""
+        return min(self.sent, self.lane)
+
+    def in_lanes(self, x: jax.Array, fill: int = 0) -> jax.Array:
+        """[T, ...] as [D, tokens of a lane, ...], with padding at the end of the tokens."""
+        N, D = self.hosts, self.devices
+        x = jnp.pad(x, [(0, self.lane * D - len(x)), *[(0, 0)] * (x.ndim - 1)], constant_values=fill)
+        x = x.reshape(N, D, self.lane // N, *x.shape[1:])
+        return jnp.swapaxes(x, 0, 1).reshape(D, self.lane, *x.shape[3:])
+
+    def of_tokens(self, x: jax.Array) -> jax.Array:
+        """The inverse of ``in_lanes``."""
+        N, D = self.hosts, self.devices
+        x = jnp.swapaxes(x.reshape(D, N, self.lane // N, *x.shape[2:]), 0, 1)
+        return x.reshape(self.lane * D, *x.shape[3:])[: self.tokens]
+
+    def within(self, gating: Gating, valid_GS: jax.Array | None, *, replicas: int, any_number: bool) -> Gating:
+        """The gating without the choices that a device of their lane has no room to send on: the last tokens."""
+        experts = gating.slots_GE.shape[1]
+        of_host = experts // self.hosts
+
+        def kept(choices: tuple[Choice, ...]) -> list[jax.Array]:
+            hosts_GS = [jnp.where(choice.kept_GS, choice.expert_GS // of_host, self.hosts) for choice in choices]
+            host_TK = jnp.stack([host_GS.reshape(-1) for host_GS in hosts_GS], axis=1)
+            count_TN = jnp.sum(host_TK[:, :, None] == jnp.arange(self.hosts), axis=1, dtype=jnp.int32)
+            fits_TN = self.of_tokens(jnp.cumsum(self.in_lanes(count_TN), axis=1) <= self.sent)
+            fits_TK = jnp.any((host_TK[:, :, None] == jnp.arange(self.hosts)) & fits_TN[:, None, :], axis=2)
+            return [fits_T.reshape(host_GS.shape) for fits_T, host_GS in zip(fits_TK.T, hosts_GS, strict=True)]
+
+        if self.sent >= self.lane * min(len(gating.choices), of_host):
+            return gating
+        kept_GS = by_replica(kept, gating.choices, replicas=replicas)
+        return keep(gating, kept_GS, valid_GS, any_number=any_number)
+
+    def there(
+        self,
+        place_TK: jax.Array,
+        weight_TK: jax.Array,
+        inputs_TM: jax.Array,
+        each: Callable[..., jax.Array],
+        mark: Callable[[jax.Array, str], jax.Array],
+    ) -> tuple[jax.Array, Received]:
+        """The rows of the partitions: [R * P, X, M]."""
+        N, D, X = self.hosts, self.devices, self.room
+
+        def rows_of(place_TK: jax.Array) -> jax.Array:
+            return jax.vmap(self._rows_of_hosts)(self.in_lanes(place_TK, N * D * X))
+
+        def received(rows_DLJ: jax.Array, x_TZ: jax.Array) -> jax.Array:
+            return jnp.swapaxes(jax.vmap(self._to_hosts)(rows_DLJ, self.in_lanes(x_TZ)), 0, 1)
+
+        def sent_on(place_NDYK: jax.Array) -> tuple[jax.Array, jax.Array]:
+            first_N = jnp.arange(N, dtype=jnp.int32) * (D * X)
+            # 1 was added to each place, so that 0 is none: a row that no token was sent to holds zeros.
+            return _of_devices(self._sent_on, place_NDYK - 1 - first_N[:, None, None, None])
+
+        rows_QLJ = each(rows_of, place_TK)
+        place_HDYK, weight_HDYK, inputs_HDYM = (
+            mark(each(received, rows_QLJ, x_TZ), "hosts devices _ _") for x_TZ in (place_TK + 1, weight_TK, inputs_TM)
+        )
+        choice_HDF, target_HDF = each(sent_on, place_HDYK)
+        source_HDF = choice_HDF // place_TK.shape[1]
+        weight_HDF = _of_devices(_read, weight_HDYK.reshape(*weight_HDYK.shape[:2], -1), choice_HDF)
+        copies_HDFM = _of_devices(_read, inputs_HDYM, source_HDF)
+        inputs_HXM = jax.vmap(self._to_devices)(_joined(copies_HDFM), _joined(target_HDF))
+        inputs_PXM = mark(inputs_HXM.reshape(-1, X, inputs_HXM.shape[2]), "partitions _ model")
+        return inputs_PXM, Received(rows_QLJ, source_HDF, target_HDF, weight_HDF)
+
+    def back(
+        self,
+        outputs_PXM: jax.Array,
+        received: Received,
+        each: Callable[..., jax.Array],
+        mark: Callable[[jax.Array, str], jax.Array],
+    ) -> jax.Array:
+        """The weighted sums of the rows of each token, in float32: [R * T, M]."""
+        D, M = self.devices, outputs_PXM.shape[2]
+        outputs_HFM = jax.vmap(self._from_devices)(
+            outputs_PXM.reshape(-1, D * self.room, M), _joined(received.target_HDF)
+        )
+        weighted_HFM = _joined(received.weight_HDF)[:, :, None] * outputs_HFM.astype(jnp.float32)
+        sums_HDYM = _of_devices(self._sums, weighted_HFM.reshape(-1, D, self.sent, M), received.source_HDF)
+        sums_HDYM = mark(sums_HDYM.astype(outputs_PXM.dtype), "hosts devices _ model")
+
+        def returned(rows_DLJ: jax.Array, sums_NDYM: jax.Array) -> jax.Array:
+            return self.of_tokens(jax.vmap(self._from_hosts, (0, 1))(rows_DLJ, sums_NDYM))
+
+        return each(returned, received.rows_QLJ, sums_HDYM)
+
+    def _to_hosts(self, rows_LJ: jax.Array, x_LZ: jax.Array) -> jax.Array:
+        """Hop 1 of a lane."""
+        return put_rows(x_LZ, rows_LJ, self.hosts * self.received).reshape(self.hosts, self.received, -1)
+
+    def _to_devices(self, x_FM: jax.Array, target_F: jax.Array) -> jax.Array:
+        """Hop 2 of a host."""
+        return put_rows(x_FM, target_F, self.devices * self.room, sorted_parts=self.devices)
+
+    def _from_devices(self, x_XM: jax.Array, target_F: jax.Array) -> jax.Array:
+        """The way back of hop 2."""
+        return take_rows(x_XM, target_F, sorted_parts=self.devices)
+
+    def _from_hosts(self, rows_LJ: jax.Array, sums_NYM: jax.Array) -> jax.Array:
+        """The sums of the rows that come back to the tokens of a lane."""
+        returned_LJM = take_rows(sums_NYM.reshape(-1, sums_NYM.shape[2]), rows_LJ)
+        return jnp.sum(returned_LJM.astype(jnp.float32), axis=1)
+
+    def _sums(self, rows_FM: jax.Array, source_F: jax.Array) -> jax.Array:
+        """The sums of the rows of a device that are of one row of hop 1."""
+        zeros_YM = jnp.zeros((self.received, rows_FM.shape[1]), jnp.float32)
+        return zeros_YM.at[source_F].add(rows_FM, mode="drop", wrap_negative_indices=False)
+
+    def _rows_of_hosts(self, place_LK: jax.Array) -> jax.Array:
+        """The rows of hop 1 of the tokens of a lane, from the places of their choices: rows_LJ, N * Y for none."""
+        N, Y = self.hosts, self.received
+        host_LK = place_LK // (self.devices * self.room)  # N if it is not kept
+        is_host_LKN = host_LK[:, :, None] == jnp.arange(N, dtype=jnp.int32)
+        is_sent_LN = jnp.any(is_host_LKN, axis=1)
+        number_LN = jnp.cumsum(is_sent_LN, axis=0, dtype=jnp.int32) - 1
+        rows_LN = jnp.where(is_sent_LN, jnp.arange(N, dtype=jnp.int32) * Y + number_LN, N * Y)
+        if place_LK.shape[1] >= N:
+            return rows_LN
+        # With fewer choices than hosts, a choice has the row of its host if no choice before it has.
+        is_first_LKN = is_host_LKN & (jnp.cumsum(is_host_LKN, axis=1, dtype=jnp.int32) == 1)
+        return jnp.min(jnp.where(is_first_LKN, rows_LN[:, None, :], N * Y), axis=2)
+
+    def _sent_on(self, place_YK: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The rows that a device sends to those of its host, by their places: choice_F, in Y * K, and target_F.
+
+        Unused rows come last. They have the target D * X, and choices of other hosts.
+        """
+        places = self.devices * self.room
+        place_Z = place_YK.reshape(-1)
+        place_Z = jnp.where((place_Z >= 0) & (place_Z < places), place_Z, places)
+        target_Z, choice_Z = jax.lax.sort_key_val(place_Z, jnp.arange(place_Z.size, dtype=jnp.int32))
+        return choice_Z[: self.sent], target_Z[: self.sent]
+
+
+def _read(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """The rows with these numbers."""
+    return x.at[rows].get(mode="clip", wrap_negative_indices=False)
+
+
+def _of_devices(f: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """Calls a function for each device of each host."""
+    return jax.vmap(jax.vmap(f))(*arrays)
+
+
+def _joined(x_HDF: jax.Array) -> jax.Array:
+    """The rows of all devices of a host."""
+    return x_HDF.reshape(len(x_HDF), -1, *x_HDF.shape[3:])
+
 
 Mark = Callable[[jax.Array, str], jax.Array]
 
 
 class _Rows(NamedTuple):
-    """Which row each choice has in the partition of its expert.
+    """Which row each choice has in the partition of its expert."""
 
-    Attributes:
-        row_KT: int32, of each of the k choices; X if it is not kept.
-        part_KT: int32, the partition of its expert.
-        weight_KT: float32, its combine weight.
-        sizes_PE: int32, the rows of each expert of each partition.
-    """
-
-    row_KT: list[jax.Array]
-    part_KT: list[jax.Array]
-    weight_KT: list[jax.Array]
-    sizes_PE: jax.Array
+    row_KT: list[jax.Array]  # int32, of each of the k choices; X if it is not kept
+    part_KT: list[jax.Array]  # int32, the partition of its expert
+    weight_KT: list[jax.Array]  # float32, its combine weight
+    sizes_PE: jax.Array  # int32, the rows of each expert of each partition
 
     def in_part(self, part: jax.Array, room: int) -> list[jax.Array]:
         """The row of each token and choice in this partition; ``room`` if it is in another."""
@@ -94,24 +397,7 @@ def ragged_expert_layer(
     sends_rows: bool,
     hops: Hops | None = None,
 ) -> jax.Array:
-    """Dispatch, experts and combine.
-
-    Args:
-        gating: routing with a capacity of at least S, ``within_room``.
-        inputs_GSM: the tokens.
-        weights: wi, wo and, with SwiGLU, wi_gate of the experts, in the dtype of the inputs.
-        activation: ``relu`` or ``swiglu``.
-        partitions: P, the number of parts of the experts; it divides E.
-        replicas: R, the number of parts of the groups that have rows of their own; it divides G.
-        room: X, the rows of a partition of a replica.
-        mark: splits the dimensions of an array by their names: ``partitions`` are R * P, those of the first replica
-            first; ``hosts`` are R * N.
-        sends_rows: whether rows are sent to the partitions (``ragged_all_to_all``); otherwise all tokens are gathered.
-        hops: if rows are sent in two hops, the sizes of these; the gating is ``within`` them.
-
-    Returns:
-        outputs_GSM in float32; the same, to rounding, as the other dispatches give without drops.
-    """
+    """Dispatch, experts and combine."""
     M, E, P, X = inputs_GSM.shape[2], weights["wi"].shape[0], partitions, room
     part_P = jnp.arange(P, dtype=jnp.int32)
 

@@ -1,36 +1,147 @@
-"""The Transformer, an encoder and a decoder or a decoder alone: parameters, forward pass and loss.
-
-    config = TransformerConfig(source_vocabulary=64_000, target_vocabulary=32_000, experts=128)
-    params = init(config, jax.random.key(0))
-    value, metrics = loss(config, params, {"source": source_BL, "target": target_BL}, key=step_key)
-
-Id 0 is padding and the decoder's first input; id 1 ends a sentence. A row may contain several sentences, each with its
-end; the n-th target belongs to the n-th source of its row. Sentences of a row do not attend to each other, and each has
-positions from 0 on, so the result for a sentence is that of a row of its own.
-
-A decoder alone has no source. Each row contains texts, each with its end, and each text is predicted from its start.
-
-Positions are sinusoidal, added to the embeddings, or rotary: no parameters and no largest length. Embeddings start as
-N(0, 1); the target embedding is also the softmax (its input times M^-0.5, as in Lingvo) unless that has weights of its
-own. Source and target have embeddings of their own.
-
-Dropout and the coins of second experts use ``key``. Without a key the model is deterministic: there is no dropout, and
-each second expert that fits is used.
-"""
+"""The Transformer, an encoder and a decoder or a decoder alone: blocks of layers, parameters and loss."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from gshard.moe.block import Metrics, block_specs, norm, norm_spec, stack
-from gshard.moe.checked import ModelError
-from gshard.moe.config import TransformerConfig
-from gshard.moe.dropout import dropout, split_key
+from gshard.moe.attention import (
+    KeysValues,
+    Rotation,
+    attend,
+    attention_specs,
+    dropout,
+    keys_values,
+    rotation,
+    split_key,
+)
+from gshard.moe.config import ModelError, TransformerConfig
+from gshard.moe.experts import SENT, expert_layer, expert_specs
+from gshard.moe.feed_forward import feed_forward, feed_forward_specs
 from gshard.moe.param import Param, init_params
-from gshard.moe.rotary import rotation
+
+# Block: the layers that are stacked, a pair with experts and without, or one dense layer.
+
+# By name: scalars of a layer, or one value for each MoE layer of a stack; see ``transformer.forward`` for ``load``.
+Metrics = dict[str, Any]
+
+
+def norm_spec(config: TransformerConfig) -> Param:
+    """The scale [M] of a norm."""
+    return Param((config.model_dim,), ("model",), "constant", 1.0)
+
+
+def norm(scale_M: jax.Array, x_BLM: jax.Array) -> jax.Array:
+    """Divides by the root of the mean square over M, in float32, and scales.
+
+    >>> norm(jnp.ones(2), jnp.array([[[3.0, -3.0]]])).round(3).tolist()
+    [[[1.0, -1.0]]]
+    """
+    x = x_BLM.astype(jnp.float32)
+    mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
+    return (x * jax.lax.rsqrt(mean_square + 1e-6) * scale_M).astype(x_BLM.dtype)
+
+
+def block_specs(config: TransformerConfig, kinds: tuple[str, ...], *, decoder: bool) -> dict[str, Any]:
+    """Parameters of one block: a layer for each of ``kinds``, not stacked.
+
+    A decoder without an encoder has no attention over a memory.
+    """
+    return {kind: _layer_specs(config, kind, decoder) for kind in kinds}
+
+
+def _layer_specs(config: TransformerConfig, kind: str, decoder: bool) -> dict[str, Any]:
+    specs: dict[str, Any] = {"attention_norm": norm_spec(config), "attention": attention_specs(config)}
+    if decoder and config.encoder_layers:
+        specs |= {"memory_attention_norm": norm_spec(config), "memory_attention": attention_specs(config)}
+    if kind == "sparse":
+        return specs | {"experts_norm": norm_spec(config), "experts": expert_specs(config)}
+    feed_forward = feed_forward_specs(config, config.dense_hidden_dim or config.hidden_dim)
+    return specs | {"feed_forward_norm": norm_spec(config), "feed_forward": feed_forward}
+
+
+def feed_forward_branch(
+    config: TransformerConfig,
+    params: dict[str, Any],
+    x_BLM: jax.Array,
+    valid_BL: jax.Array | None,
+    key: jax.Array | None,
+) -> tuple[jax.Array, Metrics]:
+    """The stream after the experts or the dense feed-forward of a layer, and the metrics of the experts."""
+    coin_key, drop_key = split_key(key, 2)
+    if "experts" in params:
+        inputs_BLM = norm(params["experts_norm"], x_BLM)
+        outputs_BLM, metrics = expert_layer(config, params["experts"], inputs_BLM, valid_BL, key=coin_key)
+    else:
+        inputs_BLM = norm(params["feed_forward_norm"], x_BLM)
+        outputs_BLM, metrics = feed_forward(config.activation, params["feed_forward"], inputs_BLM), {}
+    return x_BLM + dropout(outputs_BLM, config.dropout, drop_key), metrics
+
+
+def attention_branch(
+    config: TransformerConfig,
+    params: dict[str, Any],
+    name: str,
+    x_BLM: jax.Array,
+    memory_BKM: jax.Array | None,
+    mask_BLK: jax.Array,
+    key: jax.Array | None,
+    rotation: Rotation | None = None,
+) -> jax.Array:
+    """The stream after an attention over ``memory_BKM``, or over the stream itself if that is None."""
+    weights_key, drop_key = split_key(key, 2)
+    inputs_BLM = norm(params[f"{name}_norm"], x_BLM)
+    seen: KeysValues = keys_values(params[name], inputs_BLM if memory_BKM is None else memory_BKM, rotation)
+    rate = config.attention_dropout
+    outputs_BLM = attend(params[name], inputs_BLM, seen, mask_BLK, rate=rate, key=weights_key, rotation=rotation)
+    return x_BLM + dropout(outputs_BLM, config.dropout, drop_key)
+
+
+def stack(
+    config: TransformerConfig,
+    params: dict[str, Any],
+    kinds: tuple[str, ...],
+    x_BLM: jax.Array,
+    *,
+    mask_BLK: jax.Array,
+    valid_BL: jax.Array,
+    memory_BKM: jax.Array | None = None,
+    memory_mask_BLK: jax.Array | None = None,
+    key: jax.Array | None = None,
+    rotation: Rotation | None = None,
+) -> tuple[jax.Array, Metrics]:
+    """All blocks of one form, of an encoder or of a decoder, in one ``scan``."""
+
+    def block(x_BLM: jax.Array, of_block: tuple[dict[str, Any], jax.Array | None]) -> tuple[jax.Array, Metrics]:
+        layers, block_key = of_block
+        metrics: Metrics = {}
+        keys = split_key(block_key, 3 * len(kinds))
+        for kind in kinds:
+            layer = layers[kind]
+            x_BLM = attend_to(config, layer, "attention", x_BLM, None, mask_BLK, keys.pop(), rotation)
+            if memory_BKM is not None:
+                assert memory_mask_BLK is not None, "a memory comes with a mask"
+                x_BLM = attend_to(config, layer, "memory_attention", x_BLM, memory_BKM, memory_mask_BLK, keys.pop())
+            x_BLM, of_layer = feed(config, layer, x_BLM, valid_BL, keys.pop())
+            metrics |= of_layer
+        return x_BLM, metrics
+
+    attend_to, feed = _branch(config, attention_branch, 0, 2), _branch(config, feed_forward_branch, 0)
+    blocks = jax.tree.leaves(params)[0].shape[0]
+    keys = None if key is None else jax.random.split(key, blocks)
+    return jax.lax.scan(jax.checkpoint(block) if config.remat is True else block, x_BLM, (params, keys))
+
+
+def _branch(config: TransformerConfig, branch: Callable[..., Any], *static: int) -> Callable[..., Any]:
+    """A branch as it runs in a block. ``remat="branches"`` recomputes it, except what experts are sent and return."""
+    if config.remat != "branches":
+        return branch
+    policy = jax.checkpoint_policies.save_only_these_names(*SENT)
+    return jax.checkpoint(branch, policy=policy, static_argnums=static)
+
 
 PAD, EOS = 0, 1
 
@@ -78,9 +189,6 @@ def init(config: TransformerConfig, key: jax.Array) -> dict[str, Any]:
 def begins(before_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
     """For each token the number of its sentence in the row, and its position there: int32 [B, L], both from 0 on.
 
-    Args:
-        before_BL: the id before each token: a sentence begins at the start of the row, and after each end.
-
     >>> [found.tolist() for found in begins(jnp.array([[0, 7, 1, 5, 6, 1]]))]
     [[[0, 0, 1, 1, 1, 2]], [[0, 1, 0, 1, 2, 0]]]
     """
@@ -106,16 +214,7 @@ def embed(
     position_BLM: jax.Array | None,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """The stream that enters a stack. An id outside the vocabulary gives NaN, not another word's row.
-
-    Args:
-        config: the model.
-        table_VM: embeddings.
-        ids_BL: int32 ids.
-        position_BLM: encodings of their positions, see ``positions``; [L, M] if they are those of every row; None adds
-            nothing.
-        key: for dropout.
-    """
+    """The stream that enters a stack. An id outside the vocabulary gives NaN, not another word's row."""
     x_BLM = jnp.take(table_VM, ids_BL, axis=0, mode="fill")
     x_BLM = x_BLM if position_BLM is None else x_BLM + position_BLM
     return dropout(x_BLM.astype(config.dtype), config.dropout, key)

@@ -18,7 +18,7 @@ from gshard.core.jax_adapter import is_transposed, scopes_of
 from gshard.core.mark import Mark
 from gshard.core.program import Block, Equation, Program, Value, type_text
 from gshard.core.spmd import Collective
-from gshard.language.low_precision import steps_of_rounding
+from gshard.language.mark_primitive import steps_of_rounding
 from gshard.naming.array_forms import adds_in, in_another_form, is_elementwise, joined_by, source_of
 from gshard.naming.short_names import Path, ShortName, common_name, equal_layers, short_names, tokens_of
 
@@ -26,16 +26,7 @@ GRADIENT, UPDATE = "gradient of ", "update of "
 
 
 class ArrayNames:
-    """Names for the arrays of one program.
-
-    Args:
-        program: the program of a plan.
-        called: a name for each of its inputs; by default short forms of the program's names.
-
-    Attributes:
-        arguments: the name of each argument.
-        read: the arguments that products and look-ups read: weights and data, but not biases or moments.
-    """
+    """Names for the arrays of one program."""
 
     def __init__(self, program: Program, called: Sequence[ShortName] = ()) -> None:
         self._producers = {v: e for e in program.block.walk() for v in e.outputs}
@@ -49,10 +40,12 @@ class ArrayNames:
         self._outside: dict[Value, Value] = {}  # inputs of bodies that iterations do not change: the value outside
         self._find_roots(program.block)
         kinds = {name: (v.shape, v.dtype) for v, name in zip(program.block.inputs, program.names, strict=True)}
+        # the arguments that products and look-ups read: weights and data, but not biases or moments
         self.read = frozenset(v for root in self._read_by_products(program.block) for v in self._arguments_of(root))
         weights = [name for v, name in zip(program.block.inputs, program.names, strict=True) if v in self.read]
         short = {} if called else short_names(kinds, weights)
         called = called or [short[name] for name in program.names]
+        # the name of each argument
         self.arguments: dict[Value, ShortName] = dict(zip(program.block.inputs, called, strict=True))
         self._module_of = {v: _module(self.arguments[v], name) for v, name in zip(program.block.inputs, program.names)}
         self._gradients: set[Value] = set()
@@ -66,13 +59,7 @@ class ArrayNames:
 
     @staticmethod
     def of_devices(block: Block, program: Program, names: ArrayNames | None = None) -> ArrayNames:
-        """Names for the arrays of a per-device program. Its arguments have the same names as those of ``program``.
-
-        Args:
-            block: the equations of one device, with collectives.
-            program: the program that the block runs.
-            names: the names of ``program``; None to find them.
-        """
+        """Names for the arrays of a per-device program. Its arguments have the same names as those of ``program``."""
         whole = ArrayNames(program) if names is None else names
         called = [whole.arguments[v] for v in program.block.inputs]
         constants = len(block.inputs) - len(called)  # the first inputs are the partitioner's tables of device positions
@@ -278,11 +265,7 @@ class ArrayNames:
         return all(x in self._constants for x in sources if self._region_of.get(x) is not region)
 
     def _values_before(self, result: Value) -> tuple[dict[Value, int], Value | None]:
-        """The values that elementwise equations and changes of form combine into a result.
-
-        Returns:
-            the distance of each value in equations; the nearest argument of the shape of the result.
-        """
+        """The values that elementwise equations and changes of form combine into a result."""
         distances: dict[Value, int] = {}
         nearest: Value | None = None
         queue = deque([(result, 0)])

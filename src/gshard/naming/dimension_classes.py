@@ -26,27 +26,17 @@ _SHOWN = 4  # arguments of a class in the text
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DimensionClass:
-    """Dimensions that are the same.
+    """Dimensions that are the same."""
 
-    Attributes:
-        label: the user's name, or a letter.
-        names: all names that the user gave; if there are several, they contradict each other.
-        size: the most frequent size.
-        sizes: all sizes, the largest first. Operators such as slices keep a dimension and change its size.
-        arguments: path and position of the dimensions of arguments.
-        values: the number of values with such a dimension.
-        product: for a product the labels of its classes, major to minor; otherwise ().
-        twice: texts of the values that have it twice, such as the scores of self-attention.
-    """
-
-    label: str
-    names: tuple[str, ...]
-    size: int
+    label: str  # the user's name, or a letter
+    names: tuple[str, ...]  # all names that the user gave; if there are several, they contradict each other
+    size: int  # the most frequent size
+    # all sizes, the largest first. Operators such as slices keep a dimension and change its size.
     sizes: tuple[int, ...]
-    arguments: tuple[tuple[str, int], ...]
-    values: int
-    product: tuple[str, ...]
-    twice: tuple[str, ...]
+    arguments: tuple[tuple[str, int], ...]  # path and position of the dimensions of arguments
+    values: int  # the number of values with such a dimension
+    product: tuple[str, ...]  # for a product the labels of its classes, major to minor; otherwise ()
+    twice: tuple[str, ...]  # texts of the values that have it twice, such as the scores of self-attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +81,7 @@ class Dimensions:
 
 
 def dimensions_of(program: Program, paths: Sequence[str] = ()) -> Dimensions:
-    """The classes of the dimensions of a program.
-
-    Args:
-        program: the program, with the user's names of dimensions (``Program.named``).
-        paths: the paths of its arguments; by default their names.
-    """
+    """The classes of the dimensions of a program."""
     classes = _Classes()
     _read(program.block, classes)
     classes.close()

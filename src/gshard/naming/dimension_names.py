@@ -11,11 +11,7 @@ from gshard.naming.short_names import path_of_name
 
 
 class DimensionNames:
-    """The dimensions of a program with names. The corresponding dimensions of equal layers are one dimension.
-
-    Args:
-        program: the program.
-    """
+    """The dimensions of a program with names. The corresponding dimensions of equal layers are one dimension."""
 
     def __init__(self, program: Program) -> None:
         first = len(program.captured)

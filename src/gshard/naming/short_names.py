@@ -87,10 +87,6 @@ def equal_layers(paths: Mapping[Path, Hashable], *, same_inside: bool = True) ->
     number, such as ``layers_0``, is a layer only if it contains other words. Inside a layer it must contain even more:
     ``wi_0.kernel`` and ``wi_1.kernel``, or the arrays of a pair, are different parts of one layer.
 
-    Args:
-        paths: the paths, each with the kind of its array, such as shape and dtype.
-        same_inside: whether layers must contain the same paths; otherwise any siblings are equal layers.
-
     >>> equal_layers({("ws", "[0]"): (8, 8), ("ws", "[1]"): (8, 8), ("b",): (8,)})
     {('ws', '[0]'): ('ws', '[*]'), ('ws', '[1]'): ('ws', '[*]')}
     """
@@ -107,15 +103,7 @@ def _fold(
     in_layer: bool,
     folded: dict[Path, Path],
 ) -> None:
-    """Replaces the numbers of equal layers in word ``at`` and later words of these paths, and adds them to ``folded``.
-
-    Args:
-        paths: paths with equal words before word ``at``.
-        at: the number of the word.
-        kinds, same_inside: as for ``equal_layers``.
-        in_layer: whether the paths are inside a layer.
-        folded: the results.
-    """
+    """Replaces the numbers of equal layers in words ``at`` and later of these paths, and adds them to ``folded``."""
     children: dict[str, list[Path]] = {}
     for path in paths:
         if len(path) > at:
@@ -140,15 +128,11 @@ def _fold(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShortName:
-    """The short name of an argument or a module.
+    """The short name of an argument or a module."""
 
-    Attributes:
-        text: the name, such as ``blocks[3].up.kernel``.
-        alike: the common name with those of equal layers, such as ``blocks[*].up.kernel``; without equal layers the
-            same as ``text``.
-    """
-
-    text: str = ""
+    text: str = ""  # the name, such as ``blocks[3].up.kernel``
+    # the common name with those of equal layers, such as ``blocks[*].up.kernel``; without equal layers the same as
+    # ``text``
     alike: str = ""
 
 
@@ -163,10 +147,6 @@ def common_name(names: Sequence[ShortName]) -> ShortName:
 
 def short_names(kinds: Mapping[str, Hashable], weights: Collection[str]) -> dict[str, ShortName]:
     """Different short names for all arguments. If a short form is not unique, gshard uses the whole name.
-
-    Args:
-        kinds: for each argument, by its name, the properties that equal layers share: shape and dtype.
-        weights: the names of arguments that products and look-ups read. Short names omit their common beginning.
 
     >>> kinds = {"state[0]['a']['up'].value": 4, "state[0]['b']['up'].value": 8, "state[1].mu['a']['up'].value": 4}
     >>> [name.text for name in short_names(kinds, list(kinds)[:2]).values()]

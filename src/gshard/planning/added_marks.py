@@ -10,9 +10,8 @@ from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
-from gshard.core.mark import Mark
+from gshard.core.mark import Mark, spec_of_axes, text_of_spec
 from gshard.core.mesh import Mesh
-from gshard.core.partition_spec import spec_of_axes, text_of_spec
 from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.sharding import Sharding
 from gshard.language.mark_primitive import mark_p
@@ -25,9 +24,6 @@ def with_marks(program: Program, marks: Mapping[Value, Mark]) -> Program | None:
     """The program with additional marks on these values.
 
     None if a value cannot be marked: it is marked already, an input of a body, or not an array of the user's program.
-
-    Raises:
-        ShardingError: a mark asks for unreduced values of a dtype that cannot be combined so.
     """
     if any(v.made for v in marks):
         return None

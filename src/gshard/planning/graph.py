@@ -22,8 +22,8 @@ import numpy as np
 from gshard.core.mesh import Mesh
 from gshard.core.plan import local_bytes
 from gshard.core.program import Equation, Program, Value
+from gshard.core.rule import Split, project
 from gshard.core.sharding import Sharding
-from gshard.core.split import Split, project
 from gshard.planning.sharding_groups import ShardingGroups
 from gshard.planning.strategies import Component
 from gshard.solver.problem import Floats, Ints, Problem
@@ -36,52 +36,35 @@ SMALL = 1 / 16
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoopBytes:
-    """Bytes that a loop holds while it runs: a value that it reads, that it stacks, or that its iterations pass on.
+    """Bytes that a loop holds while it runs: a value that it reads, that it stacks, or that its iterations pass on."""
 
-    Attributes:
-        node: the node whose state decides how the value is sharded.
-        loop: the loop.
-        extra_bytes: float64 [states], the bytes on a device beyond those of the marks.
-        kind: ``WHOLE`` if an iteration reads all of it, ``STACKED``, or ``CARRIED``.
-    """
-
-    node: int
-    loop: Equation
-    extra_bytes: Floats
-    kind: str
+    node: int  # the node whose state decides how the value is sharded
+    loop: Equation  # the loop
+    extra_bytes: Floats  # float64 [states], the bytes on a device beyond those of the marks
+    kind: str  # ``WHOLE`` if an iteration reads all of it, ``STACKED``, or ``CARRIED``
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
-    """The planning problem of a program.
+    """The planning problem of a program."""
 
-    Attributes:
-        program: the program.
-        mesh: the devices.
-        problem: nodes, costs and tables; the first nodes are the groups.
-        groups: the sharding groups.
-        states: for each group, its shardings.
-        strategies: for each component of an equation, its node and its splits.
-        shared_reshards: for each value that several equations read through one node, the node and its shardings.
-        leaves: for each result that leaves through a node, the node and its shardings.
-        held: nodes that hold bytes while a region runs, the region, and the bytes for each state.
-        loop_bytes: values that may take more bytes in a loop than the marks say.
-        donated_results: the results that take the memory of donated arguments.
-        is_limited: whether not all choices are compared (``planning.nearby``), or states are forbidden because together
-            they make a loop hold too many bytes.
-    """
-
-    program: Program
-    mesh: Mesh
-    problem: Problem
-    groups: ShardingGroups
-    states: tuple[tuple[Sharding, ...], ...]
+    program: Program  # the program
+    mesh: Mesh  # the devices
+    problem: Problem  # nodes, costs and tables; the first nodes are the groups
+    groups: ShardingGroups  # the sharding groups
+    states: tuple[tuple[Sharding, ...], ...]  # for each group, its shardings
+    # for each component of an equation, its node and its splits
     strategies: Mapping[tuple[Equation, Component], tuple[int, Sequence[Split]]]
+    # for each value that several equations read through one node, the node and its shardings
     shared_reshards: Mapping[Value, tuple[int, Sequence[Sharding]]]
+    # for each result that leaves through a node, the node and its shardings
     leaves: Mapping[Value, tuple[int, Sequence[Sharding]]]
+    # nodes that hold bytes while a region runs, the region, and the bytes for each state
     held: Sequence[tuple[int, Equation, Sequence[int]]]
-    loop_bytes: Sequence[LoopBytes]
-    donated_results: Collection[Value]
+    loop_bytes: Sequence[LoopBytes]  # values that may take more bytes in a loop than the marks say
+    donated_results: Collection[Value]  # the results that take the memory of donated arguments
+    # whether not all choices are compared (``planning.strategies``), or states are forbidden because together they make
+    # a loop hold too many bytes
     is_limited: bool
 
     def shardings(self, chosen: Sequence[int] | Ints) -> dict[Value, Sharding]:
@@ -120,7 +103,7 @@ def without_excess_in_loops(graph: Graph, chosen: Sequence[int] | Ints, classes:
     Args:
         graph: the problem.
         chosen: int64 [nodes], the chosen states.
-        classes: int64 [nodes], the classes of nodes in equal layers (``planning.layers``). All nodes of a class are
+        classes: int64 [nodes], the classes of nodes in equal layers (``planning.propagate``). All nodes of a class are
             limited, or none. None if every node stands alone.
     """
     shardings = graph.shardings(chosen)

@@ -22,17 +22,11 @@ from gshard.rewrite.shard_scan import only_added_to
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerStacks:
-    """The stacks of layers of a program.
+    """The stacks of layers of a program."""
 
-    Attributes:
-        layers: their number.
-        arguments: the numbers of the inputs that are stacks.
-        rows: the length of the first dimension of the largest array that the loops hand on: usually of the batch.
-    """
-
-    layers: int
-    arguments: tuple[int, ...]
-    rows: int
+    layers: int  # their number
+    arguments: tuple[int, ...]  # the numbers of the inputs that are stacks
+    rows: int  # the length of the first dimension of the largest array that the loops hand on: usually of the batch
 
 
 def layer_stacks(program: Program) -> LayerStacks | None:
@@ -53,12 +47,7 @@ def layer_stacks(program: Program) -> LayerStacks | None:
 
 
 def with_schedules(program: Program, schedules: Mapping[int, Schedule]) -> Program | None:
-    """The program with marks that make stacks of layers the stages of pipelines; None if one of them has a mark.
-
-    Args:
-        program: the program.
-        schedules: for each argument, counted without captured arrays, its schedule.
-    """
+    """The program with marks that make stacks of layers the stages of pipelines; None if one of them has a mark."""
     marks = list(program.argument_marks)
     for i, schedule in schedules.items():
         if (known := marks[i]) is not None and known.schedule != schedule:
@@ -87,15 +76,7 @@ def hands_on(e: Equation) -> bool:
 
 
 def layers_handed_on(e: Equation, dim_of: Mapping[Value, int]) -> Iterator[tuple[Value, Value, int]]:
-    """The results of an equation that are stacks of the same layers as an operand.
-
-    Args:
-        e: the equation.
-        dim_of: for each stack, its dimension of layers.
-
-    Yields:
-        the operand, the result and its dimension of layers.
-    """
+    """The results of an equation that are stacks of the same layers as an operand."""
     if e.rule is None:
         return
     for x, own in zip(e.inputs, e.rule.operands, strict=True):
@@ -123,12 +104,7 @@ def _carried(e: Equation) -> list[Value]:
 
 
 def _loops(block: Block, known: Mapping[Value, tuple[Value, int]]) -> Iterator[tuple[Equation, set[Value]]]:
-    """The loops that hand arrays on, each with the arguments whose layers it scans over.
-
-    Args:
-        block: the block.
-        known: stacks of layers, each with its argument and its dimension of layers.
-    """
+    """The loops that hand arrays on, each with the arguments whose layers it scans over."""
     known = dict(known)
     for e in block.equations:
         if e.name == "scan" and hands_on(e):

@@ -12,19 +12,14 @@ from jax import lax
 
 from gshard.core.jax_adapter import scan_counts, user_line
 from gshard.core.program import Constant, Equation, Value
-from gshard.language.interpret import Interpreter, value_of
-from gshard.rewrite.cse import is_pure
-from gshard.rewrite.equation_graph import Writer, written
+from gshard.language.region import Interpreter, value_of
+from gshard.rewrite.equation_graph import Writer, is_pure, written
 
 
 def without_tables(e: Equation, builder: Writer) -> list[Equation] | None:
     """A scan whose body reads tables, arrays that depend on nothing, instead of making them; None if it makes none.
 
     A table of positions along the batch, such as the counters of random bits, has other elements in each micro-batch.
-
-    Args:
-        e: the scan.
-        builder: creates the equations.
     """
     (body,) = e.blocks
     made, tables = set[Value](), list[Equation]()
@@ -66,11 +61,6 @@ def computed_before(e: Equation, name: str, line: str, builder: Writer) -> list[
 
     A loop before it computes them for all iterations. A split of a random key into one for each row, for example, needs
     the positions of the rows.
-
-    Args:
-        e: the scan.
-        name, line: of the equations.
-        builder: creates the equations.
     """
     (body,) = e.blocks
     consts, carry = scan_counts(e.params)

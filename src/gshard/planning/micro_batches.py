@@ -2,7 +2,7 @@
 
 The rules of the equations say which dimensions of the values of a body are one loop (``language.kernel_loops``). If
 rows of a batch are independent, that loop is parallel from the carry before an iteration to the carry after it. Then
-the body runs on a part of the rows without communication (``language.on_shards``). The traced jaxpr is the body on one
+the body runs on a part of the rows without communication (the same module). The traced jaxpr is the body on one
 micro-batch. Sums over the batch, such as gradients of weights, are sums over all micro-batches. They must be finite: a
 sum that a layer scales is scaled for each micro-batch.
 """
@@ -22,75 +22,50 @@ from gshard.core.errors import GShardError
 from gshard.core.jax_adapter import closed, jaxpr_without_dead_code, no_mesh_set, scan_counts
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Block, Equation
-from gshard.language.interpret import Interpreter
-from gshard.language.kernel_loops import FunctionLoops, loops_of
-from gshard.language.on_shards import NotProven, Part, Shard, on_shards
+from gshard.language.kernel_loops import FunctionLoops, NotProven, Part, Shard, loops_of, on_shards
+from gshard.language.region import Interpreter
 
 _AXIS = "micro"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rows:
-    """The batch dimension of an array.
+    """The batch dimension of an array."""
 
-    Attributes:
-        dim: the dimension.
-        inner: the number of elements of the dimension for each row, if it is merged with other dimensions.
-    """
-
-    dim: int
-    inner: int = 1
+    dim: int  # the dimension
+    inner: int = 1  # the number of elements of the dimension for each row, if it is merged with other dimensions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MicroBody:
-    """The body of a scan on one micro-batch.
+    """The body of a scan on one micro-batch."""
 
-    Attributes:
-        rows: the number of rows of a micro-batch.
-        jaxpr: the body, a closed jaxpr. Its first argument is whether this is the first micro-batch: values that are
-            equal for all micro-batches are added to a sum only there.
-        inputs: the batch dimension of each input of the body; None for one without a batch dimension.
-        outputs: the same for the outputs.
-        sums: for each output whether it is a sum over the batch. The sum over all micro-batches is the output then.
-        start_as_sums: for each input whether it is a carry that is a sum. It starts with zeros, except for the first
-            micro-batch.
-    """
-
-    rows: int
+    rows: int  # the number of rows of a micro-batch
+    # the body, a closed jaxpr. Its first argument is whether this is the first micro-batch: values that are equal for
+    # all micro-batches are added to a sum only there.
     jaxpr: Any
+    # the batch dimension of each input of the body; None for one without a batch dimension
     inputs: tuple[Rows | None, ...]
-    outputs: tuple[Rows | None, ...]
+    outputs: tuple[Rows | None, ...]  # the same for the outputs
+    # for each output whether it is a sum over the batch. The sum over all micro-batches is the output then.
     sums: tuple[bool, ...]
+    # for each input whether it is a carry that is a sum. It starts with zeros, except for the first micro-batch.
     start_as_sums: tuple[bool, ...]
 
 
 class Mixed(Exception):
-    """An iteration mixes rows of the batch, or its batch cannot be found.
-
-    Attributes:
-        equation: the equation of a jaxpr that mixes them, or None.
-        rows: the number of rows that the micro-batches do not divide; 0 if they do.
-    """
+    """An iteration mixes rows of the batch, or its batch cannot be found."""
 
     def __init__(self, equation: Any = None, rows: int = 0) -> None:
         super().__init__()
+        # equation: the equation of a jaxpr that mixes them, or None; rows: the number of rows that the micro-batches do
+        # not divide; 0 if they do
         self.equation, self.rows = equation, rows
 
 
 @no_mesh_set()
 def micro_body(loop: Equation, micro_batches: int, known: Mapping[int, Rows]) -> MicroBody:
-    """The body of a scan on one micro-batch.
-
-    Args:
-        loop: the scan.
-        micro_batches: their number.
-        known: batch dimensions of some inputs of the body. Without them, each dimension of each carry may be the batch;
-            the first dimension of the largest carry is tried first.
-
-    Raises:
-        Mixed: rows depend on each other, or their number is not divisible.
-    """
+    """The body of a scan on one micro-batch."""
     jaxpr = _jaxpr_of(loop.blocks[0])
     loops = loops_of(jaxpr)
     first: Mixed | None = None
@@ -123,11 +98,7 @@ def _candidates(loop: Equation, loops: FunctionLoops, known: Mapping[int, Rows])
 
 
 def _with_batch(loop: Equation, jaxpr: Any, loops: FunctionLoops, leaf: int, micro_batches: int) -> MicroBody:
-    """The body if this loop is the batch.
-
-    Raises:
-        Mixed: rows depend on each other, or their number is not divisible.
-    """
+    """The body if this loop is the batch."""
     whole, size = loops.table.whole(), loops.table.sizes[leaf]
     if leaf in whole:
         raise Mixed(whole[leaf])
@@ -187,11 +158,7 @@ def _carried_sums(jaxpr: Any, inputs: Sequence[Rows | None], consts: int, carry:
 
 
 def _rows(dims: Sequence[Sequence[int]], leaf: int, loops: FunctionLoops) -> Rows | None:
-    """The batch dimension of an array of these loops.
-
-    Raises:
-        Mixed: two dimensions are the batch, or another loop is major to the batch in its dimension.
-    """
+    """The batch dimension of an array of these loops."""
     found = [d for d, own in enumerate(dims) if leaf in own]
     if not found:
         return None
@@ -206,22 +173,14 @@ def _shape_of_part(shape: Sequence[int], rows: Rows | None, parts: int) -> tuple
 
 
 def _is_sum(part: Part) -> bool:
-    """Whether a value is a part of a sum over the batch.
-
-    Raises:
-        Mixed: it is a part of something else, such as a maximum.
-    """
+    """Whether a value is a part of a sum over the batch."""
     if any(part.unreduced.get(a) != "add" for a in part.unreduced):
         raise Mixed
     return bool(part.unreduced)
 
 
 def _check_position_free(jaxpr: Any) -> None:
-    """Checks that a body on one micro-batch does not depend on the number of the micro-batch, and has no effects.
-
-    Raises:
-        Mixed: it does.
-    """
+    """Checks that a body on one micro-batch does not depend on the number of the micro-batch, and has no effects."""
     body, _ = closed(jaxpr)
     for eqn in jaxpr_without_dead_code(body).eqns:
         if eqn.effects:  # those that read the number of a device have an effect, too

@@ -13,14 +13,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from gshard.comm.reshard import MESSAGE
-from gshard.comm.runs import laid_out
-from gshard.comm.steps import LOCAL, Step, bytes_sent, rounds
+from gshard.comm.steps import LOCAL, Step, bytes_sent, laid_out, rounds
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Equation, Value
-from gshard.core.rule import COMMUNICATE, REPLICATE, Rule
+from gshard.core.rule import COMMUNICATE, REPLICATE, Rule, Split
 from gshard.core.sharding import Sharding
-from gshard.core.split import Split
 from gshard.device.fusion_model import Kernel, is_product, kind_of
 from gshard.planning.reshard_costs import Moves
 from gshard.planning.strategies import WASTE, share
@@ -48,57 +46,33 @@ _SILENT = 1e-2
 
 
 class Windows(NamedTuple):
-    """The windows that an equation fetches of one operand, including windows of windows.
+    """The windows that an equation fetches of one operand, including windows of windows."""
 
-    Attributes:
-        operand: the index of the operand.
-        which: a key; equal windows of one array are fetched once in a block.
-        cost: the cost of the fetch, in the unit of the objective.
-    """
-
-    operand: int
-    which: tuple[Hashable, ...]
-    cost: float
+    operand: int  # the index of the operand
+    which: tuple[Hashable, ...]  # a key; equal windows of one array are fetched once in a block
+    cost: float  # the cost of the fetch, in the unit of the objective
 
 
 class StackCost(NamedTuple):
-    """What the loop of a stack moves for one slice of it besides its kernels.
+    """What the loop of a stack moves for one slice of it besides its kernels."""
 
-    Attributes:
-        value: the slice, a value of the loop's body.
-        runs: the number of iterations in a call.
-        byte_cost: the cost of one byte of a device's part, in each iteration.
-        run_cost: the cost of an iteration besides its bytes.
-    """
-
-    value: Value
-    runs: int
-    byte_cost: float
-    run_cost: float
+    value: Value  # the slice, a value of the loop's body
+    runs: int  # the number of iterations in a call
+    byte_cost: float  # the cost of one byte of a device's part, in each iteration
+    run_cost: float  # the cost of an iteration besides its bytes
 
 
 class Objective(Protocol):
-    """The costs of the choices of a plan.
+    """The costs of the choices of a plan."""
 
-    Attributes:
-        mesh: the devices.
-        axes: the axes that move as wholes.
-        tie: breaks ties in favour of the propagated sharding.
-        held_byte_cost: of a byte held during a call; breaks ties in favour of less memory.
-        stacked_byte_cost: of a byte that a loop stacks and holds until it ends.
-        extra_byte_cost: of a byte of an array beyond the bytes under the marks, each time the array is computed.
-        fuses: whether kernels may contain several equations.
-        counted: the unit, for messages.
-    """
-
-    mesh: Mesh
-    axes: tuple[Atoms, ...]
-    tie: float
-    held_byte_cost: float
-    stacked_byte_cost: float
-    extra_byte_cost: float
-    fuses: bool
-    counted: str
+    mesh: Mesh  # the devices
+    axes: tuple[Atoms, ...]  # the axes that move as wholes
+    tie: float  # breaks ties in favour of the propagated sharding
+    held_byte_cost: float  # of a byte held during a call; breaks ties in favour of less memory
+    stacked_byte_cost: float  # of a byte that a loop stacks and holds until it ends
+    extra_byte_cost: float  # of a byte of an array beyond the bytes under the marks, each time the array is computed
+    fuses: bool  # whether kernels may contain several equations
+    counted: str  # the unit, for messages
 
     def assuming(self) -> Objective:
         """The same objective with lower bounds instead of costs that take long to compute, until ``price`` does."""

@@ -32,25 +32,15 @@ from gshard.planning.stage_layout import StageLayout
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PipelinedLoop:
-    """A scan that runs as a pipeline.
+    """A scan that runs as a pipeline."""
 
-    Attributes:
-        layout: the stages.
-        reverse: whether the scan begins with the last layer.
-        counts: the numbers of constants and of carried values of the scan.
-        body: the body on one micro-batch.
-        added: for each carried value whether iterations only add to it.
-        by_turn: for each stacked operand whether it is a stack by turns, which another pipeline made.
-        shapes: for each stacked operand the shape of the array of one layer.
-    """
-
-    layout: StageLayout
-    reverse: bool
-    counts: tuple[int, int]
-    body: MicroBody
-    added: tuple[bool, ...]
-    by_turn: tuple[bool, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    layout: StageLayout  # the stages
+    reverse: bool  # whether the scan begins with the last layer
+    counts: tuple[int, int]  # the numbers of constants and of carried values of the scan
+    body: MicroBody  # the body on one micro-batch
+    added: tuple[bool, ...]  # for each carried value whether iterations only add to it
+    by_turn: tuple[bool, ...]  # for each stacked operand whether it is a stack by turns, which another pipeline made
+    shapes: tuple[tuple[int, ...], ...]  # for each stacked operand the shape of the array of one layer
 
     @property
     def stacked_by_turn(self) -> tuple[bool, ...]:
@@ -58,12 +48,7 @@ class PipelinedLoop:
         return tuple(rows is not None for rows in self.body.outputs[self.counts[1] :])
 
     def __call__(self, *operands: Any) -> list[Any]:
-        """The results of the scan, followed by the stacks by turns.
-
-        Args:
-            operands: those of the scan. A stacked operand that is one by turns has the shape
-                ``[turns, stages, layers, ...]``, in which ``...`` is the shape of a slice for one micro-batch.
-        """
+        """The results of the scan, followed by the stacks by turns."""
         consts, carry = self.counts
         stacks = operands[consts + carry :]
         constants = [self.layout.parted(x, rows) for x, rows in zip(operands, self.body.inputs[:consts], strict=False)]
@@ -107,18 +92,7 @@ class PipelinedLoop:
         fixed: dict[int, Any],
         by_turn: dict[int, Any],
     ) -> tuple[list[Any], dict[int, Any], list[Any]]:
-        """Runs all turns.
-
-        Args:
-            constants: the constants; those with a batch dimension as micro-batches.
-            start: the carried values that flow, as micro-batches.
-            by_item, fixed, by_turn: the stacked operands: for each stage those of all items, those that are the same
-                for all micro-batches, and those by turns.
-
-        Returns:
-            the carried values that left the last stage, as micro-batches; the sums over micro-batches by output; the
-            stacks by turns.
-        """
+        """Runs all turns."""
         rounds, entry, turns = self.layout.schedule.rounds, self._entry, self.layout.schedule.turns(self.layout.stages)
         numbers = np.arange(self.layout.stages, dtype=np.int32)
         state = [self.layout.pinned(jnp.broadcast_to(x[0], (self.layout.stages, *x.shape[1:])), 0) for x in start]
@@ -164,11 +138,7 @@ class PipelinedLoop:
     def _handed_round(
         self, state: Sequence[Any], waiting: Sequence[Any], t: Any, first: Any
     ) -> tuple[list[Any], list[Any]]:
-        """Hands on in a ring. The first stage keeps what it gets, and takes the micro-batch ``first``.
-
-        Returns:
-            the micro-batches that wait, and the values of all stages.
-        """
+        """Hands on in a ring. The first stage keeps what it gets, and takes the micro-batch ``first``."""
         got = t + 1 if self.reverse else t - self.layout.stages  # the item that the last stage had in the turn before
         is_got = (got >= 0) & (got < self.layout.items)
         place = jnp.clip(got, 0, self.layout.items - 1) % self.layout.schedule.micro_batches
@@ -194,11 +164,7 @@ class PipelinedLoop:
         fixed: dict[int, Any],
         sums: dict[int, Any],
     ) -> tuple[list[Any], dict[int, Any], list[Any]]:
-        """One turn of one stage: its layers on one micro-batch.
-
-        Returns:
-            the carried values that flow, the sums, and the slices with a batch dimension.
-        """
+        """One turn of one stage: its layers on one micro-batch."""
         consts, carry = self.counts
         micro_batch, in_round = item % self.layout.schedule.micro_batches, item // self.layout.schedule.micro_batches
         several = self.layout.schedule.rounds > 1

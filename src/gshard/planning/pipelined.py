@@ -19,12 +19,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from gshard.core.errors import ShardingError
-from gshard.core.fired import RUN_AS_PIPELINE, Fired
 from gshard.core.jax_adapter import no_mesh_set, scan_counts, user_line
 from gshard.core.mark import atoms_of_partitions
 from gshard.core.mesh import Mesh
 from gshard.core.pipeline_schedule import Schedule
-from gshard.core.program import Block, Constant, Equation, Program, Value
+from gshard.core.program import RUN_AS_PIPELINE, Block, Constant, Equation, Fired, Program, Value
 from gshard.language.region import with_edges
 from gshard.language.traits import traits_of
 from gshard.planning.layer_stacks import all_schedules, entering, hands_on, layers_handed_on, schedules_of
@@ -32,10 +31,8 @@ from gshard.planning.loop_fission import computed_before, without_tables
 from gshard.planning.micro_batches import Mixed, Rows, micro_body
 from gshard.planning.pipeline_loop import PipelinedLoop
 from gshard.planning.stage_layout import StageLayout
-from gshard.rewrite.cse import common_key
-from gshard.rewrite.dce import without_dead_code
 from gshard.rewrite.driver import recorded
-from gshard.rewrite.equation_graph import written
+from gshard.rewrite.equation_graph import common_key, without_dead_code, written
 from gshard.rewrite.shard_scan import only_added_to, shard_scan
 from gshard.tracing.builder import Builder
 from gshard.tracing.permitted import permitted
@@ -44,16 +41,7 @@ _RESHAPE = "new_sizes"  # the parameter of a reshape
 
 
 def pipelined(program: Program, mesh: Mesh) -> Program:
-    """The program with its loops over marked stacks as pipelines; the same object if there are none.
-
-    Args:
-        program: the traced function.
-        mesh: the devices. Equal meshes give the same object.
-
-    Raises:
-        ShardingError: layers or rows of the batch are not divisible, a layer mixes the rows of its batch, or no loop
-            scans over a marked stack.
-    """
+    """The program with its loops over marked stacks as pipelines; the same object if there are none."""
     if any(fired.rewrite == RUN_AS_PIPELINE for fired in program.fired):
         return program
     if not any(mesh.count(atoms_of_partitions(s.over, mesh)) > 1 for s in all_schedules(program)):
@@ -83,41 +71,24 @@ def _pipelined(program: Program, mesh: Mesh) -> tuple[Block, tuple[Fired, ...]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Stack:
-    """A stack of layers.
+    """A stack of layers."""
 
-    Attributes:
-        schedule: the schedule of loops that read it.
-        dim: the dimension of layers.
-        by_turn: the same values by turns, if a pipeline made them.
-        rows: the batch dimension of a slice of it.
-    """
-
-    schedule: Schedule
-    dim: int = 0
-    by_turn: Value | None = None
-    rows: Rows | None = None
+    schedule: Schedule  # the schedule of loops that read it
+    dim: int = 0  # the dimension of layers
+    by_turn: Value | None = None  # the same values by turns, if a pipeline made them
+    rows: Rows | None = None  # the batch dimension of a slice of it
 
 
 class _Walk:
-    """Replaces the loops of a program.
-
-    Attributes:
-        fired: a record for each replaced loop.
-        scans: whether a loop scans over a marked stack.
-    """
+    """Replaces the loops of a program."""
 
     def __init__(self, mesh: Mesh, builder: Builder):
-        self.fired: list[Fired] = []
-        self.scans = False
+        self.fired: list[Fired] = []  # a record for each replaced loop
+        self.scans = False  # whether a loop scans over a marked stack
         self._mesh, self._builder = mesh, builder
 
     def block(self, block: Block, stacks: Mapping[Value, _Stack]) -> Block:
-        """The block with pipelines in place of its loops.
-
-        Args:
-            block: the block.
-            stacks: the stacks of layers among its inputs.
-        """
+        """The block with pipelines in place of its loops."""
         known, equations, is_changed = dict(stacks), list[Equation](), False
         pending = list(reversed(block.equations))
         while pending:
@@ -188,11 +159,7 @@ class _Walk:
         return self._mesh.count(atoms_of_partitions(schedule.over, self._mesh))
 
     def _pipeline(self, e: Equation, schedule: Schedule, known: dict[Value, _Stack]) -> list[Equation]:
-        """The pipeline of a loop. Its results are added to ``known``.
-
-        Raises:
-            Mixed: an iteration mixes rows of the batch.
-        """
+        """The pipeline of a loop. Its results are added to ``known``."""
         stages, (consts, carry) = self._stages(schedule), scan_counts(e.params)
         _check_layers(e, schedule, stages)
         layout = StageLayout(schedule, stages, int(e.params["length"]) // (stages * schedule.rounds))
@@ -246,16 +213,7 @@ def _merged(
 
 
 def _loop(e: Equation, layout: StageLayout, rows: Sequence[Rows | None]) -> PipelinedLoop:
-    """The pipeline of a loop.
-
-    Args:
-        e: the loop.
-        layout: the stages.
-        rows: for each stacked operand the batch dimension of a slice, if it is a stack by turns; otherwise None.
-
-    Raises:
-        Mixed: an iteration mixes rows of the batch.
-    """
+    """The pipeline of a loop."""
     counts = scan_counts(e.params)
     inputs = e.blocks[0].inputs
     known = {sum(counts) + i: own for i, own in enumerate(rows) if own is not None}
@@ -287,11 +245,7 @@ def _note(e: Equation, schedule: Schedule, stages: int, rows: int) -> str:
 
 
 def _check_layers(e: Equation, schedule: Schedule, stages: int) -> None:
-    """Checks that stages have equal numbers of layers.
-
-    Raises:
-        ShardingError: they do not, or there are too few micro-batches for several rounds.
-    """
+    """Checks that stages have equal numbers of layers."""
     layers, parts = int(e.params["length"]), stages * schedule.rounds
     if layers % parts:
         raise ShardingError(

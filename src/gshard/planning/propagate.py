@@ -1,50 +1,324 @@
-"""Completes the user's marks to a plan: a sharding for every value and a split for every equation.
-
-Propagation comes first (``planning.settled``). What it leaves open, and where it disagrees with itself, is one problem
-(``planning.graph``): choose a sharding for every value that is not marked, nor an argument whose sharding the marks
-decide, and a split for every equation, so that sending and computing cost least (``planning.objective``). Planning
-never changes marks, nor the shardings of arguments. Of equal plans it takes the one that follows the marks.
-"""
+"""Completes the user's marks to a plan: a sharding for every value and a split for every equation, with reasons."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from gshard.core.device_order import Order
 from gshard.core.errors import PlanError
-from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter import no_mesh_set
-from gshard.core.manual_axes import manual_axes
+from gshard.core.mark import Order
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.plan import Plan
-from gshard.core.planning_tables import with_tables
-from gshard.core.program import Program
-from gshard.core.program_boundary import AS_MARKED, Boundary
+from gshard.core.phases import collected_seldom
+from gshard.core.plan import AS_MARKED, Boundary, Plan, Reason, manual_axes
+from gshard.core.planning_tables import tabulated, with_tables
+from gshard.core.program import Block, Equation, Program, Value, short_dtype
+from gshard.core.sharding import Sharding
+from gshard.device.fusion_model import is_product
 from gshard.planning.choices import graph_of
-from gshard.planning.demands import demands
-from gshard.planning.followed import followed
+from gshard.planning.demands import at_boundary, demands
 from gshard.planning.graph import Graph, without_excess_in_loops
-from gshard.planning.io_shardings import at_boundary
-from gshard.planning.layers import classes_of_layers
-from gshard.planning.nearby import estimated_entries
 from gshard.planning.objective import Objective, bytes_on
 from gshard.planning.propagated import Propagated
-from gshard.planning.reasons import Reasons
 from gshard.planning.reshard_costs import axes_of, joined
 from gshard.planning.settled import settled
+from gshard.planning.strategies import components, estimated_entries
 from gshard.solver.descent import Descent
-from gshard.solver.exact import exact
-from gshard.solver.few import LARGE, best_of_few, entries
 from gshard.solver.problem import Ints, Problem, ProblemError
-from gshard.solver.reduce import reduce
-from gshard.solver.reduced import Reduced
-from gshard.solver.rest import best_of_rest
-from gshard.solver.tied import tied
+from gshard.solver.reduce import Reduced, reduce
+from gshard.solver.solve import LARGE, best_of_few, best_of_rest, entries, exact, tied
+
+# Solves a planning problem with every value in its propagated sharding.
+
+_FOLLOWED_ROUNDS = 3  # rounds of messages, if the rest of the problem is too large for an exact solution
+
+
+def followed(graph: Graph, propagated: Propagated, small: Reduced) -> Ints | None:
+    """The cheapest states of a reduced problem in which values have their propagated shardings."""
+    state_of_group: dict[int, int] = {}
+    for group_index, (group, states) in enumerate(zip(graph.groups.members, graph.states, strict=True)):
+        wanted = {propagated.shardings[v] for v in group if v in propagated.shardings}
+        if (state := next((i for i, s in enumerate(states) if s in wanted), None)) is not None:
+            state_of_group[group_index] = state
+    costs = []
+    for node, kept, cost in zip(small.nodes, small.kept, small.problem.costs, strict=False):
+        is_propagated = kept == state_of_group.get(node, -1)
+        costs.append(np.where(is_propagated, cost, np.inf) if is_propagated.any() else cost)
+    costs += small.problem.costs[len(costs) :]
+    try:
+        rest = reduce(dataclasses.replace(small.problem, costs=tuple(costs)))
+    except ProblemError:  # a mark inside of the program allows none of them
+        return None
+    if (chosen := exact(rest.problem)) is not None:
+        return rest.lift(chosen[0]) if chosen else None
+    descent = Descent(rest.problem, 0)
+    is_large = entries(rest.problem) >= LARGE
+    for _ in range(1 if is_large else _FOLLOWED_ROUNDS):
+        descent.round()
+    if is_large:
+        best_of_few(descent)
+    return None if descent.states is None else rest.lift(descent.states)
+
+
+# Finds equal unknowns in successive layers, so that the planner can choose them alike.
+
+_PERIODS = 64  # periods that are tried in each block, the most frequent ones
+
+
+def classes_of_layers(graph: Graph) -> Ints | None:
+    """int64 [nodes]: the class of each node of the problem; None if every class has one node."""
+    classes = _Classes(graph)
+    for e, later in _in_layers(graph.program):
+        classes.tie_equations(e, later)
+    return classes.numbered() if classes.tied else None
+
+
+@tabulated(16)
+def _in_layers(program: Program) -> tuple[tuple[Equation, Equation], ...]:
+    """Pairs of an equation and the equation one period later, of a program with layers; none of other programs."""
+    blocks = list(_blocks(program.block))
+    pairs = [list(_repeated(block.equations)) for block in blocks]
+    return tuple(itertools.chain(*pairs)) if any(map(_has_layers, blocks, pairs)) else ()
+
+
+def _has_layers(block: Block, pairs: Sequence[tuple[Equation, Equation]]) -> bool:
+    """Whether a block contains written-out layers: most of its products repeat.
+
+    Equations also repeat inside a layer, for example the projections of keys and values, and in the updates of an
+    optimizer. That is no reason to plan them alike.
+    """
+    repeated = {e for pair in pairs for e in pair}
+    products = [e for e in block.equations if _multiplies(e)]
+    return 2 * sum(e in repeated for e in products) > len(products)
+
+
+def _multiplies(e: Equation) -> bool:
+    return (e.rule is not None and is_product(e.rule)) or any(
+        q.rule is not None and is_product(q.rule) for body in e.blocks for q in body.walk()
+    )
+
+
+def _blocks(block: Block) -> Iterator[Block]:
+    yield block
+    for e in block.equations:
+        for body in e.blocks:
+            yield from _blocks(body)
+
+
+def _repeated(equations: Sequence[Equation]) -> Iterator[tuple[Equation, Equation]]:
+    """Pairs of an equation and the equation one period later.
+
+    Of overlapping sequences, the one in which more equations repeat wins: a layer, not what repeats inside it.
+    """
+    numbers: dict[Hashable, int] = {}
+    kinds = np.array([numbers.setdefault(_signature(e), len(numbers)) for e in equations], dtype=np.int64)
+    last_position: dict[int, int] = {}
+    frequency: dict[int, int] = {}
+    for i, number in enumerate(kinds.tolist()):
+        if number in last_position:
+            frequency[i - last_position[number]] = frequency.get(i - last_position[number], 0) + 1
+        last_position[number] = i
+    runs: list[tuple[int, int, int]] = []
+    for period in sorted(frequency, key=lambda p: (-frequency[p] * p, p))[:_PERIODS]:
+        same = np.concatenate([[False], kinds[period:] == kinds[:-period], [False]])
+        starts, ends = np.flatnonzero(same[1:] & ~same[:-1]), np.flatnonzero(same[:-1] & ~same[1:])
+        runs += [(int(end - start), period, int(start)) for start, end in zip(starts, ends, strict=True)]
+    period_at = np.zeros(len(kinds), dtype=np.int64)  # the period of the sequence that contains an equation; 0: none
+    for length, period, start in sorted(runs, key=lambda run: (-run[0], run[1], run[2])):
+        inside = period_at[start : start + length + period]
+        # Layers need not correspond completely: the first one, for example, has no gradient with respect to its input.
+        if np.isin(inside, (0, period)).all() and (2 * length >= period or (inside == period).any()):
+            inside[:] = period
+            yield from ((equations[i], equations[i + period]) for i in range(start, start + length))
+
+
+def _signature(e: Equation) -> Hashable:
+    """A key: equations with equal keys do the same with other arrays of the same shapes."""
+    bodies = tuple(tuple(map(_signature, body.equations)) for body in e.blocks)
+    arrays = tuple((v.shape, short_dtype(v.dtype)) for v in (*e.inputs, *e.outputs))
+    return e.name, e.rule, arrays, e.mark is None, e.trip_count, bodies
+
+
+class _Classes:
+    """Classes of nodes, as a union-find structure. Nodes of one class have the same states."""
+
+    def __init__(self, graph: Graph):
+        self.graph, self.tied = graph, False
+        self.parent = list(range(len(graph.problem.costs)))
+        self.states: dict[int, object] = dict(enumerate(graph.states))
+        for nodes in (graph.strategies, graph.shared_reshards, graph.leaves):
+            self.states.update(nodes.values())
+
+    def root(self, node: int) -> int:
+        while self.parent[node] != node:
+            self.parent[node] = node = self.parent[self.parent[node]]
+        return node
+
+    def tie(self, a: int, b: int) -> None:
+        a, b = self.root(a), self.root(b)
+        states = self.states.get(a), self.states.get(b)
+        if a != b and (states[0] is states[1] or states[0] == states[1]):
+            self.parent[max(a, b)] = min(a, b)
+            self.tied = True
+
+    def tie_values(self, v: object, w: object) -> None:
+        if not (isinstance(v, Value) and isinstance(w, Value)):
+            return
+        of, reshards = self.graph.groups.of, self.graph.shared_reshards
+        self.tie(of[v], of[w])
+        if v in reshards and w in reshards:
+            self.tie(reshards[v][0], reshards[w][0])
+
+    def tie_equations(self, e: Equation, f: Equation) -> None:
+        """Ties the unknowns at two equations, including those in their bodies."""
+        for v, w in zip((*e.inputs, *e.outputs), (*f.inputs, *f.outputs), strict=True):
+            self.tie_values(v, w)
+        for c in () if e.rule is None else components(e.rule):
+            if (e, c) in self.graph.strategies and (f, c) in self.graph.strategies:
+                self.tie(self.graph.strategies[e, c][0], self.graph.strategies[f, c][0])
+        for one, other in zip(e.blocks, f.blocks, strict=True):
+            for v, w in zip(one.inputs, other.inputs, strict=True):
+                self.tie_values(v, w)
+            for q, r in zip(one.equations, other.equations, strict=True):
+                self.tie_equations(q, r)
+
+    def numbered(self) -> Ints:
+        """The classes, after tying the nodes that are not at an equation."""
+        self._tie_equal(self._outside)
+        self._tie_equal(self._leaving)
+        self._tie_equal(self._between)
+        roots = [self.root(node) for node in range(len(self.parent))]
+        return np.unique(roots, return_inverse=True)[1].astype(np.int64)
+
+    def _tie_equal(self, keys: Callable[[], Iterator[tuple[Hashable, int]]]) -> None:
+        first: dict[Hashable, int] = {}
+        for key, node in list(keys()):
+            self.tie(first.setdefault(key, node), node)
+
+    def _outside(self) -> Iterator[tuple[Hashable, int]]:
+        """Values outside of a region, by the class of the value inside."""
+        of = self.graph.groups.of
+        for e in self.graph.program.block.walk():
+            for edge in e.edges:
+                yield (e, self.root(of[edge.inner]), len(edge.outer.shape)), of[edge.outer]
+
+    def _leaving(self) -> Iterator[tuple[Hashable, int]]:
+        """Leaves, by the class of their result."""
+        for v, (node, _) in self.graph.leaves.items():
+            yield self.root(self.graph.groups.of[v]), node
+
+    def _between(self) -> Iterator[tuple[Hashable, int]]:
+        """Other nodes (copies that enter a region, windows), by the classes of their neighbours."""
+        problem = self.graph.problem
+        near: dict[int, list[tuple[bool, int]]] = {i: [] for i in range(len(self.parent)) if i not in self.states}
+        for u, v in problem.ends.tolist():
+            for node, other in ((u, v), (v, u)):
+                if node in near:
+                    near[node].append((node < other, self.root(other)))
+        for node, others in near.items():
+            yield (problem.costs[node].size, tuple(sorted(others))), node
+
+
+# Traces the sharding of each value of a plan back to a mark or argument.
+
+
+class Reasons(Mapping[tuple[Value, int], Reason]):
+    """The reason for each split dimension, computed at the first access by ``reasons_of``."""
+
+    def __init__(self, program: Program, shardings: Mapping[Value, Sharding], propagated: Propagated):
+        self._of = program, shardings, propagated
+
+    @functools.cached_property
+    def _found(self) -> dict[tuple[Value, int], Reason]:
+        return reasons_of(*self._of)
+
+    def __getitem__(self, at: tuple[Value, int]) -> Reason:
+        return self._found[at]
+
+    def __iter__(self) -> Iterator[tuple[Value, int]]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+def reasons_of(
+    program: Program, shardings: Mapping[Value, Sharding], propagated: Propagated
+) -> dict[tuple[Value, int], Reason]:
+    """Why each dimension is split: the equation through which its atoms came, and the value from which they came.
+
+    Reasons begin at marks and arguments and pass from array to array as far as these share atoms. They follow the steps
+    of propagation where values have their propagated shardings, and otherwise any equation at which the arrays meet.
+    """
+    followers: dict[Value, list[tuple[Value, int]]] = {}
+    reasons: dict[tuple[Value, int], Reason] = {}
+    for (v, d), reason in propagated.reasons.items():
+        if shardings[v].dims != propagated.shardings[v].dims:
+            continue
+        if reason.source is None:
+            reasons[v, d] = reason
+        else:
+            followers.setdefault(reason.source, []).append((v, d))
+    neighbours = _neighbours(program)
+    # For each value, the split dimensions without a reason so far.
+    missing = {
+        v: [d for d, atoms in enumerate(s.dims) if atoms and (v, d) not in reasons] for v, s in shardings.items()
+    }
+    missing = {v: dims for v, dims in missing.items() if dims}
+    queues: tuple[deque[Value], ...] = tuple(deque() for _ in range(4))
+    queues[0].extend(dict.fromkeys(v for v, _ in reasons))
+    while (level := next((i for i, queue in enumerate(queues) if queue), None)) is not None:
+        source = queues[level].popleft()
+        reached = []
+        if level == 0:
+            reached = [(v, d, propagated.reasons[v, d]) for v, d in followers.get(source, ())]
+        else:
+            source_atoms = {
+                a for d, atoms in enumerate(shardings[source].dims) if (source, d) in reasons for a in atoms
+            }
+            for v, e in neighbours.get(source, ()) if source_atoms else ():
+                for d in missing.get(v, ()):
+                    if _comes_from(shardings[v].dims[d], source_atoms, level):
+                        reached.append((v, d, Reason("cost", e.line, e.name, source)))
+        for v, d, reason in reached:
+            if (v, d) not in reasons:
+                reasons[v, d] = reason
+                queues[0].append(v)
+                missing[v] = [other for other in missing[v] if other != d]
+        if level + 1 < len(queues):
+            queues[level + 1].append(source)
+    for e in program.block.walk():
+        for v in e.outputs:
+            for d, atoms in enumerate(shardings[v].dims):
+                if atoms:
+                    reasons.setdefault((v, d), Reason("cost", e.line, e.name))
+    return reasons
+
+
+def _comes_from(atoms: Atoms, source_atoms: set[str], level: int) -> bool:
+    """Whether atoms come from an array with ``source_atoms``: at level 1 all of them, at 2 the major one, at 3 any."""
+    if level == 1:
+        return bool(atoms) and source_atoms.issuperset(atoms)
+    return bool(source_atoms & set(atoms[:1] if level == 2 else atoms))
+
+
+def _neighbours(program: Program) -> dict[Value, list[tuple[Value, Equation]]]:
+    """For each value, the other arrays at its equations and at the boundaries of its regions."""
+    around: dict[Value, list[tuple[Value, Equation]]] = {}
+    for e in program.block.walk():
+        arrays = dict.fromkeys(v for v in (*e.inputs, *e.outputs) if isinstance(v, Value) and e.rule is not None)
+        pairs = [(v, x) for v in arrays for x in arrays if v is not x]
+        pairs += [pair for a in e.edges for pair in ((a.outer, a.inner), (a.inner, a.outer))]
+        for v, x in pairs:
+            around.setdefault(v, []).append((x, e))
+    return around
+
 
 # The number of rounds of messages for a problem that is too large for an exact solution: rounds that go through _WORK
 # entries of tables (half a second), within these bounds. Large problems end after a round that improves little.
@@ -113,21 +387,13 @@ def propagate(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Choice:
-    """A solution of the planning problem of a program.
+    """A solution of the planning problem of a program."""
 
-    Attributes:
-        graph: the problem, without the states with which loops would hold too many bytes.
-        states: int64 [nodes], the chosen states.
-        gap: the largest share of the cost that another solution could save.
-        propagated: the shardings that follow from the marks.
-        objective: the costs.
-    """
-
-    graph: Graph
-    states: Ints
-    gap: float
-    propagated: Propagated
-    objective: Objective
+    graph: Graph  # the problem, without the states with which loops would hold too many bytes
+    states: Ints  # int64 [nodes], the chosen states
+    gap: float  # the largest share of the cost that another solution could save
+    propagated: Propagated  # the shardings that follow from the marks
+    objective: Objective  # the costs
 
     @property
     def counted(self) -> str:
@@ -197,12 +463,6 @@ def choose(
     (``Objective.assuming``). It computes these costs for the chosen states and chooses again, until no chosen state has
     an assumed cost. Then no other state is better, because each costs at least what was assumed. Large problems take
     longer to solve than to price, and are priced first.
-
-    Args:
-        propagated: the settled program with its propagated shardings.
-        objective: makes the objective for the mesh and the axes that move as wholes.
-        boundary: constraints on arguments and results, besides marks.
-        every: price every choice. Necessary if you read the costs of choices that are not chosen.
     """
     if not any(sharding.atoms for sharding in propagated.shardings.values()):
         return None
@@ -303,12 +563,6 @@ def _solved(
     """The cheapest states, and the gap: exact for a small problem, by rounds of messages for a large one.
 
     After each round of a large problem follow many rounds over the few most promising states of each node.
-
-    Args:
-        problem: the problem.
-        places: states of the reduced problem at which to begin: the result costs no more than these.
-        enough: stop once all states are known to cost at least as much.
-        known: the result for a large problem if the messages of a few rounds show that all states cost ``enough``.
     """
     reduced = reduce(problem)
     if (solution := exact(reduced.problem)) is not None:

@@ -1,66 +1,309 @@
-"""Propagates marks: a sharding for every value that the marks reach, and why.
-
-This is an iterative data-flow analysis over factors, forward and backward at once. It projects the sharding of one
-array of an equation on the equation's factors, and from there on the other arrays. It only refines dimensions: an axis,
-once given, stays. Shardings cross the boundaries of loops and branches along their edges.
-
-The analysis runs each priority until nothing changes. Any change returns to the first priority:
-
-    1. equations that only move elements or combine them in place, and edges of regions
-    2. equations that reduce, or communicate with neighbours (contractions, sums, scatters, slices)
-    3. equations that make many elements of few: a mask says less about the scores than the operands of their product
-
-The analysis sets the user's marks and the shardings of arguments first, and never changes them. It never changes the
-program either: ``planning.settled`` alternates it with the rewrites that depend on shardings (``planning.decompose``).
-
-If the arrays of an equation disagree, or if the equation cannot be split as one of them is, nothing follows.
-``Propagated.undecided`` lists the dimensions that could still be split there, and wherever that leads. Planning chooses
-among them by cost.
-"""
+"""Propagates marks: a sharding for every value that the marks reach, and the splits that follow from it."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
+import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from gshard.core.device_order import Order
 from gshard.core.errors import ShardingError
-from gshard.core.manual_axes import before_any, manual_axes
+from gshard.core.mark import Order
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.plan import Plan, Reason
-from gshard.core.program import Program, Value
-from gshard.core.rule import COMMUNICATE, PARALLEL, REPLICATE, Factor, Rule
+from gshard.core.plan import Plan, Reason, before_any, manual_axes
+from gshard.core.planning_tables import tabulated
+from gshard.core.program import Constant, Edge, Equation, Program, Value, itemsize
+from gshard.core.rule import (
+    COMMUNICATE,
+    PARALLEL,
+    REDUCE,
+    REPLICATE,
+    Dims,
+    Factor,
+    Rule,
+    Split,
+    is_valid,
+    passable,
+    place,
+    project,
+)
 from gshard.core.sharding import Sharding, common_prefix
-from gshard.core.split import Split, is_valid, place, project
-from gshard.planning.candidates import arrays_of, candidates, spread
 from gshard.planning.demands import demands
-from gshard.planning.nodes import Change, Node, nodes_of
+
+# Finds candidates: the splits of an equation that follow from the shardings of its arrays.
+
+_PADDING = 1.0  # the largest padding of a dimension, relative to its size, if no factor divides evenly
+
+
+class ShardedArray(NamedTuple):
+    """An operand or result: its sharding, its global shape and the bytes of one element."""
+
+    sharding: Sharding
+    shape: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole array."""
+        return math.prod(self.shape) * self.itemsize
+
+
+# Operands, then results; None for constants.
+Arrays = tuple[ShardedArray | None, ...]
+
+
+def arrays_of(equation: Equation, shardings: Mapping[Value, Sharding]) -> Arrays:
+    """The operands and results of an equation with these shardings."""
+    return tuple(
+        ShardedArray(shardings[v], v.shape, itemsize(v.dtype)) if isinstance(v, Value) else None
+        for v in (*equation.inputs, *equation.outputs)
+    )
+
+
+@tabulated(16384)
+def candidates(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[Split, ...]:
+    """Splits worth considering, without duplicates. One of them splits nothing, unless the rule has only one split.
+
+    Splits that the arrays suggest come first, then those in which atoms that could stay move to another dimension.
+    """
+    if rule.fixed is not None:
+        return (rule.fixed(mesh),)
+    if rule.manual is not None:
+        return (rule.manual.pinned(mesh),)
+    claims = _claims(rule, arrays, mesh)
+    found: dict[tuple[tuple[int, tuple[str, ...]], ...], Split] = {}
+
+    def note(split: Split) -> None:
+        found.setdefault(key_of(split), split)
+
+    for split in _led(rule, claims, mesh):
+        note(split)
+    for split in list(found.values()) or [{}]:
+        for moved in _with_moved_axes(rule, split, arrays, mesh):
+            note(moved)
+    for split in spread(rule, arrays, mesh):
+        for claim in claims:
+            split = _extend(split, claim, rule, mesh)
+        note(split)
+    note({})
+    for split in list(found.values()):
+        for passed in _passing(rule, split, arrays, mesh):
+            note(passed)
+    for moved in _with_moved_axes(rule, {}, arrays, mesh):
+        for claim in claims:
+            moved = _extend(moved, claim, rule, mesh)
+        note(moved)
+    return tuple(found.values())
+
+
+def led(rule: Rule, arrays: Arrays, mesh: Mesh) -> list[Split]:
+    """The candidates that keep the sharding of some array as far as the equation can be split so."""
+    return [] if rule.fixed is not None or rule.manual is not None else _led(rule, _claims(rule, arrays, mesh), mesh)
+
+
+def key_of(split: Split) -> tuple[tuple[int, Atoms], ...]:
+    """A key that is equal for equal splits."""
+    return tuple(sorted((f, atoms) for f, atoms in split.items() if atoms))
+
+
+def _claims(rule: Rule, arrays: Arrays, mesh: Mesh) -> list[Split]:
+    """The splits of the factors that each array suggests, the largest array first."""
+    tensors = [
+        (x.bytes, project(dims, x.sharding.dims, rule.factors, mesh))
+        for x, dims in zip(arrays, (*rule.operands, *rule.results), strict=True)
+        if x is not None
+    ]
+    return [claim for _, claim in sorted(tensors, key=lambda t: -t[0]) if claim]
+
+
+def _led(rule: Rule, claims: Sequence[Split], mesh: Mesh) -> list[Split]:
+    leaders = [*claims, *({f: atoms} for claim in claims if len(claim) > 1 for f, atoms in claim.items())]
+    found = []
+    for leader in leaders:
+        split = _extend({}, leader, rule, mesh)
+        for claim in claims:
+            split = _extend(split, claim, rule, mesh)
+        found.append(split)
+    return found
+
+
+def _extend(split: Split, claim: Split, rule: Rule, mesh: Mesh) -> Split:
+    """Adds the factors of a claim that do not contradict the split."""
+    for f, atoms in claim.items():
+        current = split.get(f, ())
+        if atoms[: len(current)] != current or len(atoms) == len(current):
+            continue
+        used = {
+            a
+            for g, split_atoms in split.items()
+            if g != f and rule.component[g] == rule.component[f]
+            for a in split_atoms
+        }
+        extended = {**split, f: atoms}
+        if not used & set(atoms) and is_valid(rule, extended, mesh):
+            split = extended
+    return split
+
+
+def _passing(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> Iterator[Split]:
+    """The split with parts of unreduced operands passing through, where the equation is linear in them."""
+    for k, (monoid, operands) in enumerate(rule.linear):
+        partial = {
+            a: None
+            for i in sorted(operands)
+            if (x := arrays[i]) is not None
+            for a, m in x.sharding.unreduced
+            if m == monoid
+        }
+        atoms = passable(rule, k, tuple(a for a in mesh.atoms if a in partial), mesh)
+        if atoms and is_valid(rule, passed := {**split, -1 - k: atoms}, mesh):
+            yield passed
+
+
+def spread(rule: Rule, arrays: Arrays, mesh: Mesh) -> Iterator[Split]:
+    """Splits in which atoms of a dimension that becomes the minor one of a product are spread over all of it.
+
+    Parts of a minor dimension are not contiguous where the major one is whole: some of its atoms move there.
+    """
+    products = [dim for dims in (*rule.operands, *rule.results) for dim in dims if len(dim) > 1]
+    for x, dims in zip(arrays, rule.operands if products else (), strict=False):
+        for dim, atoms in zip(dims, x.sharding.dims if x is not None else ()):
+            for product in products:
+                if len(dim) != 1 or len(atoms) < 2 or dim[0] not in product[1:]:
+                    continue
+                split, left = {}, atoms
+                for f in product[: product.index(dim[0])]:
+                    k = next((k for k in range(1, len(left)) if mesh.count(left[-k:]) == rule.factors[f].size), None)
+                    if k is None:
+                        break
+                    split[f], left = left[-k:], left[:-k]
+                else:
+                    if is_valid(rule, split := {**split, dim[0]: left}, mesh):
+                        yield split
+
+
+def _with_moved_axes(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> Iterator[Split]:
+    """Splits in which atoms that have to leave a dimension move to a parallel factor: an all-to-all, not a gather."""
+    used = {a for atoms in split.values() for a in atoms}
+    for x, dims in zip(arrays, rule.operands, strict=False):
+        if x is None:
+            continue
+        for own, atoms in zip(dims, x.sharding.dims, strict=False):
+            if not atoms or used & set(atoms):
+                continue
+            free = [(f, (*split.get(f, ()), *atoms)) for dim in dims for f in dim if rule.factors[f].kind == PARALLEL]
+            padded = [_padding(rule.factors[f].size, mesh.count(have)) for f, have in free]
+            most = _PADDING if 0 not in padded else 0
+            for (f, have), padding in zip(free, padded, strict=True):
+                if padding <= most and is_valid(rule, moved := {**split, f: have}, mesh):
+                    yield moved
+            if most and (shared := _shared(rule, split, own, atoms, dims, mesh)):
+                yield shared
+
+
+def _shared(rule: Rule, split: Split, own: tuple[int, ...], atoms: Atoms, dims: Dims, mesh: Mesh) -> Split | None:
+    """The split with the atoms of a dimension dealt out to several factors; None if that is not possible.
+
+    So 8 devices split 4 key heads with 4 query heads each into 4 times 2 parts. Atoms that no other factor takes evenly
+    stay: of 256 parts of a sequence, 64 become parts of 64 heads, and 4 remain.
+    """
+    shared = dict(split)
+    for f in (f for dim in dims if dim != own for f in dim if rule.factors[f].kind in (PARALLEL, REDUCE)):
+        have, size = shared.get(f, ()), rule.factors[f].size
+        most = next((k for k in range(len(atoms), 0, -1) if size % mesh.count((*have, *atoms[-k:])) == 0), 0)
+        if most:
+            shared[f], atoms = (*have, *atoms[-most:]), atoms[:-most]
+    if atoms and len(own) == 1 and len(shared) > len(split) and rule.factors[own[0]].kind != REPLICATE:
+        shared[own[0]], atoms = (*shared.get(own[0], ()), *atoms), ()
+    return shared if not atoms and is_valid(rule, shared, mesh) else None
+
+
+def _padding(n: int, parts: int) -> float:
+    """How much longer equal parts are together than what they hold, as a part of it."""
+    return -(-n // parts) * parts / n - 1 if n else math.inf
+
+
+# Represents equations and edges of regions for propagation: factors, and arrays with their factors.
+
+
+class Change(NamedTuple):
+    """A refinement: a dimension of a node's array, the atoms that it gets, and the array they come from."""
+
+    tensor: int  # the index of the array in ``Node.tensors``
+    dim: int  # the dimension
+    atoms: Atoms  # all atoms of the dimension after the change
+    source: int | None  # the index of the array that had the atoms; None if no other array has them
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """An equation or an edge of a region."""
+
+    alike: int  # a number; nodes with the same number differ in nothing but their values
+    factors: tuple[Factor, ...]  # the factors of its rule
+    component: tuple[int, ...]  # for each factor, the component of the rule that it belongs to
+    tensors: tuple[tuple[Value, Dims], ...]  # the arrays, each with the factors of its dimensions
+    priority: int  # 0, 1 or 2; nodes of lower numbers are refined first
+    equation: Equation | None  # the equation; None for an edge
+    line_of: Equation | None  # the equation that has the user's line
+    fixed: Callable[[Mesh], Split] | None = None  # the only split of the equation on a mesh, if the rule has one
+
+
+def nodes_of(equation: Equation, alike: dict[object, int]) -> list[Node]:
+    """The nodes of an equation. ``alike`` maps a rule and shapes to the number of nodes that have them; it grows."""
+    if equation.rule is None:
+        return [_edge_node(edge, equation, alike) for edge in equation.edges]
+    rule = equation.rule
+    tensors = [
+        (value, dims)
+        for value, dims in zip((*equation.inputs, *equation.outputs), (*rule.operands, *rule.results), strict=True)
+        if isinstance(value, Value) and value.shape
+    ]
+    number = _number(rule, [*equation.inputs, *equation.outputs], alike)
+    node = Node(number, rule.factors, rule.component, tuple(tensors), _priority(rule), equation, equation, rule.fixed)
+    return [node] if tensors else []
+
+
+def _number(rule: Rule, values: Sequence[Value | Constant], alike: dict[object, int]) -> int:
+    """The number of the nodes that have this rule, arrays of these shapes, and the same arrays more than once."""
+    first: dict[Value, int] = {}
+    key = rule, tuple([(v.shape, first.setdefault(v, i)) if isinstance(v, Value) else () for i, v in enumerate(values)])
+    return alike.setdefault(key, len(alike))
+
+
+def _priority(rule: Rule) -> int:
+    """0 if elements stay or combine in place, 1 if some are summed or sent, 2 if few elements become many."""
+    if any(f.kind in (REDUCE, COMMUNICATE) for f in rule.factors):
+        return 1
+    of_operands = {f for dims in rule.operands for dim in dims for f in dim}
+    new_factors = (f for dims in rule.results for dim in dims for f in dim if f not in of_operands)
+    return 2 if of_operands and any(rule.factors[f].size > 1 for f in new_factors) else 0
+
+
+def _edge_node(edge: Edge, equation: Equation, alike: dict[object, int]) -> Node:
+    rule = edge.rule
+    tensors = ((edge.outer, rule.operands[0]), (edge.inner, rule.results[0]))
+    number = _number(rule, (edge.outer, edge.inner), alike)
+    return Node(number, rule.factors, rule.component, tensors, 0, None, equation)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Propagated:
-    """The shardings that follow from the marks of a program.
+    """The shardings that follow from the marks of a program."""
 
-    Attributes:
-        program: the program.
-        mesh: the devices.
-        shardings: for every value; a value that no mark reaches is replicated.
-        reasons: for each split dimension of a value.
-        orders: for each marked value that needs another order of the devices than the mesh's, that order.
-        undecided: for values, the atoms that open dimensions could get from equations whose arrays disagree.
-        moved: for values, the shardings that follow if parts that cannot stay move to the first dimension that can have
-            them, or spread over the dimensions that are joined, and wherever that leads.
-    """
-
-    program: Program
-    mesh: Mesh
-    shardings: Mapping[Value, Sharding]
-    reasons: Mapping[tuple[Value, int], Reason]
+    program: Program  # the program
+    mesh: Mesh  # the devices
+    shardings: Mapping[Value, Sharding]  # for every value; a value that no mark reaches is replicated
+    reasons: Mapping[tuple[Value, int], Reason]  # for each split dimension of a value
+    # for each marked value that needs another order of the devices than the mesh's, that order
     orders: Mapping[Value, Order]
+    # for values, the atoms that open dimensions could get from equations whose arrays disagree
     undecided: Mapping[Value, Mapping[int, frozenset[str]]]
+    # for values, the shardings that follow if parts that cannot stay move to the first dimension that can have them, or
+    # spread over the dimensions that are joined, and wherever that leads
     moved: Mapping[Value, Sharding]
 
     def could(self, value: Value) -> Mapping[int, frozenset[str]]:
@@ -101,15 +344,7 @@ class Propagated:
 
 
 def propagated_from(program: Program, mesh: Mesh) -> Propagated:
-    """Propagates the marks of a program to a fixed point.
-
-    Args:
-        program: with the rules of the mesh (``planning.on_mesh``).
-        mesh: the devices.
-
-    Raises:
-        ShardingError: a mark does not fit its value or the mesh.
-    """
+    """Propagates the marks of a program to a fixed point."""
     state = _State(program, mesh)
     state.seed()
     state.run()

@@ -1,29 +1,489 @@
-"""Computes the costs of reshards between all shardings over whole mesh axes.
+"""Computes the costs of reshards between all shardings over whole mesh axes, as tables for the planner.
 
-The shardings are the nodes of a graph whose edges are the steps of ``comm.steps``; the cost of a reshard is the length
-of the shortest path. The axes are those of the mesh, or parts of an axis if a mark names a part. An objective gives the
-cost of a step: bytes, or seconds on a machine.
+A reshard is a path of steps. The steps depend on the shape through divisibility only: gshard finds them once for
+each rank, and numpy removes those whose cuts do not line up. Steps with equal numbers are priced once.
 """
 
 from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Self
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
-from gshard.comm.reshard import plan_reshard
-from gshard.comm.steps import Step
-from gshard.core.deadline import check_deadline
+from gshard.comm.reshard import plan_reshard, steps_from
+from gshard.comm.steps import (
+    ALL_GATHER,
+    ALL_SLICE,
+    ALL_TO_ALL,
+    LOCAL,
+    PERMUTE,
+    REDUCE_SCATTER,
+    TO_PARTIAL,
+    Step,
+    can_change,
+    is_exchange,
+)
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.phases import check_deadline
+from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding
-from gshard.planning.axis_steps import FEW, FEW_PARTS, AxisSteps, Monoids, axis_steps, has_many
-from gshard.planning.step_table import Steps, StepTable, shortest
-from gshard.solver.problem import Floats
+from gshard.solver.problem import Floats, Ints
+
+# Tabulates the steps between all shardings of one rank, and prices them for arrays of any shape.
+
+_OTHER, _CUT, _GATHERED, _SCATTERED, _TURNED, _EXCHANGED = range(6)
+_CACHED, _FEWEST = 150_000, 64  # path lengths that stay in the processor's cache; the fewest sources at a time
+_TOGETHER = 16  # the most layers of one width that are one operation
+_SPARSE = 16  # numbers for each key, above which the keys are sorted to find different ones
+_KINDS = {ALL_SLICE: _CUT, ALL_GATHER: _GATHERED, REDUCE_SCATTER: _SCATTERED, ALL_TO_ALL: _TURNED}
+
+
+class Numbered(NamedTuple):
+    """A step, and the numbers that decide if it is possible and what it costs: kind, dimensions, devices, group."""
+
+    step: Step
+    numbers: tuple[int, int, int, int, int]
+
+
+def numbered(step: Step, mesh: Mesh, group: int) -> Numbered:
+    """A step over the axes of a mesh, with the number of its group."""
+    kind = _EXCHANGED if is_exchange(step, mesh) else _KINDS.get(step.kind, _OTHER)
+    return Numbered(step, (kind, max(step.dim, 0), max(step.to, 0), mesh.count(step.atoms), group))
+
+
+class Steps(NamedTuple):
+    """Steps that an array can take, in layers. Places have numbers here: those where most steps end come first.
+
+    So the steps of a layer end at the first places, one step at each.
+    """
+
+    number: Ints  # int64 [places], the number of each place
+    begins: Ints  # int64 [steps], the number of the place where each step begins, layer by layer
+    costs: Floats  # float64 [steps]
+    # for each run of layers of one width, their number and the index after their last step
+    layers: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Possible:
+    """The steps that an array of one shape can take, not priced yet."""
+
+    steps: Steps  # the steps, without costs
+    # one step of each kind, with its numbers: its group, the elements of a part before and after it, whether the layout
+    # changes, and the sizes and numbers of parts of its two dimensions if they do not divide evenly. Steps with equal
+    # numbers cost the same for any shape.
+    kinds: tuple[tuple[Step, tuple[int, ...]], ...]
+    indices: Ints  # int64 [kinds], an index for each kind; equal for equal numbers, in all tables
+    kind_of: Ints  # int64 [steps], the kind of each step
+
+
+class StepTable:
+    """The steps between the shardings of arrays of one rank."""
+
+    def __init__(
+        self, mesh: Mesh, steps_from: Callable[[Sharding], Iterable[Numbered]], indices: dict[tuple[int, ...], int]
+    ):
+        self.mesh, self._steps_from, self._indices = mesh, steps_from, indices
+        self._places: dict[Sharding, int] = {}
+        self._steps: list[Step] = []
+        self._rows: list[tuple[int, ...]] = []  # for each step: begin, end, and its numbers
+        self._parts: list[list[int]] = []
+        self._made: tuple[Ints, Ints, Ints] | None = None
+        self._known: dict[int, tuple[Sequence[Sharding | None], Ints]] = {}
+        self._possible: dict[tuple[int, ...], Possible] = {}  # by the shape of an array
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def add(self, shardings: Sequence[Sharding | None]) -> None:
+        """Adds shardings and all shardings that steps reach from them."""
+        known = self._known.get(id(shardings))
+        if known is not None and known[0] is shardings and known[1].min() >= 0:
+            return
+        queue = [s for s in dict.fromkeys(shardings) if s is not None and s not in self._places]
+        for s in queue:
+            self._place(s)
+        for here in queue:  # the queue grows
+            begin = self._places[here]
+            for step, numbers in self._steps_from(here):
+                if (end := self._places.get(step.after)) is None:
+                    end = self._place(step.after)
+                    queue.append(step.after)
+                self._rows.append((begin, end, *numbers))
+                self._steps.append(step)
+        if queue:
+            self._made = None
+            self._known.clear()
+            self._possible.clear()
+
+    def _place(self, sharding: Sharding) -> int:
+        self._places[sharding] = place = len(self._places)
+        self._parts.append([self.mesh.count(atoms) for atoms in sharding.dims])
+        return place
+
+    def places(self, shardings: Sequence[Sharding | None]) -> Ints:
+        """int64 [shardings]: the places of shardings; -1 for None and for shardings that are not in the table."""
+        known = self._known.get(id(shardings))
+        if known is None or known[0] is not shardings:
+            found = np.array([-1 if s is None else self._places.get(s, -1) for s in shardings], dtype=np.int64)
+            known = shardings, found
+            if len(shardings) > 1:
+                self._known[id(shardings)] = known
+        return known[1]
+
+    def _arrays(self) -> tuple[Ints, Ints, Ints]:
+        """The steps in the order of the places where they end, and the parts of places."""
+        if self._made is None:
+            rows = np.array(self._rows, dtype=np.int64).reshape(-1, 7)
+            order = np.argsort(rows[:, 1], kind="stable")
+            parts = np.array(self._parts, dtype=np.int64).reshape(len(self._parts), -1)
+            self._made = order, rows[order].T.copy(), parts
+        return self._made
+
+    def possible(self, shape: tuple[int, ...]) -> Possible:
+        """The steps that an array of this global shape can take. All objectives with this table share them."""
+        if shape not in self._possible:
+            self._possible[shape] = self._found(shape)
+        return self._possible[shape]
+
+    def _found(self, shape: tuple[int, ...]) -> Possible:
+        index, rows, parts = self._arrays()
+        if not index.size:
+            return Possible(_in_layers(index, index, len(self))[1], (), index, index)
+        n = np.array(shape, dtype=np.int64)
+        chosen = _fitting(n, parts, rows)
+        begins, ends, kind, dim, to, _, groups = rows[:, chosen]
+        local = -(-n // parts)
+        # A device copies parts into place if more than one element lies before the dimension, or between the two.
+        several = np.concatenate([np.zeros((len(local), 1), np.int64), (local > 1).cumsum(1)], 1)
+        gathers = (kind == _GATHERED) | (kind == _SCATTERED)
+        changed = gathers & (several[begins, dim] > 0)
+        if (turns := np.flatnonzero(kind == _TURNED)).size:
+            outer, inner = np.minimum(dim, to)[turns], np.maximum(dim, to)[turns]
+            here, there = begins[turns], ends[turns]
+            between = several[here, inner] - several[here, outer + 1]
+            changed[turns] = (between > 0) | (np.minimum(local[here, outer], local[there, outer]) > 1)
+        sizes, size = np.unique(local.prod(1), return_inverse=True)
+        uneven, uneven_kind = _uneven(n, parts, begins, ends, kind, dim, to)
+        key = ((groups * sizes.size + size[begins]) * sizes.size + size[ends]) * len(uneven) + uneven_kind
+        ones, kind_of = _first_of_each(2 * key + changed)
+        numbers = np.stack([groups[ones], sizes[size[begins[ones]]], sizes[size[ends[ones]]], changed[ones]], 1)
+        numbers_of_kinds = [*map(tuple, np.concatenate([numbers, uneven[uneven_kind[ones]]], 1).tolist())]
+        known = self._indices
+        indices = np.array([known.setdefault(some, len(known)) for some in numbers_of_kinds], dtype=np.int64)
+        steps_of_kinds = [self._steps[k] for k in index[chosen[ones]].tolist()]
+        order, steps = _in_layers(begins, ends, len(self))
+        return Possible(steps, tuple(zip(steps_of_kinds, numbers_of_kinds, strict=True)), indices, kind_of[order])
+
+
+def _first_of_each(keys: Ints) -> tuple[Ints, Ints]:
+    """The index of the first of each of the different keys, and for each key the index of it in these.
+
+    Keys are numbers from 0, and mostly not much larger than there are keys: then nothing is sorted.
+    """
+    count = int(keys.max(initial=-1)) + 1
+    if count > _SPARSE * keys.size:
+        _, first, which = np.unique(keys, return_index=True, return_inverse=True)
+        return first, which
+    first_of = np.full(count, -1)
+    first_of[keys[::-1]] = np.arange(keys.size - 1, -1, -1)
+    known = first_of >= 0
+    return first_of[known], (np.cumsum(known) - 1)[keys]
+
+
+def _in_layers(begins: Ints, ends: Ints, places: int) -> tuple[Ints, Steps]:
+    """The order of steps by layer, and the steps in that order, without costs.
+
+    Args:
+        begins: int64 [steps], the places where they begin.
+        ends: int64 [steps], increasing, the places where they end.
+        places: the number of places.
+    """
+    count = np.bincount(ends, minlength=places)
+    by_count = np.argsort(-count, kind="stable")
+    number = np.empty(places, np.int64)
+    number[by_count] = np.arange(places)
+    layer = np.arange(ends.size) - np.repeat(np.cumsum(count) - count, count)
+    order = np.argsort(layer * places + number[ends], kind="stable")
+    widths: list[int] = np.bincount(layer).tolist()
+    layers, end = list[tuple[int, int]](), 0
+    for width, same in itertools.groupby(widths):
+        equal = len([*same])
+        for some in (min(_TOGETHER, equal - k) for k in range(0, equal, _TOGETHER)):
+            end += width * some
+            layers.append((some, end))
+    return order, Steps(number, number[begins[order]], np.zeros(order.size), tuple(layers))
+
+
+def _fitting(n: Ints, parts: Ints, rows: Ints) -> Ints:
+    """The indices of the steps that the sizes of the parts allow.
+
+    Args:
+        n: int64 [dimensions], the global shape.
+        parts: int64 [places, dimensions], the number of parts of each dimension.
+        rows: int64 [7, steps], where the steps begin and end, and their numbers (``Numbered``).
+    """
+    begins, ends, kind, dim, to, devices, _ = rows
+    if not n.size:
+        return np.arange(kind.size)
+    size = n[dim]
+    turned, cut = kind == _TURNED, (kind == _CUT) | (kind == _SCATTERED)
+    possible = ~(cut | turned)
+    possible[cut] = _aligned(size[cut], parts[begins[cut], dim[cut]], devices[cut])
+    left, there = parts[ends[turned], dim[turned]], parts[begins[turned], to[turned]]
+    possible[turned] = _aligned(size[turned], left, devices[turned])
+    possible[turned] &= _aligned(n[to[turned]], there, devices[turned])
+    exchanged = kind == _EXCHANGED
+    possible[exchanged] = (n % np.lcm(parts[begins[exchanged]], parts[ends[exchanged]]) == 0).all(1)
+    return np.flatnonzero(possible)
+
+
+def _uneven(n: Ints, parts: Ints, begins: Ints, ends: Ints, kind: Ints, dim: Ints, to: Ints) -> tuple[Ints, Ints]:
+    """The numbers of steps that send parts of unequal sizes.
+
+    Args:
+        n: int64 [dimensions], the global shape.
+        parts: int64 [places, dimensions], the number of parts of each dimension.
+        begins: int64 [steps], the places where the steps begin.
+        ends: int64 [steps], the places where they end.
+        kind: int64 [steps], the kinds of the steps.
+        dim: int64 [steps], the dimensions that they change.
+        to: int64 [steps], the other dimensions of all-to-alls.
+    """
+    row_of, zeros = np.zeros(kind.size, np.int64), np.zeros((1, 6), np.int64)
+    if not n.size:
+        return zeros, row_of
+    is_unequal = n % parts > 0  # [places, dimensions], whether parts are unequal
+    turned = kind == _TURNED
+    unequal = (kind == _GATHERED) | (kind == _SCATTERED) | turned
+    unequal &= (
+        is_unequal[begins, dim] | is_unequal[ends, dim] | (turned & (is_unequal[begins, to] | is_unequal[ends, to]))
+    )
+    if not (at := np.flatnonzero(unequal)).size:
+        return zeros, row_of
+    here, there, d, e, both = begins[at], ends[at], dim[at], to[at], turned[at]
+    rows = np.stack([n[d], parts[here, d], parts[there, d], n[e] * both, parts[here, e] * both, parts[there, e] * both])
+    key = np.zeros(at.size, np.int64)
+    for row in rows:
+        values, which = np.unique(row, return_inverse=True)
+        key = key * values.size + which.reshape(-1)
+    _, first, which = np.unique(key, return_index=True, return_inverse=True)
+    row_of[at] = 1 + which.reshape(-1)
+    return np.concatenate([zeros, rows[:, first].T]), row_of
+
+
+def _aligned(n: Ints, parts: Ints, more: Ints) -> NDArray[np.bool_]:
+    """As ``comm.steps.aligned``."""
+    return (parts == 1) | (-(-n // parts) == more * -(-n // (parts * more)))
+
+
+def shortest(steps: Steps, sources: Ints) -> Floats:
+    """float64 [sources, places]: the lengths of the shortest paths; ``inf`` if there is none.
+
+    This is the Bellman-Ford algorithm, for all sources at once: some layers of one width are four numpy operations.
+
+    Args:
+        steps: the steps.
+        sources: int64 [sources], the places where paths begin.
+    """
+    number, begins, costs, runs = steps
+    if sources.size > (most := max(_FEWEST, _CACHED // max(number.size, 1))):
+        parts = np.split(sources, range(most, sources.size, most))
+        return np.vstack([shortest(steps, part) for part in parts])
+    lengths = np.full((number.size, sources.size), np.inf)
+    lengths[number[sources], np.arange(sources.size)] = 0.0
+    layers = []
+    begin = 0
+    for count, end in runs:
+        there, through = lengths[: (end - begin) // count], np.empty((end - begin, sources.size))
+        layers.append((there, begins[begin:end], costs[begin:end, None], through, (count, *there.shape)))
+        begin = end
+    reached = layers[0][0] if layers else lengths[:0]
+    changes = bool(layers)
+    while changes:
+        before = reached.copy()
+        for there, begin_places, cost, through, shape in layers:
+            lengths.take(begin_places, axis=0, out=through, mode="clip")
+            np.add(through, cost, out=through)
+            least = through if shape[0] == 1 else through.reshape(shape).min(0)
+            np.minimum(there, least, out=there)
+        changes = not np.array_equal(before, reached)
+    return lengths[number].T.copy()
+
+
+# Finds the steps between shardings over whole mesh axes, for the objectives that price them.
+
+Monoids = tuple[str, ...]
+
+# Up to so many axes, reshards may change the order of the axes of a dimension, and all choices are compared.
+FEW = 3
+# Up to so many parts of one axis may be in any places.
+FEW_PARTS = 2
+
+
+def parts_of(mesh: Mesh, axes: Sequence[Atoms]) -> list[tuple[Atoms, ...]]:
+    """For each axis of the mesh that has several devices, the axes that are parts of it."""
+    axis_of = {a: axis for axis, atoms in mesh.atoms_of.items() for a in atoms}
+    return [tuple(parts) for _, parts in itertools.groupby(axes, lambda part: axis_of[part[0]])]
+
+
+def has_many(mesh: Mesh, axes: Sequence[Atoms]) -> bool:
+    """Whether there are too many axes to compare all choices."""
+    return len(parts_of(mesh, axes)) > FEW
+
+
+def is_considered(places: Sequence[object]) -> bool:
+    """Whether the planner considers these places for the parts of one axis (None: no place).
+
+    Two parts may be anywhere. Of more parts, the first or the last ones have one place, and the others have another
+    place or none. Without this rule, a mark on each gradient could divide an axis of 2,048 devices into five parts,
+    with thousands of choices.
+
+    >>> is_considered([0, 1]), is_considered([0, 0, 1, 1]), is_considered([None, None, None, 1])
+    (True, True, True)
+    >>> is_considered([0, None, 1]), is_considered([0, 1, 1, 0]), is_considered([0, 1, None, None])
+    (False, False, False)
+    """
+    return len(places) <= FEW_PARTS or sum(a != b for a, b in itertools.pairwise(places)) <= 1
+
+
+def _runs(names: Atoms) -> Iterator[Atoms]:
+    """All sequences of neighbours."""
+    return (names[a:b] for a, b in itertools.combinations(range(len(names) + 1), 2))
+
+
+def _some(names: Atoms) -> Iterator[Atoms]:
+    """All subsets, in order."""
+    return itertools.chain.from_iterable(itertools.combinations(names, k) for k in range(len(names) + 1))
+
+
+class AxisSteps:
+    """The steps between shardings over whole axes. Each is found once."""
+
+    def __init__(self, mesh: Mesh, axes: tuple[Atoms, ...], through: frozenset[tuple[Atoms, ...]] | None = None):
+        # for each axis of ``coarse``, its atoms in the mesh
+        self.atoms_of = {mesh.format_atoms(axis): axis for axis in axes}
+        sizes = tuple((name, mesh.count(axis)) for name, axis in self.atoms_of.items())
+        # a mesh of the axes themselves, without atoms: few steps lead from one sharding to others
+        self.coarse = Mesh(sizes or mesh.axes, factored=False)
+        names_of = {axis: name for name, axis in self.atoms_of.items()}
+        # For each axis of the mesh, the names of its parts.
+        self._parts = [tuple(map(names_of.__getitem__, axis)) for axis in parts_of(mesh, axes)]
+        self._is_parted = any(len(axis) > FEW_PARTS for axis in self._parts)
+        self._through = through
+        runs = [[(), *_runs(axis)] if len(axis) > FEW_PARTS else list(_some(axis)) for axis in self._parts]
+        chosen = (tuple(itertools.chain(*some)) for some in itertools.product(*runs))
+        # axes that move in one message: a sum over two axes is scattered over both at once
+        self.blocks = tuple(sorted(filter(None, chosen), key=lambda b: (len(b), *map(self.coarse.atoms.index, b))))
+        self._steps: dict[Sharding, list[Numbered]] = {}
+        self._passed: dict[Sharding, bool] = {}
+        self._groups: dict[Hashable, int] = {}
+        self._tables: dict[tuple[int, Monoids], StepTable] = {}
+        # the index of each kind of steps so far (``step_table.Possible``)
+        self.kind_indices: dict[tuple[int, ...], int] = {}
+
+    def table(self, rank: int, monoids: Monoids) -> StepTable:
+        """The steps between shardings of arrays of this rank, which may be unreduced with ``monoids``."""
+        if (rank, monoids) not in self._tables:
+            steps = functools.partial(self._steps_from, monoids=monoids)
+            self._tables[rank, monoids] = StepTable(self.coarse, steps, self.kind_indices)
+        return self._tables[rank, monoids]
+
+    def _steps_from(self, here: Sharding, monoids: Monoids) -> Iterator[Numbered]:
+        """The steps from a sharding of an array whose size every split divides."""
+        if here not in self._steps:
+            steps = even_steps(here, self.blocks, self.coarse)
+            self._steps[here] = [self._numbered(step) for step in steps if self._is_passed(step.after)]
+        yield from self._steps[here]
+        unused = (name for name in self.coarse.atoms if name not in here.atoms)
+        for name, monoid in itertools.product(unused, monoids):
+            after = here.with_unreduced({**dict(here.unreduced), name: monoid})
+            if self._is_passed(after):
+                yield self._numbered(Step(TO_PARTIAL, (name,), here, after, monoid=monoid))
+
+    def _numbered(self, step: Step) -> Numbered:
+        return numbered(step, self.coarse, self._groups.setdefault(self.group(step), len(self._groups)))
+
+    def group(self, step: Step) -> Hashable:
+        """A key: steps with equal keys cost the same, in any objective, if their parts have the same sizes.
+
+        A permutation depends on the axes that change their places and on those that no dimension has; an exchange on
+        all.
+        """
+        if step.kind in LOCAL:
+            return ()
+        if step.kind != PERMUTE:
+            return step.kind, step.atoms, step.monoid
+        if is_exchange(step, self.coarse):
+            return step.kind, step.before, step.after
+        changed = tuple(dims for dims in zip(step.before.dims, step.after.dims, strict=True) if dims[0] != dims[1])
+        return step.kind, changed, frozenset(step.before.atoms)
+
+    def _is_passed(self, here: Sharding) -> bool:
+        """Whether reshards pass through a sharding: one that ``places_for`` enumerates, of dimensions and a sum."""
+        if self._through is None and not self._is_parted:
+            return True
+        if here not in self._passed:
+            self._passed[here] = self._is_enumerated(here)
+        return self._passed[here]
+
+    def _is_enumerated(self, here: Sharding) -> bool:
+        if self._through is not None and here.dims not in self._through:
+            return False
+        if not self._is_parted:
+            return True
+        place_of = {name: d for d, dim_names in enumerate(here.dims) for name in dim_names}
+        place_of |= dict.fromkeys(dict(here.unreduced), -1)
+        for names in self._parts:
+            if not is_considered([place_of.get(name) for name in names]):
+                return False
+            for dim_names in here.dims:
+                turn = [names.index(name) for name in dim_names if name in names]
+                if sum(b - a != 1 for a, b in itertools.pairwise(turn)) > 1:
+                    return False
+        return True
+
+
+def axis_steps(mesh: Mesh, axes: tuple[Atoms, ...], through: frozenset[tuple[Atoms, ...]] | None = None) -> AxisSteps:
+    """The steps over the axes of a mesh. Plans that are made together share them; arguments as of ``AxisSteps``."""
+    return _shared(dataclasses.replace(mesh, times=None), axes, through)
+
+
+@tabulated(64)
+def _shared(mesh: Mesh, axes: tuple[Atoms, ...], through: frozenset[tuple[Atoms, ...]] | None) -> AxisSteps:
+    return AxisSteps(mesh, axes, through)
+
+
+@tabulated(65536)
+def even_steps(here: Sharding, blocks: tuple[Atoms, ...], mesh: Mesh) -> tuple[Step, ...]:
+    """The steps from a sharding of an array whose size every split divides, except those that make it unreduced."""
+    shape = (mesh.size,) * len(here.dims)
+    permuted = (Step(PERMUTE, mesh.atoms, here, after) for after in swapped(here, shape, mesh))
+    return (*steps_from(here, frozenset(), blocks, shape, mesh), *permuted)
+
+
+def swapped(here: Sharding, shape: tuple[int, ...], mesh: Mesh) -> Iterator[Sharding]:
+    """The shardings with two axes exchanged, and those with the axes of a dimension in another order."""
+    sizes = mesh.atom_sizes
+    for d, axes in enumerate(here.dims):
+        for reordered in itertools.permutations(axes) if 1 < len(axes) <= FEW else ():
+            if reordered != axes:
+                yield Sharding((*here.dims[:d], reordered, *here.dims[d + 1 :]), here.unreduced)
+    for a, b in itertools.combinations(sizes, 2):
+        if not {a, b} & {x for dim in here.dims for x in dim} or {a, b} & set(dict(here.unreduced)):
+            continue
+        exchanged = {a: b, b: a}
+        after = Sharding(tuple(tuple(exchanged.get(x, x) for x in dim) for dim in here.dims), here.unreduced)
+        if sizes[a] == sizes[b] or can_change(here, after, shape, mesh):
+            yield after
+
 
 # The number of lists of shardings that are kept.
 _MANY = 20_000
@@ -150,12 +610,7 @@ def are_together(places: Sequence[object], base: Sequence[object]) -> bool:
 
 
 class _Graph:
-    """The shardings of one array that reshards pass through, and the shortest paths from some of them.
-
-    Args:
-        table: the steps between shardings of arrays of this rank.
-        costs: computes the costs of the steps that this array can take.
-    """
+    """The shardings of one array that reshards pass through, and the shortest paths from some of them."""
 
     def __init__(self, table: StepTable, costs: Callable[[], Steps]):
         self._table, self._costs = table, costs
@@ -191,12 +646,7 @@ class _Graph:
 
 
 class Moves:
-    """The costs of reshards. Results are kept, so that equal reshards are computed once.
-
-    Args:
-        mesh: the devices.
-        axes: the axes that move as wholes (``axes_of``).
-    """
+    """The costs of reshards. Results are kept, so that equal reshards are computed once."""
 
     def __init__(self, mesh: Mesh, axes: tuple[Atoms, ...]):
         self.mesh, self.axes = mesh, axes
@@ -219,7 +669,7 @@ class Moves:
     def through(self, shardings: Iterable[Sharding]) -> Self:
         """The same objective, whose reshards pass only through these shardings, reduced or not.
 
-        Large programs and many axes have too many shardings to pass through any (``planning.nearby``).
+        Large programs and many axes have too many shardings to pass through any (``planning.strategies``).
         """
         dims = frozenset(tuple(self._names(atoms) or () for atoms in s.dims) for s in {*shardings})
         found = copy.copy(self)

@@ -14,19 +14,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gshard.core.device_order import Order
 from gshard.core.errors import MeshError, PlanError
+from gshard.core.mark import Order
 from gshard.core.mesh import Mesh
 from gshard.core.pipeline_schedule import Schedule
-from gshard.core.plan import Plan, Reason
+from gshard.core.plan import AS_MARKED, Boundary, Plan, Reason, Ring
 from gshard.core.program import Equation, Program, Value, format_block
-from gshard.core.program_boundary import AS_MARKED, Boundary
-from gshard.core.ring import Ring
+from gshard.core.rule import Split
 from gshard.core.sharding import Sharding
-from gshard.core.split import Split
 from gshard.planning.batched import plan_of_either
-from gshard.planning.demands import demands
-from gshard.planning.io_shardings import at_boundary
+from gshard.planning.demands import at_boundary, demands
 from gshard.planning.layer_stacks import schedules_of, with_schedules
 from gshard.planning.settled import settled
 
@@ -118,11 +115,7 @@ class SavedPlan:
         return plan_of_either(settled(program, mesh).program, mesh, lambda found: self._plan(found, mesh, boundary))
 
     def _plan(self, program: Program, mesh: Mesh, boundary: Boundary) -> Plan:
-        """The plan for a settled program with the same text.
-
-        Raises:
-            PlanError: the program is another one.
-        """
+        """The plan for a settled program with the same text."""
         if program.finite != self.finite:
             raise PlanError(
                 f"the plan was made {'with' if self.finite else 'without'} finite=True.",

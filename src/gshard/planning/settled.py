@@ -1,36 +1,116 @@
-"""Alternates propagation and the rewrites that depend on shardings until neither changes anything.
-
-    program, mesh ──▶ pipelines ──▶ rules of the mesh ──▶ propagate ⇄ rewrite where split ──▶ Propagated
-
-Propagation (``planning.propagated``) does not change a program. Rewrites (``planning.decompose``) read the propagated
-shardings: a loop over a dimension becomes an operator only where that dimension is split. gshard propagates a rewritten
-program again, because its equations pass other shardings on. The loop ends, because every rewrite removes an equation
-that could be rewritten.
-"""
+"""Alternates propagation and the rewrites that depend on shardings and on the mesh until nothing changes."""
 
 from __future__ import annotations
 
-from gshard.core.mesh import Mesh
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+from gshard.core.errors import RuleError
+from gshard.core.jax_adapter import no_mesh_set
+from gshard.core.mesh import Atoms, Mesh
 from gshard.core.phases import log_stage
-from gshard.core.program import Program
-from gshard.planning.decompose import rewritten_where_split
-from gshard.planning.on_mesh import on_mesh
+from gshard.core.program import Block, Equation, Fired, Program, Value
+from gshard.core.rule import Rule
+from gshard.core.sharding import Sharding
+from gshard.language.region import with_edges
 from gshard.planning.pipelined import pipelined
 from gshard.planning.propagated import Propagated, propagated_from
+from gshard.rewrite.driver import Split, run_where_split
+from gshard.rewrite.equation_graph import without_dead_code
+from gshard.rewrite.rewrites import SPLIT
+from gshard.tracing.builder import Builder
+from gshard.tracing.permitted import permitted
+
+# Rewrites equations whose arrays are split (``rewrite.rewrites.SPLIT``).
+
+Dims = Mapping[Value, Sequence[Atoms]]
+
+
+def rewritten_where_split(program: Program, mesh: Mesh, *known: Mapping[Value, Sharding]) -> Program:
+    """The program with equations rewritten for these shardings; the same object if nothing is rewritten."""
+    rewrites = _Rewrites(program)
+    programs = (rewrites.program_for(shardings, mesh) for shardings in known) if rewrites.rows else iter(())
+    return next((rewritten for rewritten in programs if rewritten is not None), program)
+
+
+class _Rewrites:
+    """The equations of a program that may be rewritten."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.rows = {row: found for row in SPLIT if (found := row.candidates(program))}
+
+    def program_for(self, shardings: Mapping[Value, Sharding], mesh: Mesh) -> Program | None:
+        """The rewritten program under these shardings; None if nothing is rewritten.
+
+        If values have as many parts as before, the result has the same block object: values are compared by identity.
+        """
+        block, dims = self.program.block, {v: s.dims for v, s in shardings.items()}
+        parts = tuple(tuple(map(mesh.count, dims[v])) for v in block.values())
+        rewritten = self.program.decomposed.get((block, parts), lambda: self._rewritten(dims, mesh))
+        return None if rewritten is None else dataclasses.replace(self.program, block=rewritten[0], fired=rewritten[1])
+
+    @no_mesh_set()
+    def _rewritten(self, dims: Dims, mesh: Mesh) -> tuple[Block, tuple[Fired, ...]] | None:
+        counter = itertools.count(1 + max((v.index for v in self.program.block.values()), default=0))
+        split = Split(lambda v, d: mesh.count(dims[v][d]), Builder(counter))
+        others, fired = run_where_split(self.rows, split)
+        return (with_others(self.program, others).block, (*self.program.fired, *fired)) if others else None
+
+
+def with_others(program: Program, instead: Mapping[Equation, Sequence[Equation]]) -> Program:
+    """The program with some equations replaced, without dead code."""
+
+    def changed(block: Block) -> Block:
+        if not any(e in instead for e in block.walk()):
+            return block
+        equations = (q for e in block.equations for q in replaced(e))
+        return Block(block.inputs, tuple(without_dead_code(equations, block.outputs)), block.outputs)
+
+    def replaced(e: Equation) -> Sequence[Equation]:
+        if e in instead:
+            return instead[e]
+        blocks = tuple(map(changed, e.blocks))
+        return (e if blocks == e.blocks else with_edges(dataclasses.replace(e, blocks=blocks)),)
+
+    return dataclasses.replace(program, block=permitted(changed(program.block), finite=program.finite))
+
+
+# Resolves the rules of a program that depend on the mesh (``Rule.on_mesh``).
+
+
+def on_mesh(program: Program, mesh: Mesh) -> Program:
+    """The program with its rules on a mesh of several devices. Equal meshes give the same object."""
+    dependent = [e for e in program.block.walk() if e.rule is not None and e.rule.on_mesh is not None]
+    if not dependent or mesh.size == 1:
+        return program
+
+    def resolved_block() -> Block:
+        instead: dict[Equation, Sequence[Equation]] = {}
+        for e in dependent:
+            instead[e] = (dataclasses.replace(e, rule=_rule(e, mesh)),)
+        return with_others(program, instead).block
+
+    return dataclasses.replace(program, block=program.decomposed.get((program.block, mesh), resolved_block))
+
+
+def _rule(e: Equation, mesh: Mesh) -> Rule:
+    assert e.rule is not None
+    assert e.rule.on_mesh is not None
+    try:
+        rule: Rule = e.rule.on_mesh(mesh)
+    except RuleError as error:
+        if error.where:
+            raise
+        raise RuleError(error.what, e.line, error.got, error.hint) from error
+    return rule
 
 
 def settled(program: Program, mesh: Mesh) -> Propagated:
     """Settles a program: the program to plan (``Propagated.program``) and the shardings that follow from its marks.
 
     A settled program is a fixed point: ``settled(found.program, mesh).program is found.program``.
-
-    Args:
-        program: the traced function.
-        mesh: the devices.
-
-    Raises:
-        ShardingError: a mark does not fit its value or the mesh.
-        RuleError: a user's rule contradicts the operator.
     """
     program = pipelined(program, mesh)
     while True:

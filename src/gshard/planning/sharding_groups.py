@@ -29,19 +29,12 @@ _NONE: Mapping[Value, str] = MappingProxyType({})
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardingGroups:
-    """The sharding groups of a program.
+    """The sharding groups of a program."""
 
-    Attributes:
-        members: for each group, its values in program order.
-        of: the number of each value's group.
-        tied: the equations whose arrays are all in one group. They have no choice of their own.
-        unreduced: for each group whose members may be unreduced, the monoids.
-    """
-
-    members: tuple[tuple[Value, ...], ...]
-    of: dict[Value, int]
-    tied: frozenset[Equation]
-    unreduced: dict[int, tuple[str, ...]]
+    members: tuple[tuple[Value, ...], ...]  # for each group, its values in program order
+    of: dict[Value, int]  # the number of each value's group
+    tied: frozenset[Equation]  # the equations whose arrays are all in one group. They have no choice of their own.
+    unreduced: dict[int, tuple[str, ...]]  # for each group whose members may be unreduced, the monoids
 
 
 def sharding_groups_of(
@@ -52,16 +45,7 @@ def sharding_groups_of(
     *,
     fused: bool = False,
 ) -> ShardingGroups:
-    """Finds the sharding groups of a program.
-
-    Args:
-        program: the program.
-        alone: values that start a group of their own.
-        finished: values that are never unreduced.
-        unreduced: values that marks leave unreduced, with their monoids.
-        fused: whether an elementwise equation costs what its kernel costs, so that no value inside a kernel moves
-            alone, whatever reads it.
-    """
+    """Finds the sharding groups of a program."""
     monoids = _possible_monoids(program, finished, unreduced)
     read_by_several = set() if fused else _read_by_several(program)
     parent: dict[Value, Value] = {}

@@ -24,17 +24,11 @@ from gshard.planning.micro_batches import Rows
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageLayout:
-    """The stages of a pipeline.
+    """The stages of a pipeline."""
 
-    Attributes:
-        schedule: micro-batches and rounds.
-        stages: the number of stages.
-        layers: the number of layers of a stage in one round.
-    """
-
-    schedule: Schedule
-    stages: int
-    layers: int
+    schedule: Schedule  # micro-batches and rounds
+    stages: int  # the number of stages
+    layers: int  # the number of layers of a stage in one round
 
     @property
     def items(self) -> int:
@@ -62,12 +56,7 @@ class StageLayout:
         return (self.stages, *((self.schedule.rounds,) if self.schedule.rounds > 1 else ()), self.layers)
 
     def by_stage(self, x: Any, slice_shape: Sequence[int]) -> Any:
-        """A stack by stages.
-
-        Args:
-            x: the stack, ``[length, *slice_shape]``, or with several dimensions in place of the first one.
-            slice_shape: the shape of the array of one layer.
-        """
+        """A stack by stages."""
         if self.schedule.rounds == 1:
             return x.reshape(*self.leading, *slice_shape)
         return jnp.swapaxes(x.reshape(self.schedule.rounds, self.stages, self.layers, *slice_shape), 0, 1)

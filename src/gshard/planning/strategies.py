@@ -1,28 +1,71 @@
-"""Enumerates the shardings of values and the splits of equations that the planner compares.
-
-Each axis (``reshard_costs.axes_of``) goes as a whole to one dimension (or factor), to none, or to the sum where a value
-may be unreduced. Axes of one dimension stand in the mesh's order.
-
-    >>> mesh = Mesh.abstract(data=4, model=2)
-    >>> [s.format(mesh, (8, 3)) for s in shardings((8, 3), mesh, tuple(mesh.atoms_of.values()))]
-    ['[8,3]', '[8@model,3]', '[8@data,3]', '[8@(data,model),3]']
-"""
+"""Enumerates the shardings of values and the splits of equations that the planner compares."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+from gshard.core.mark import Demand
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
-from gshard.core.rule import REPLICATE, Rule
+from gshard.core.program import Equation, Program, Value, itemsize
+from gshard.core.rule import REPLICATE, Rule, Split, is_valid, operand_sharding, result_sharding
 from gshard.core.sharding import Sharding
-from gshard.core.split import Split, is_valid
-from gshard.planning.axis_steps import is_considered, parts_of
-from gshard.planning.nearby import Runs
-from gshard.planning.reshard_costs import are_together
+from gshard.planning.propagated import Arrays, Propagated, arrays_of, candidates, key_of, led
+from gshard.planning.reshard_costs import FEW, FEW_PARTS, are_together, has_many, is_considered, is_made_of, parts_of
+
+# Limits how many axes may differ from the propagated places, if there are too many choices to compare all.
+
+LARGE = 2e6  # entries of all tables: such a problem takes some seconds to build and solve
+Runs = tuple[Atoms, ...]
+
+
+def is_limited(program: Program, mesh: Mesh, axes: tuple[Atoms, ...]) -> bool:
+    """Whether a program has too many choices to compare all."""
+    parts = parts_of(mesh, axes)
+    has_several = len(parts) >= FEW or any(len(part) > FEW_PARTS for part in parts)
+    return has_many(mesh, axes) or (has_several and estimated_entries(program, mesh, axes) > LARGE)
+
+
+def runs_of(axes: tuple[Atoms, ...], known: Iterable[Sharding]) -> Runs:
+    """The atoms that split a dimension of some known sharding, if they are several axes."""
+    rows = dict.fromkeys(atoms for sharding in known for atoms in sharding.dims)
+    return tuple(atoms for atoms in rows if sum(set(axis) <= set(atoms) for axis in axes) > 1)
+
+
+def estimated_entries(program: Program, mesh: Mesh, axes: tuple[Atoms, ...]) -> float:
+    """An estimate of the entries of all tables between values and equations, without the limit for large programs.
+
+    Each axis has one dimension of a value, or none, and one factor of an equation, or none. With many axes, one of them
+    has any place, and the others have the propagated one.
+    """
+    parts = tuple(len(part) for part in parts_of(mesh, axes))
+    return _entries(program, parts, 1 if has_many(mesh, axes) else len(parts))
+
+
+@tabulated(16)
+def _entries(program: Program, parts: tuple[int, ...], most: int) -> float:
+    """Estimates the entries for some axes."""
+
+    def choices(places: int) -> int:
+        """The number of choices. Of an axis in several parts, the first parts have one place, the others another."""
+        options, count_of = places + 1, [1] + [0] * most  # for each number of axes that differ, the number of choices
+        for n in parts:
+            others = (options**n if n <= FEW_PARTS else options + (n - 1) * options * places) - 1
+            count_of = [count + others * fewer for count, fewer in zip(count_of, [0, *count_of], strict=False)]
+        return sum(count_of)
+
+    entries = 0.0
+    for e in program.block.walk():
+        if e.rule is not None:
+            factors = sum(f.kind != REPLICATE and f.size > 1 for f in e.rule.factors)
+            ranks = [sum(n > 1 for n in v.shape) for v in (*e.inputs, *e.outputs) if isinstance(v, Value)]
+            entries += choices(factors) * sum(map(choices, ranks))
+    return entries
+
 
 # The planner considers unequal parts if padding makes the devices compute at most this much more.
 WASTE = 1.125
@@ -42,18 +85,7 @@ def shardings(
     near: tuple[Sharding, ...] = (),
     runs: Runs | None = None,
 ) -> tuple[Sharding, ...]:
-    """The shardings of an array of this shape, the replicated one first.
-
-    Args:
-        shape: the global shape.
-        mesh: the devices.
-        given: the axes.
-        unreduced: the monoid with which the array may be unreduced; "" for none.
-        even: whether all parts must be equal, as at the boundary of a program.
-        also: dimensions and the atoms that may split them even into very unequal parts.
-        near: the known shardings.
-        runs: axes that may differ together from ``near``, besides each axis alone; None to enumerate all shardings.
-    """
+    """The shardings of an array of this shape, the replicated one first."""
     found = []
     bases = [places_of(dict(enumerate(s.dims)), given) for s in near]
     places = [None, *range(len(shape)), *([_SUM] if unreduced else [])]
@@ -88,7 +120,7 @@ def places_for(
     """Assigns a place to each axis, for parts of one axis as ``axis_steps.is_considered`` allows.
 
     With ``runs``, one axis differs from one of the assignments ``near``, or from the one without places, and the parts
-    of it that differ have one place; or the axes of a run differ and have one place (``planning.nearby``). If there are
+    of it that differ have one place; or the axes of a run differ and have one place. If there are
     two axes, with those of a run as one, both may differ.
     """
     parts = parts_of(mesh, given)
@@ -122,17 +154,11 @@ def places_for(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Component:
-    """A part of a rule that is split independently of the others: a barrier's operand and result, or else all of it.
+    """A part of a rule that is split independently of the others: a barrier's operand and result, or else all of it."""
 
-    Attributes:
-        factors: keys in a split: its factors, and the sums (below zero) that may pass it.
-        operands: indices of its operands.
-        results: indices of its results.
-    """
-
-    factors: tuple[int, ...]
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
+    factors: tuple[int, ...]  # keys in a split: its factors, and the sums (below zero) that may pass it
+    operands: tuple[int, ...]  # indices of its operands
+    results: tuple[int, ...]  # indices of its results
 
 
 @tabulated(4096)
@@ -167,19 +193,7 @@ def splits(
     runs: Runs | None = None,
     pinned: tuple[tuple[int, Atoms], ...] = (),
 ) -> tuple[Split, ...]:
-    """The splits of a component, the one that splits nothing first. If the rule has only one split, that one.
-
-    Args:
-        rule: the rule of the equation.
-        component: the component.
-        mesh: the devices.
-        given: the axes.
-        passing: the keys of sums (below zero) over which unreduced operands may pass.
-        also: factors and the atoms that may split them even into very unequal parts.
-        near: places of the axes in known splits.
-        runs: axes that may differ together from ``near``, besides each axis alone; None to enumerate all splits.
-        pinned: factors with their atoms, which are part of every split.
-    """
+    """The splits of a component, the one that splits nothing first. If the rule has only one split, that one."""
     if rule.fixed is not None:
         return (rule.fixed(mesh),)
     pinned_split = dict(pinned)
@@ -219,3 +233,230 @@ def _is_worth(n: int, parts: int, *, even: bool = False) -> bool:
     if parts == 1 or n % parts == 0:
         return n > 0 or parts == 1
     return not even and -(-n // parts) * parts <= WASTE * n
+
+
+# Numbers values of one shape with equal propagated shardings alike, so that equal layers get equal choices.
+
+Kinds = Mapping[Value, int]
+
+
+def kinds_of(program: Program, propagated: Propagated | None) -> Kinds:
+    """A number for each value; equal for values with the same shape, item size and propagation result."""
+    numbers: dict[object, int] = {}
+    kinds: dict[Value, int] = {}
+    for v in program.block.values():
+        key: tuple[object, ...] = v.shape, itemsize(v.dtype)
+        if propagated is not None:
+            open_atoms = propagated.undecided.get(v)
+            undecided = (
+                None
+                if open_atoms is None
+                else tuple(sorted((d, tuple(sorted(atoms))) for d, atoms in open_atoms.items()))
+            )
+            moved = propagated.moved.get(v)
+            key = *key, propagated.shardings[v], None if moved is None else moved.dims, undecided
+        kinds[v] = numbers.setdefault(key, len(numbers))
+    return kinds
+
+
+def kinds_at(e: Equation, kinds: Kinds) -> tuple[int, ...]:
+    """The kinds of the operands and results of an equation, -1 for constants."""
+    return tuple([kinds[v] if isinstance(v, Value) else -1 for v in (*e.inputs, *e.outputs)])
+
+
+# Derives the shardings and splits that propagated shardings suggest, over whole axes and over parts of axes.
+
+
+def propagated_arrays(e: Equation, propagated: Propagated, axes: tuple[Atoms, ...]) -> tuple[Arrays, ...]:
+    """The operands and results of an equation: with propagated shardings, then ``supposed`` and ``opened`` ones."""
+    values = {v for v in (*e.inputs, *e.outputs) if isinstance(v, Value)}
+    found = [arrays_of(e, propagated.shardings)]
+    if not values.isdisjoint(propagated.moved):
+        found.append(arrays_of(e, propagated.supposed))
+    if not values.isdisjoint(propagated.undecided):
+        found.append(arrays_of(e, {v: opened(v, propagated, axes) for v in values}))
+    return tuple(dict.fromkeys(found))
+
+
+def opened(v: Value, propagated: Propagated, axes: tuple[Atoms, ...]) -> Sharding:
+    """The sharding of a value with every atom that its dimensions could get where arrays disagree, if parts are equal.
+
+    Otherwise a disagreement would make devices along an axis repeat the work.
+    """
+    sharding, could = propagated.shardings[v], propagated.could(v)
+    dims, used = list(sharding.dims), set(sharding.atoms)
+    for d, open_atoms in sorted(could.items()):
+        more = tuple(a for axis in axes for a in axis if a in open_atoms - used)
+        if v.shape[d] % propagated.mesh.count((*dims[d], *more)) == 0:
+            dims[d] += more
+            used.update(more)
+    return Sharding(tuple(dims), sharding.unreduced)
+
+
+def suggested_shardings(
+    propagated: Propagated, kinds: Kinds, tied: Collection[Equation], axes: tuple[Atoms, ...], *, whole_axes: bool
+) -> dict[Value, dict[Sharding, None]]:
+    """Shardings over parts of axes in which equations read or make a value that is sharded as propagation found."""
+    suggested: dict[Value, dict[Sharding, None]] = {}
+    by_key: dict[object, list[tuple[int, Sharding]]] = {}
+    for e in propagated.program.block.walk():
+        if e.rule is None or not e.rule.is_free or e in tied:
+            continue
+        key = e.rule, kinds_at(e, kinds)
+        if key not in by_key:
+            by_key[key] = [
+                found
+                for arrays in propagated_arrays(e, propagated, axes)
+                for found in _suggested_by(e.rule, arrays, propagated.mesh, axes, whole_axes)
+            ]
+        values = (*e.inputs, *e.outputs) if by_key[key] else ()
+        for i, sharding in by_key[key]:
+            if isinstance(v := values[i], Value):
+                suggested.setdefault(v, {})[sharding] = None
+    return suggested
+
+
+@tabulated(16384)
+def _suggested_by(
+    rule: Rule, arrays: Arrays, mesh: Mesh, axes: tuple[Atoms, ...], whole_axes: bool
+) -> tuple[tuple[int, Sharding], ...]:
+    found: list[tuple[int, Sharding]] = []
+    for split in candidates(rule, arrays, mesh):
+        if whole_axes or any(not is_made_of(atoms, axes) for atoms in split.values()):
+            read = (operand_sharding(rule, i, split) for i in range(len(rule.operands)))
+            found += enumerate((*read, *(result_sharding(rule, i, split) for i in range(len(rule.results)))))
+    return tuple(found)
+
+
+def group_shardings(
+    group: Sequence[Value],
+    propagated: Propagated | None,
+    mesh: Mesh,
+    axes: tuple[Atoms, ...],
+    monoids: Sequence[str] = (),
+    *,
+    even: bool = False,
+    near: tuple[Sharding, ...] = (),
+    runs: Runs | None = None,
+) -> tuple[Sharding, ...]:
+    """The shardings over whole axes to compare for values that have one sharding.
+
+    With ``runs``, these are near the shardings ``near``, by default the propagated ones (``strategies.places_for``).
+    """
+    v = group[0]
+    uneven_cuts: frozenset[tuple[int, Atoms]] = frozenset()
+    if propagated is not None and not even:
+        dims = enumerate(zip(v.shape, propagated.shardings[v].dims, strict=True))
+        uneven_cuts = frozenset((d, atoms) for d, (n, atoms) in dims if n % mesh.count(atoms))
+    if not near and propagated is not None and runs is not None:
+        near = tuple(dict.fromkeys(propagated.shardings[u] for u in group))
+    find = functools.partial(shardings, v.shape, mesh, axes, even=even, also=uneven_cuts, near=near, runs=runs)
+    by_monoid = [find(unreduced=monoid) for monoid in monoids or ("",)]
+    if len(by_monoid) == 1:
+        return by_monoid[0]
+    return tuple(dict.fromkeys(s for found in by_monoid for s in found))
+
+
+def allowed_by_marks(
+    shardings: Sequence[Sharding], demands: Sequence[Demand], barred: frozenset[str]
+) -> tuple[Sharding, ...]:
+    """The shardings that all demands allow and that use no barred atoms; if none is left, those of the demands."""
+    allowed = [s for s in shardings if barred.isdisjoint(s.atoms)]
+    for demand in demands:
+        # A mark may name parts of axes, or axes in another order: then no sharding over whole axes fits.
+        allowed = [*filter(demand.allows, allowed)] or [demand.sharding]
+    return tuple(allowed)
+
+
+def array_shardings(rule: Rule, splits: Sequence[Split]) -> Iterator[tuple[Sharding, ...]]:
+    """For each operand and result of an equation, its sharding under each split."""
+    yield from (operand_shardings(rule, i, splits) for i in range(len(rule.operands)))
+    yield from (result_shardings(rule, i, splits) for i in range(len(rule.results)))
+
+
+def operand_shardings(rule: Rule, i: int, splits: Sequence[Split]) -> tuple[Sharding, ...]:
+    """The shardings in which an equation reads an operand under each split. All objectives share them."""
+    return _under_splits(operand_sharding, rule, i, splits)
+
+
+def result_shardings(rule: Rule, i: int, splits: Sequence[Split]) -> tuple[Sharding, ...]:
+    """The shardings in which an equation makes a result under each split. All objectives share them."""
+    return _under_splits(result_sharding, rule, i, splits)
+
+
+def _under_splits(
+    sharding_of: Callable[[Rule, int, Split], Sharding], rule: Rule, i: int, splits: Sequence[Split]
+) -> tuple[Sharding, ...]:
+    known, key = _known_shardings(), (sharding_of, rule, i, id(splits))
+    if key not in known:
+        known[key] = splits, tuple(sharding_of(rule, i, split) for split in splits)
+    return known[key][1]
+
+
+@tabulated(1)
+def _known_shardings() -> dict[object, tuple[Sequence[Split], tuple[Sharding, ...]]]:
+    """The results of ``_under_splits``. Each list of splits keeps its identity, which is in its key, valid."""
+    return {}
+
+
+@tabulated(16384)
+def component_splits(
+    rule: Rule,
+    component: Component,
+    passing: frozenset[int],
+    arrays: tuple[Arrays, ...],
+    mesh: Mesh,
+    axes: tuple[Atoms, ...],
+    barred: frozenset[str] = frozenset(),
+    pinned: tuple[tuple[int, Atoms], ...] = (),
+    near_split: tuple[tuple[int, Atoms], ...] | None = None,
+    runs: Runs | None = None,
+) -> tuple[tuple[Split, ...], float]:
+    """The splits of a component of an equation: over whole axes, and those that its arrays suggest."""
+    if rule.manual is not None:
+        return splits(rule, component, mesh, axes, passing, pinned=pinned), math.inf
+    near = [split for known in arrays for split in candidates(rule, known, mesh)] if rule.fixed is None else []
+    if barred:
+        near = [split for split in near if barred.isdisjoint(a for atoms in split.values() for a in atoms)]
+    suggested = tuple(_of_component(split, component) for split in near)
+    if near_split is not None:
+        suggested = (dict(near_split),)
+    cuts = ((f, atoms) for split in suggested for f, atoms in split.items() if f >= 0)
+    uneven = frozenset((f, atoms) for f, atoms in cuts if rule.factors[f].size % mesh.count(atoms))
+    expected: tuple[Places, ...] = ()
+    if near_split is not None:
+        expected = (places_of(dict(near_split), axes),)
+    elif arrays and runs is not None:
+        first = (_of_component(candidates(rule, known, mesh)[0], component) for known in arrays)
+        expected = tuple(dict.fromkeys(places_of(split, axes) for split in first))
+    over_axes = splits(rule, component, mesh, axes, passing, uneven, expected, runs)
+    known_keys = {key_of(split) for split in over_axes}
+    possible = (split for split in suggested if all(f >= 0 or f in passing for f, atoms in split.items() if atoms))
+    more = {key_of(split): split for split in possible}
+    unmoved = [split for known in arrays for split in led(rule, known, mesh)] if suggested else []
+    found = over_axes + tuple(split for key, split in more.items() if key not in known_keys)
+    return found, _marked_share(rule, suggested, unmoved, mesh) if near_split is None else math.inf
+
+
+def _of_component(split: Split, component: Component) -> Split:
+    """The part of a split that concerns a component."""
+    return {f: atoms for f, atoms in split.items() if f in component.factors}
+
+
+def _marked_share(rule: Rule, suggested: Sequence[Split], unmoved: Sequence[Split], mesh: Mesh) -> float:
+    """The largest share of an equation's work that a device has under the marks.
+
+    It is the share of the suggested splits with the most parts. Parts of a dimension smaller than the mesh are unequal:
+    most devices have one element or none. If arrays that keep their sharding lead to unequal parts, the share is that
+    of the busiest device, although another dimension has equal parts: to split that dimension is not worth any price.
+    """
+    if not suggested:
+        return math.inf
+    most = max(_parts(split, mesh) for split in suggested)
+    unequal = [share(rule, split, mesh) for split in unmoved if _parts(split, mesh) == most]
+    return max(unequal, default=min(share(rule, split, mesh) for split in suggested))
+
+
+def _parts(split: Split, mesh: Mesh) -> int:
+    """Into how many parts a split divides the work of an equation."""
+    return math.prod(mesh.count(atoms) for f, atoms in split.items() if f >= 0)

@@ -33,14 +33,13 @@ from gshard.core.jax_adapter import scan_counts
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Equation, Value
 from gshard.core.spmd import Collective, Prefetched, SpmdProgram
-from gshard.device.cost import WORTH, Cost, cost
+from gshard.device.cost import WORTH, Cost, cost, origins
 from gshard.device.fusion_model import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels
 from gshard.device.machine import Machine
-from gshard.device.origin import origins
-from gshard.language.interpret import Interpreter, value_of
+from gshard.language.region import Interpreter, value_of
 from gshard.remat.replay import run_by
 from gshard.remat.straight_line import without_dead_code
-from gshard.rewrite.cse import is_pure
+from gshard.rewrite.equation_graph import is_pure
 
 
 @with_tables
@@ -51,15 +50,7 @@ def prefetched(
     limit: int | None = None,
     known: Cost | None = None,
 ) -> SpmdProgram:
-    """The program with prefetches in loops where that is faster, or the program itself.
-
-    Args:
-        spmd: the program.
-        machine: the times, and the collectives that its compiler hides.
-        donated: arguments (counted without captured arrays) whose memory results may take.
-        limit: bytes that a device may hold at the peak; None if there is no limit.
-        known: the cost of the program, if it is known.
-    """
+    """The program with prefetches in loops where that is faster, or the program itself."""
     if ALL_GATHER not in (machine.compiler.hides or ()):
         return spmd
     before = known or cost(spmd, machine, donated)
@@ -78,21 +69,13 @@ def prefetched(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Prefetch:
-    """The prefetch of a loop.
+    """The prefetch of a loop."""
 
-    Attributes:
-        loop: a scan.
-        gathers: the gathers of its body that run one iteration earlier.
-        makes: the equations that compute their operands from slices and constants, in order.
-        beside: the product beside which they run.
-        operand: an operand of that product that is computed late enough.
-    """
-
-    loop: Equation
-    gathers: tuple[Equation, ...]
-    makes: tuple[Equation, ...]
-    beside: Equation
-    operand: Value
+    loop: Equation  # a scan
+    gathers: tuple[Equation, ...]  # the gathers of its body that run one iteration earlier
+    makes: tuple[Equation, ...]  # the equations that compute their operands from slices and constants, in order
+    beside: Equation  # the product beside which they run
+    operand: Value  # an operand of that product that is computed late enough
 
 
 def _possible_prefetches(found: Cost, *, stacks: bool) -> Iterator[_Prefetch]:

@@ -1,36 +1,402 @@
-"""Chooses the values that a program recomputes to fit into memory (GShard paper, section 5.1).
-
-    program = rematerialise(spmd, 14 * 2**30, Machine.of("v3:8x8"))
-
-While the peak exceeds the limit, gshard prices the recomputation of each value that is alive at the peak and read only
-later. It drops the values with the least time for each byte. In a straight line of equations, it recomputes them behind
-a barrier; a residual that one loop stacks for another, in that other loop; and a stack in a wider type than necessary
-is widened after the loop, which costs nothing.
-"""
+"""Chooses the values that a program recomputes to fit into memory (GShard paper, section 3.3), also across loops."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
 
 from gshard.core.errors import GShardError
+from gshard.core.jax_adapter import scan_counts
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import with_tables
-from gshard.core.program import Block, Equation, Program, Value, format_bytes
+from gshard.core.program import Block, Constant, Equation, Program, Value, format_bytes, itemsize
 from gshard.core.spmd import Recomputation, Recomputed, SpmdProgram
 from gshard.device.cost import kernel_cost
-from gshard.device.fusion_model import REGION, Kernel, Kernels, device_program, flops, kernels_of, size
-from gshard.device.held import held_at_peak
+from gshard.device.fusion_model import FUSED, REGION, Kernel, Kernels, device_program, flops, kernels_of, kind_of, size
 from gshard.device.machine import Machine
-from gshard.device.memory import Memory, memory_of
+from gshard.device.memory import Memory, held_at_peak, memory_of
+from gshard.emit.compile import Executable, compile_spmd
 from gshard.language.region import with_edges
-from gshard.remat.liveness import Liveness, liveness_of
-from gshard.remat.loops import Stacked, stacked_over, without_stacking
-from gshard.remat.low_precision_stacks import LowPrecision, low_precision_over, with_low_precision_stacks
+from gshard.language.registry import Call, rule_of
 from gshard.remat.replay import replayed
-from gshard.remat.straight_line import Kept, kept_over, without_keeping
+from gshard.remat.straight_line import (
+    Kept,
+    Liveness,
+    Seconds,
+    kept_over,
+    liveness_of,
+    without_dead_code,
+    without_keeping,
+)
+from gshard.rewrite.equation_graph import common_key, is_pure
+
+# Recomputes residuals that one loop stacks for another inside that other loop.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stacked:
+    """Stacks that one loop writes for another, with the saving and the price of recomputing them."""
+
+    writer: Equation  # the loop that writes the stacks
+    consumer: Equation  # the loop that reads them
+    values: tuple[Value, ...]  # the stacks, results of the writer
+    freed: int  # bytes saved, minus those of values that must be kept instead
+    seconds: float  # of recomputing all slices
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Pair:
+    """Two loops, with the stacks of the first one that the second one reads."""
+
+    writer: Kernel
+    consumer: Kernel
+    at: tuple[int, int]
+    stacks: tuple[Value, ...]
+
+    @functools.cached_property
+    def producer(self) -> dict[Value, Equation]:
+        """For each value of the writer's body, the equation that computes it."""
+        return {v: e for e in self.writer.equation.blocks[0].equations for v in e.outputs}
+
+    @functools.cached_property
+    def inside(self) -> dict[Value, Value | Constant]:
+        """For each stack, the value of the writer's body."""
+        return {v: self.inner(v) for v in self.stacks}
+
+    @functools.cached_property
+    def shared(self) -> frozenset[Equation]:
+        """Equations that both bodies run on equal inputs, such as gathers of weights: they need no second run."""
+        writer, consumer = self.writer.equation, self.consumer.equation
+        read = dict(_read(consumer))
+        same = {inner: read[outer] for outer, inner in _read(writer) if outer in read}
+        consumer_equations = {_key(e, e.inputs): e for e in consumer.blocks[0].equations}
+        shared = []
+        for e in writer.blocks[0].equations:
+            key = _key(e, [same.get(x, x) if isinstance(x, Value) else x for x in e.inputs])
+            if key is not None and key in consumer_equations:
+                same.update(zip(e.outputs, consumer_equations[key].outputs, strict=True))
+                shared.append(e)
+        return frozenset(shared)
+
+    def inner(self, stack: Value) -> Value | Constant:
+        """The value of the writer's body that a stack contains."""
+        e = self.writer.equation
+        return e.blocks[0].outputs[e.outputs.index(stack)]
+
+
+def _read(loop: Equation) -> Iterator[tuple[tuple[bool, Value | Constant], Value]]:
+    """The constants and slices of a body: whether it is a slice and the outer array, then the value inside."""
+    consts, carry = scan_counts(loop.params)
+    for i, (outer, inner) in enumerate(zip(loop.inputs, loop.blocks[0].inputs, strict=True)):
+        if not consts <= i < consts + carry:
+            yield (i >= consts, outer), inner
+
+
+def _key(e: Equation, inputs: Sequence[Value | Constant]) -> Any:
+    return common_key(e.primitive, e.params, inputs, e.context) if is_pure(e) else None
+
+
+def _pairs(liveness: Liveness, peak: int, elsewhere: frozenset[Value]) -> Iterator[_Pair]:
+    loops = [
+        (i, k) for i, k in enumerate(liveness.kernels.kernels)
+        if k.kind == REGION and len(k.bodies) == 1 and k.equation.trip_count > 1 and "reverse" in k.equation.params
+    ]  # fmt: skip
+    for i, writer in loops:
+        carry = scan_counts(writer.equation.params)[1]
+        by_consumer: dict[int, list[Value]] = {}
+        for v in writer.equation.outputs[carry:]:
+            users = liveness.users.get(v, [])
+            if len(users) == 1 and i <= peak <= users[0] and v not in liveness.ends and v not in elsewhere:
+                by_consumer.setdefault(users[0], []).append(v)
+        for j, consumer in loops:
+            if j in by_consumer and consumer.equation.params["length"] == writer.equation.params["length"]:
+                before = sum(scan_counts(consumer.equation.params))
+                slices = [liveness.sliced(x) for x in consumer.equation.inputs[before:] if isinstance(x, Value)]
+                fixed = [liveness.home(x) for x in consumer.equation.inputs[:before] if isinstance(x, Value)]
+                stacks = [v for v in by_consumer[j] if slices.count(v) == 1 and v not in fixed]
+                if stacks:
+                    yield _Pair(writer, consumer, (i, j), tuple(stacks))
+
+
+def stacked_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: frozenset[Value]) -> list[Stacked]:
+    """The stacks that need not be kept over a kernel: each one alone, and all of a pair of loops together."""
+    offers = []
+    for pair in _pairs(liveness, peak, elsewhere):
+        (body,) = pair.writer.bodies
+        seconds_of_kernel = {k.equation: seconds(k) for k in body.kernels}
+        carries = _carries(pair.writer.equation)
+        droppable = [v for v in pair.stacks if pair.inner(v) not in carries and _backward_slice(pair, {v}) is not None]
+        together = _together(pair, droppable)
+        groups = [(v,) for v in droppable] + ([together] if len(together) > 1 else [])
+        for group in groups:
+            found_slice = _backward_slice(pair, set(group))
+            assert found_slice is not None, "slices that can be recomputed"
+            equations, inputs = found_slice
+            needed = sum(_kept_for(liveness, pair, x) for x in inputs)
+            freed = sum(map(size, group)) - needed
+            if freed > 0:
+                trip_count = pair.writer.equation.trip_count
+                extra_seconds = trip_count * sum(
+                    seconds_of_kernel.get(e, 0.0) for e in equations if e not in pair.shared
+                )
+                offers.append(Stacked(pair.writer.equation, pair.consumer.equation, group, freed, extra_seconds))
+    return offers
+
+
+def _together(pair: _Pair, droppable: Sequence[Value]) -> tuple[Value, ...]:
+    """Stacks that can be recomputed together. If a slice is stacked twice, one stack may need the other."""
+    found: list[Value] = []
+    if _backward_slice(pair, set(droppable)) is not None:
+        return tuple(droppable)
+    for v in droppable:
+        if _backward_slice(pair, {*found, v}) is not None:
+            found.append(v)
+    return tuple(found)
+
+
+def _carries(loop: Equation) -> set[Value]:
+    consts, carry = scan_counts(loop.params)
+    return set(loop.blocks[0].inputs[consts : consts + carry])
+
+
+def _backward_slice(pair: _Pair, dropped: set[Value]) -> tuple[list[Equation], set[Value]] | None:
+    """The equations of the writer's body that recompute dropped slices, and the inputs of the body that they read."""
+    producer = pair.producer
+    kept = {x for v, x in pair.inside.items() if v not in dropped}
+    equations: dict[Equation, None] = {}
+    inputs: set[Value] = set()
+    pending = [pair.inside[v] for v in dropped]
+    while pending:
+        x = pending.pop()
+        if isinstance(x, Constant) or x in kept:
+            continue
+        if x not in producer:
+            inputs.add(x)
+        elif producer[x] not in equations:
+            if not is_pure(producer[x]):
+                return None
+            equations[producer[x]] = None
+            pending += producer[x].inputs
+    return list(equations), inputs
+
+
+def _kept_for(liveness: Liveness, pair: _Pair, x: Value) -> int:
+    """Bytes held from the writer to the consumer so that the consumer has an input of the writer's body."""
+    e = pair.writer.equation
+    consts, carry = scan_counts(e.params)
+    at = e.blocks[0].inputs.index(x)
+    if consts <= at < consts + carry:
+        return size(x) * e.trip_count
+    outer = e.inputs[at]
+    if isinstance(outer, Constant):
+        return 0
+    v = liveness.home(outer)
+    return 0 if v not in liveness.made or liveness.last[v] >= pair.at[1] else size(v)
+
+
+def without_stacking(liveness: Liveness, found: Stacked, names: Iterator[int]) -> Block:
+    """The block in which the consumer recomputes the stacks, slice by slice."""
+    loops = {found.writer, found.consumer}
+    writer, consumer = (liveness.kernels.kernels[liveness.position[e]] for e in (found.writer, found.consumer))
+    at = liveness.position[found.writer], liveness.position[found.consumer]
+    carry = scan_counts(found.writer.params)[1]
+    slices = found.consumer.inputs[sum(scan_counts(found.consumer.params)) :]
+    read = {liveness.sliced(x) for x in slices if isinstance(x, Value)}
+    stacks = tuple(v for v in found.writer.outputs[carry:] if v in read and liveness.users.get(v) == [at[1]])
+    pair = _Pair(writer, consumer, at, stacks)
+    new_writer, new_consumer = _LoopRewriting(liveness, pair, found.values, names).loops()
+    equations = []
+    for e in liveness.kernels.block.equations:
+        equations.append(e if e not in loops else new_writer if e is found.writer else new_consumer)
+    return without_dead_code(Block(liveness.kernels.block.inputs, tuple(equations), liveness.kernels.block.outputs))
+
+
+class _LoopRewriting:
+    """Rewrites a pair of loops without some stacks."""
+
+    def __init__(self, liveness: Liveness, pair: _Pair, dropped: tuple[Value, ...], names: Iterator[int]):
+        self.pair, self.names, self.liveness = pair, names, liveness
+        self.dropped = set(dropped)
+        consumer = pair.consumer.equation
+        self.counts = scan_counts(consumer.params)
+        consts, carry = self.counts
+        body = consumer.blocks[0]
+        self.consts = list(zip(consumer.inputs[:consts], body.inputs[:consts], strict=True))
+        slices = zip(consumer.inputs[consts + carry :], body.inputs[consts + carry :], strict=True)
+        self.slices: list[tuple[Value | Constant, Value]] = []
+        self.known: dict[Value | Constant, Value | Constant] = {}  # by value of the writer's body: the consumer's
+        self.lost: dict[Value, Value | Constant] = {}  # by value of the consumer's body: the writer's
+        for outer, inner in slices:
+            stack = liveness.sliced(outer) if isinstance(outer, Value) else None
+            if stack in self.dropped:
+                self.lost[inner] = pair.inner(stack)
+                continue
+            self.slices.append((outer, inner))
+            if stack in pair.stacks:
+                self.known.setdefault(pair.inner(stack), inner)
+        self.stacked: list[tuple[Value, Value]] = []  # new stacks of carries: inside and outside
+        self.equations: list[Equation] = []
+        self.met: dict[object, Equation] = {}
+        self.producer = pair.producer
+
+    def loops(self) -> tuple[Equation, Equation]:
+        writer, consumer = self.pair.writer.equation, self.pair.consumer.equation
+        body = consumer.blocks[0]
+        env: dict[Value, Value | Constant] = {}
+
+        def read(x: Value | Constant) -> Value | Constant:
+            if isinstance(x, Value) and x in self.lost:
+                return self._make(self.lost[x])
+            return env.get(x, x) if isinstance(x, Value) else x
+
+        for e in body.equations:
+            inputs = tuple(map(read, e.inputs))
+            key = _key(e, inputs)
+            if key is not None and key in self.met:
+                env.update(zip(e.outputs, self.met[key].outputs, strict=True))
+                continue
+            self.equations.append(dataclasses.replace(e, inputs=inputs))
+            if key is not None:
+                self.met[key] = self.equations[-1]
+        outputs = tuple(map(read, body.outputs))
+        consts, carry = self.counts
+        carried = list(zip(consumer.inputs, body.inputs, strict=True))[consts : consts + carry]
+        operands = [*self.consts, *carried, *self.slices]
+        block = Block(tuple(inner for _, inner in operands), tuple(self.equations), outputs)
+        params = _params(consumer, len(self.consts), carry)
+        inputs = tuple(outer for outer, _ in operands)
+        new_consumer = with_edges(dataclasses.replace(consumer, params=params, inputs=inputs, blocks=(block,)))
+        return self._writer(writer), new_consumer
+
+    def _writer(self, writer: Equation) -> Equation:
+        body = writer.blocks[0]
+        kept = [(v, x) for v, x in zip(writer.outputs, body.outputs, strict=True) if v not in self.dropped]
+        kept += [(outer, inner) for inner, outer in self.stacked]
+        block = without_dead_code(Block(body.inputs, body.equations, tuple(x for _, x in kept)))
+        params = _params(writer, *scan_counts(writer.params))
+        results = tuple(v for v, _ in kept)
+        return with_edges(dataclasses.replace(writer, params=params, outputs=results, blocks=(block,)))
+
+    def _make(self, x: Value | Constant) -> Value | Constant:
+        """Computes a value of the writer's body in the consumer's body."""
+        if isinstance(x, Constant):
+            return x
+        if x not in self.known:
+            if x not in self.producer:
+                self.known[x] = self._input(x)
+            else:
+                e = self.producer[x]
+                inputs = tuple(map(self._make, e.inputs))
+                key = _key(e, inputs)
+                same = self.met.get(key) if key is not None else None
+                if same is None:
+                    outputs = tuple(Value(v.shape, v.dtype, next(self.names)) for v in e.outputs)
+                    same = dataclasses.replace(e, inputs=inputs, outputs=outputs)
+                    self.equations.append(same)
+                    if key is not None:
+                        self.met[key] = same
+                self.known.update(zip(e.outputs, same.outputs, strict=True))
+        return self.known[x]
+
+    def _input(self, x: Value) -> Value:
+        """An input of the writer's body in the consumer's body: a constant, a slice, or a stacked carry."""
+        writer = self.pair.writer.equation
+        consts, carry = scan_counts(writer.params)
+        at = writer.blocks[0].inputs.index(x)
+        outer = writer.inputs[at]
+        table = self.consts if at < consts else self.slices
+        if consts <= at < consts + carry:
+            outer = Value((writer.params["length"], *x.shape), x.dtype, next(self.names))
+            self.stacked.append((x, outer))
+        for known, inner in table:
+            if known is outer:
+                return inner
+        inner = Value(x.shape, x.dtype, next(self.names))
+        table.append((outer, inner))
+        return inner
+
+
+def _params(loop: Equation, consts: int, carry: int) -> dict[str, object]:
+    kept = {k: loop.params[k] for k in ("length", "reverse", "unroll")}
+    return {**kept, "num_consts": consts, "num_carry": carry}
+
+
+# Stacks the values before a loop's final widening conversion, and widens the stack after the loop.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LowPrecision:
+    """Stacks of one loop that can have lower precision."""
+
+    writer: Equation  # the loop
+    values: tuple[Value, ...]  # the stacks
+    freed: int  # bytes that this saves
+    seconds: float = 0.0  # 0, because nothing is computed twice
+
+
+def low_precision_over(liveness: Liveness, peak: int, elsewhere: frozenset[Value]) -> list[LowPrecision]:
+    """The stacks that are alive at a kernel, or written by it, and can have lower precision."""
+    found = []
+    for i, kernel in enumerate(liveness.kernels.kernels[: peak + 1]):
+        e = kernel.equation
+        if kernel.kind != REGION or len(kernel.bodies) != 1 or e.trip_count < 2 or "reverse" not in e.params:
+            continue
+        body = e.blocks[0]
+        producer = {v: inner for inner in body.equations for v in inner.outputs}
+        carry = scan_counts(e.params)[1]
+        for v, x in zip(e.outputs[carry:], body.outputs[carry:], strict=True):
+            if v in liveness.ends or v in elsewhere or not i <= peak <= liveness.last.get(v, -1):
+                continue
+            if isinstance(x, Value) and x in producer and (source := _widened_operand(producer[x])) is not None:
+                users = (liveness.kernels.kernels[j].kind for j in liveness.users[v])
+                if all(kind != REGION for kind in users):
+                    wide, thin = itemsize(v.dtype), itemsize(source.dtype)
+                    found.append(LowPrecision(e, (v,), size(v) * (wide - thin) // wide))
+    return found
+
+
+def _widened_operand(e: Equation) -> Value | None:
+    """The operand of an equation that only widens elements; None for other equations."""
+    if len(e.inputs) != 1 or isinstance(e.inputs[0], Constant) or kind_of(e) != FUSED or e.rule is None:
+        return None
+    x, y = e.inputs[0], e.outputs[0]
+    assert isinstance(x, Value), "constants return above"
+    same = e.rule.operands[0] == e.rule.results[0] and x.shape == y.shape
+    return x if same and itemsize(x.dtype) < itemsize(y.dtype) else None
+
+
+def with_low_precision_stacks(liveness: Liveness, found: LowPrecision, names: Iterator[int]) -> Block:
+    """The block with the stacks widened after the loop."""
+    writer, block = found.writer, liveness.kernels.block
+    body = writer.blocks[0]
+    producer = {v: e for e in body.equations for v in e.outputs}
+    outputs, body_outputs, widenings = [], [], []
+    for v, x in zip(writer.outputs, body.outputs, strict=True):
+        if v not in found.values:
+            outputs.append(v)
+            body_outputs.append(x)
+            continue
+        assert isinstance(x, Value), "a constant is not widened"
+        e = producer[x]
+        (source,) = e.inputs
+        stack = Value(v.shape, source.dtype, next(names))
+        call = Call(e.name, e.params, (v.shape,), (v.shape,), (source.dtype,), e.primitive)
+        widenings.append(dataclasses.replace(e, inputs=(stack,), outputs=(v,), rule=rule_of(call, e.source_info)))
+        outputs.append(stack)
+        body_outputs.append(source)
+    loop = without_dead_code(Block(body.inputs, body.equations, tuple(body_outputs)))
+    changed = with_edges(dataclasses.replace(writer, outputs=tuple(outputs), blocks=(loop,)))
+    equations: list[Equation] = []
+    for e in block.equations:
+        equations += [changed, *widenings] if e is writer else [e]
+    return Block(block.inputs, tuple(equations), block.outputs)
+
 
 _Offer = Kept | Stacked | LowPrecision
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -49,9 +415,6 @@ class MemoryLimitError(GShardError):
 def bytes_of(limit: int | str) -> int:
     """A number of bytes.
 
-    Raises:
-        MemoryLimitError: ``limit`` is not a number of bytes.
-
     >>> bytes_of("14GiB") == 14 * 2**30, bytes_of(1000), bytes_of("1.5 MB")
     (True, 1000, 1500000)
     """
@@ -65,20 +428,7 @@ def bytes_of(limit: int | str) -> int:
 
 @with_tables
 def rematerialise(spmd: SpmdProgram, limit: int, machine: Machine, donated: Iterable[int] = ()) -> SpmdProgram:
-    """Makes a per-device program fit into memory by computing some values twice.
-
-    Args:
-        spmd: the program.
-        limit: bytes that a device may hold at the peak: arguments, results and everything else.
-        machine: prices recomputation.
-        donated: arguments (counted without captured arrays) whose memory results may take.
-
-    Returns:
-        the program itself if it fits; otherwise one with the same results, with ``recomputed`` set.
-
-    Raises:
-        MemoryLimitError: the program cannot fit.
-    """
+    """Makes a per-device program fit into memory by computing some values twice."""
     before = device_program(spmd)
     lent = [len(spmd.program.captured) + i for i in donated]
     keeps_copies = machine.compiler.keeps_low_precision_copies
@@ -296,3 +646,64 @@ def _largest(block: Block) -> int:
                 yield from values(body)
 
     return max((v.index for v in values(block)), default=0)
+
+
+# Compiles a program within a memory limit by the compiler's own figures.
+
+_ATTEMPTS = 6
+
+
+@with_tables
+def compiled_within(
+    program: SpmdProgram,
+    spmd: SpmdProgram,
+    limit: int,
+    machine: Machine,
+    donated: frozenset[int],
+    compiled: Callable[..., Executable] = compile_spmd,
+) -> Executable:
+    """Compiles a program that recomputes as many values as the limit requires."""
+    target, planned = limit, ""
+    for _ in range(_ATTEMPTS):
+        executable = compiled(program, donated)
+        try:
+            peak = peak_of(executable.compiled)
+            planned = f"the compiler needs {format_bytes(peak)}"
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            peak, planned = limit + limit // 10, str(error).splitlines()[0]
+        if peak <= limit:
+            return executable
+        expected = program.recomputed.after if program.recomputed is not None else target
+        target = min(target, expected) - (peak - limit)
+        try:
+            program = rematerialise(spmd, target, machine, donated)
+        except MemoryLimitError:
+            break  # the model cannot go lower
+    failed = MemoryLimitError(
+        f"the compiled program does not fit in memory_limit ({format_bytes(limit)}), whatever is recomputed.",
+        None,
+        planned,
+        "Split more (marks, a larger mesh), use a smaller batch, donate arguments, or allow more memory.",
+    )
+    failed.needed = peak
+    raise failed
+
+
+def peak_of(compiled: Any) -> int:
+    """Bytes that a device holds, by the compiler: arguments, results outside of their memory, temporaries.
+
+    The TPU compiler also counts the memory of results and of donated arguments as temporaries, if it is used until the
+    result is computed. Its own figure for the peak counts each buffer once. (The figures of other compilers for the
+    peak omit temporaries.)
+    """
+    memory = compiled.memory_analysis()
+    total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    reported_peak = getattr(memory, "peak_memory_in_bytes", 0) if _is_for_tpus(compiled) else 0
+    return int(reported_peak or total - memory.alias_size_in_bytes)
+
+
+def _is_for_tpus(compiled: Any) -> bool:
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    return any(device.platform == "tpu" for sharding in shardings[:1] for device in sharding.device_set)

@@ -11,24 +11,18 @@ import jax
 
 from gshard.comm.collectives import KINDS, sent_bytes, sent_sizes
 from gshard.core.jax_adapter import no_mesh_set, optimization_barrier_p, shapes_of
-from gshard.core.jax_adapter_manual import with_mapping
+from gshard.core.jax_adapter_context import wide_enough_for
+from gshard.core.jax_adapter_retracing import with_mapping
 from gshard.core.mesh import Mesh
 from gshard.core.program import Block, Equation, Value
 from gshard.core.spmd import RECOMPUTED, Collective, SpmdProgram
-from gshard.core.wide import wide_enough_for
 from gshard.core.xla_workarounds import opaque_identity
 from gshard.device.fusion_model import COLLECTIVE, Kernels, kernels_of, size
-from gshard.language.interpret import Interpreter
+from gshard.language.region import Interpreter
 
 
 def replayed(spmd: SpmdProgram, before: Kernels, block: Block) -> SpmdProgram:
-    """The program with another block of equations.
-
-    Args:
-        spmd: the program.
-        before: the kernels of its present block.
-        block: the new block, with the same inputs.
-    """
+    """The program with another block of equations."""
     devices = spmd.mesh.devices
     on_cpu = devices is not None and devices[0].platform == "cpu"
     jaxpr = run_by(_WithOpaqueBarriers(frozenset(before.block.walk()) if on_cpu else None), block, spmd)

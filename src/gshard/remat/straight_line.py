@@ -1,51 +1,104 @@
-"""Recomputes values of straight-line code instead of keeping them over the memory peak.
-
-    y = f(x); ...; peak; ...; g(y)   ->   y = f(x); ...; peak; ...; x' = barrier(x, late); y' = f(x'); g(y')
-
-The barrier hides from XLA that both computations are equal, and delays the second one until ``late`` is computed, an
-operand of the reader that is computed after the peak.
-"""
+"""Recomputes values of straight-line code instead of keeping them, and when buffers are written and read."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from gshard.core.jax_adapter import optimization_barrier_p
 from gshard.core.program import Block, Constant, Equation, Value
-from gshard.device.fusion_model import PASSING, kind_of, size
+from gshard.device.fusion_model import PASSING, REGION, Kernel, Kernels, kind_of, size
 from gshard.language.registry import Call, rule_of
-from gshard.remat.liveness import Liveness, Seconds
-from gshard.rewrite.cse import is_pure
-from gshard.rewrite.equation_graph import operands_first
+from gshard.rewrite.equation_graph import is_pure, operands_first
+
+# Computes when the buffers of a block are written and read, and which kernels recompute them.
+
+# Seconds of one run of a kernel, including bodies and iterations of loops.
+Seconds = Callable[[Kernel], float]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Liveness:
+    """The buffers of one block."""
+
+    kernels: Kernels  # the kernels of the block
+    made: dict[Value, int]  # for each buffer, the position of the kernel that writes it
+    # for each buffer, the position of the last kernel that reads it; after the last kernel for outputs
+    last: dict[Value, int]
+    users: dict[Value, list[int]]  # for each buffer, the positions of the kernels that read it
+    ends: frozenset[Value]  # the buffers that are outputs of the block
+    producer: dict[Value, Equation]  # for each value, the equation that computes it
+    position: dict[Equation, int]  # for the last equation of each kernel, the position of the kernel
+
+    def home(self, v: Value) -> Value:
+        """The buffer that holds a value."""
+        return self.kernels.home.get(v, v)
+
+    def sliced(self, v: Value) -> Value:
+        """The buffer with the same slices as a value: its home, unless that has another shape."""
+        home = self.home(v)
+        return home if home.shape == v.shape else v
+
+    def is_buffer(self, v: Value) -> bool:
+        """Whether a value is a buffer: an input of the block, or written by a kernel."""
+        return v not in self.producer or v in self.made
+
+    def available(self, v: Value, at: int, peak: int) -> bool:
+        """Whether a kernel can read a buffer: it is alive there, or alive at the peak and can be kept until then."""
+        return v not in self.made or self.last[v] >= at or self.last[v] > peak
+
+    def kernel(self, v: Value) -> Kernel:
+        """The kernel that writes a buffer."""
+        return self.kernels.kernels[self.made[v]]
+
+    def recomputation(self, v: Value, at: int, peak: int) -> list[Kernel] | None:
+        """The kernels that recompute a buffer for a later kernel; None if that is impossible or too long."""
+        kernels_needed: dict[Kernel, None] = {}
+        pending = [v]
+        while pending:
+            kernel = self.kernel(pending.pop())
+            if kernel in kernels_needed:
+                continue
+            if kernel.kind == REGION or not all(map(is_pure, (kernel.equation, *kernel.fused))):
+                return None
+            kernels_needed[kernel] = None
+            if len(kernels_needed) > 64:
+                return None
+            pending += [u for u in kernel.reads if u is v or not self.available(u, at, peak)]
+        return list(kernels_needed)
+
+
+def liveness_of(kernels: Kernels) -> Liveness:
+    """Computes the liveness of a block."""
+    made: dict[Value, int] = {}
+    users: dict[Value, list[int]] = {}
+    for i, kernel in enumerate(kernels.kernels):
+        for v in kernel.reads:
+            users.setdefault(v, []).append(i)
+        for v in kernel.writes:
+            made[v] = i
+    last = {v: -1 for v in made} | {v: at[-1] for v, at in users.items()}
+    ends = {kernels.home.get(v, v) for v in kernels.block.outputs if isinstance(v, Value)}
+    last.update({v: len(kernels.kernels) for v in ends})
+    return Liveness(
+        kernels, made, last, users, frozenset(ends),
+        {v: e for e in kernels.block.equations for v in e.outputs},
+        {kernel.equation: i for i, kernel in enumerate(kernels.kernels)},
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kept:
-    """A buffer that is alive at the peak and read only later, with the saving and the price of recomputing it.
+    """A buffer that is alive at the peak and read only later, with the saving and the price of recomputing it."""
 
-    Attributes:
-        value: the buffer.
-        freed: bytes saved at the peak.
-        seconds: of its recomputation.
-        anchors: the buffers from which it is recomputed.
-    """
-
-    value: Value
-    freed: int
-    seconds: float
-    anchors: frozenset[Value]
+    value: Value  # the buffer
+    freed: int  # bytes saved at the peak
+    seconds: float  # of its recomputation
+    anchors: frozenset[Value]  # the buffers from which it is recomputed
 
 
 def kept_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: frozenset[Value]) -> list[Kept]:
-    """The buffers that can be recomputed after a kernel instead of being kept.
-
-    Args:
-        liveness: the liveness of the block.
-        peak: the position of the kernel.
-        seconds: prices one run of a kernel.
-        elsewhere: buffers that are never freed, such as results.
-    """
+    """The buffers that can be recomputed after a kernel instead of being kept."""
     found = []
     for v, made_at in liveness.made.items():
         later_users = [i for i in liveness.users.get(v, ()) if i > peak]
@@ -67,14 +120,7 @@ def kept_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: frozen
 
 
 def without_keeping(liveness: Liveness, peak: int, dropped: Sequence[Value], names: Iterator[int]) -> Block:
-    """The block in which readers after the peak read recomputed values.
-
-    Args:
-        liveness: the liveness of the block.
-        peak: the position of a kernel.
-        dropped: buffers that ``kept_over`` found for this peak.
-        names: numbers for new values.
-    """
+    """The block in which readers after the peak read recomputed values."""
     return _Recomputing(liveness, peak, frozenset(dropped), names).block()
 
 

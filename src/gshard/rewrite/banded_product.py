@@ -25,11 +25,9 @@ from jax import lax
 
 from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Constant, Equation, Program, Value
-from gshard.language.interpret import Interpreter, value_of
-from gshard.language.region import REGIONS
-from gshard.rewrite.dce import is_removable
+from gshard.language.region import REGIONS, Interpreter, value_of
 from gshard.rewrite.driver import Split, where_split
-from gshard.rewrite.equation_graph import Others, written
+from gshard.rewrite.equation_graph import Others, is_removable, written
 from gshard.rules.banded import MOST, Band, banded_p
 
 _LARGEST = 1 << 26  # largest number of elements of a table to compute
@@ -44,19 +42,12 @@ def _known_bands() -> dict[Equation, Band | None]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Product:
-    """A product of an array with a table that depends on positions only.
+    """A product of an array with a table that depends on positions only."""
 
-    Attributes:
-        equation: the ``dot_general``.
-        operand: the number of the operand that is the array.
-        dim: the summed dimension of the array.
-        table: computes the table.
-    """
-
-    equation: Equation
-    operand: int
-    dim: int
-    table: Callable[[], Any]
+    equation: Equation  # the ``dot_general``
+    operand: int  # the number of the operand that is the array
+    dim: int  # the summed dimension of the array
+    table: Callable[[], Any]  # computes the table
 
     @property
     def array(self) -> Value:
@@ -126,13 +117,7 @@ def band_of(table: np.ndarray) -> Band | None:
 
 
 def _starts_in_groups(low: np.ndarray, high: np.ndarray, p: int, q: int) -> tuple[np.ndarray, int]:
-    """The first element that each result reads, and the width of the band, for a pattern that repeats.
-
-    Args:
-        low, high: the first and the last nonzero element of each result; ``low > high`` for a result without one.
-        p: the number of results of a group.
-        q: the number of elements from one group to the next.
-    """
+    """The first element that each result reads, and the width of the band, for a pattern that repeats."""
     shift = q * np.arange(low.size // p)[:, None]
     has_elements = (low <= high).reshape(-1, p)
     largest = np.iinfo(np.int64).max

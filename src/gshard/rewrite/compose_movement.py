@@ -1,23 +1,10 @@
-"""Composes sequences of slices, pads and concatenations to one equation, so that elements move once.
-
-Rotations (``jnp.roll``), borders (``jnp.pad``, also ``mode="wrap"``), shifts and stencils concatenate slices, and slice
-concatenations. Executed one by one, each intermediate array would be split evenly over the devices. An array that is
-longer by one element has other parts, so nearly all elements would move. This rewrite follows each result to the
-sources of its elements, one dimension after the other:
-
-    pad(x[:-1], (1, 0))                       a number, x[0:7]           pad by 1 and -1
-    concatenate([x[-1:], x, x[:1]])[2:]       x[1:8], x[0:1]             concatenate_slices
-    concatenate([first, x])[1:]               x[0:8]                     a slice of everything
-    pad(a, (0, 3)) + pad(b, (5, 0))           a, b (in derivatives)      concatenate_slices
-
-It does not follow a value with many segments that other equations read, because that value is computed anyway.
-"""
+"""Composes slices, pads and concatenations to one equation, and sinks elementwise operators below them."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,11 +13,110 @@ from jax import lax
 from gshard.core.program import Constant, Equation, Value
 from gshard.core.rule import Span
 from gshard.language.traits import names_where, traits_of
-from gshard.rewrite.driver import over
-from gshard.rewrite.element_source import Segment, Window, cut, ends, is_zero, tidy
-from gshard.rewrite.equation_graph import Array, Graph, Others
-from gshard.rules.concatenate_slices import concatenate_slices_p
-from gshard.rules.movement import index_of
+from gshard.rewrite.driver import at, over
+from gshard.rewrite.equation_graph import Array, Graph, Others, again, common_key
+from gshard.rules.shape import index_of
+from gshard.rules.slicing import concatenate_slices_p
+
+# Describes the origin of an array's elements along one dimension by segments of other arrays.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Window:
+    """An array that is padded along one dimension, or cut by negative padding, but not yet computed."""
+
+    source: Array | Window  # the array
+    axis: int  # the dimension
+    low: int  # low, high: the padding, as in ``lax.pad``
+    high: int
+    number: Array | None = None  # the padding value; None if the array is only cut
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        whole = self.source.shape
+        return (*whole[: self.axis], whole[self.axis] + self.low + self.high, *whole[self.axis + 1 :])
+
+    def of(self, source: Array | Window) -> Window:
+        """The same window of another array."""
+        return dataclasses.replace(self, source=source)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Segment:
+    """Elements ``start`` to ``end`` of an array along a dimension; if the source is a scalar, copies of the scalar."""
+
+    source: Array | Window
+    start: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+    @property
+    def is_number(self) -> bool:
+        return not self.source.shape
+
+    def is_all_of(self, axis: int) -> bool:
+        """Whether the segment is a whole array."""
+        return not self.is_number and (self.start, self.end) == (0, self.source.shape[axis])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Segment) and (self.start, self.end) == (other.start, other.end) and self.is_like(other)
+
+    def is_like(self, other: Segment) -> bool:
+        """Whether both segments have the same array or equal numbers as source."""
+        if isinstance(self.source, Constant) and isinstance(other.source, Constant):
+            return _bits(self.source) == _bits(other.source)
+        return self.source == other.source
+
+    def and_then(self, other: Segment) -> Segment | None:
+        """The union with a following segment; None if they are not adjacent in one source."""
+        if not self.is_like(other) or not (self.is_number or self.end == other.start):
+            return None
+        return Segment(self.source, self.start, self.end + other.length)
+
+
+def _bits(number: Constant) -> tuple[str, bytes]:
+    return str(number.dtype), np.asarray(number.value).tobytes()
+
+
+def cut(segments: Iterable[Segment], start: int, end: int) -> list[Segment]:
+    """The segments of elements ``start`` to ``end``."""
+    selected: list[Segment] = []
+    position = 0
+    for p in segments:
+        low, high = max(start - position, 0), min(end - position, p.length)
+        if low < high:
+            selected.append(Segment(p.source, p.start + low, p.start + high))
+        position += p.length
+    return selected
+
+
+def tidy(segments: Iterable[Segment]) -> list[Segment]:
+    """The segments without empty ones, with adjacent segments of one source joined."""
+    result: list[Segment] = []
+    for p in segments:
+        if not p.length:
+            continue
+        p = Segment(p.source, 0, p.length) if p.is_number else p
+        union = result[-1].and_then(p) if result else None
+        if union is not None:
+            result[-1] = union
+        else:
+            result.append(p)
+    return result
+
+
+def ends(segments: Iterable[Segment]) -> Iterable[int]:
+    """The end position of each segment."""
+    return itertools.accumulate(p.length for p in segments)
+
+
+def is_zero(number: Any) -> bool:
+    """Whether a value is a literal of the program whose bits are all zero."""
+    return isinstance(number, Constant) and not any(np.asarray(number.value).tobytes())
+
 
 _MOST = 32  # largest number of segments of a result
 _FEW = 3  # largest number of segments of a value that is computed anyway
@@ -232,14 +318,7 @@ class _Movement:
     # New equations.
 
     def _make(self, x: Array | Window, result: Value | None, e: Equation, out: list[Equation]) -> Array | None:
-        """Appends equations that compute an array from its segments; None if that is not possible.
-
-        Args:
-            x: the array or window.
-            result: the value to compute; None for a new value.
-            e: the equation that is replaced.
-            out: the new equations.
-        """
+        """Appends equations that compute an array from its segments; None if that is not possible."""
         if result is None and x in self.needed:
             return x if isinstance(x, Value) else None
         if result is None and (made := self.made.get(x, self.made_now.get(x))) is not None:
@@ -317,3 +396,92 @@ class _Movement:
              e: Equation, out: list[Equation], result: Value | None) -> Value:  # fmt: skip
         self.made_now[x] = value = self.graph.add(out, e, primitive, params, inputs, x.shape, dtype, result)
         return value
+
+
+# Sinks elementwise operators below a concatenation of slices of one array.
+
+_CUTS = ("slice", "split")
+_TIMES = 2  # largest ratio of computed and needed elements: rotary embeddings negate half of the elements
+
+
+@at("concatenate", *names_where(lambda traits: traits.adds))
+def sink_elementwise(graph: Graph, e: Equation) -> Sequence[Equation] | None:
+    """Replaces ``concatenate(f(slice), slice)`` by ``where(first, f(y), y)`` with ``y = concatenate(slice, slice)``."""
+    pieces = _pieces(graph, e)
+    if pieces is None:
+        return None
+    axis, arrays = pieces
+    chains: list[list[Equation]] = []
+    slices: list[Array] = []
+    for x in arrays:
+        chain: list[Equation] = []
+        while graph.is_read_once(x) and (q := graph.producer(x)) is not None and (i := _computed_of(q)) is not None:
+            x = q.inputs[i]
+            chain.insert(0, q)
+        chains.append(chain)
+        slices.append(x)
+    cuts = {q.inputs[0] if (q := graph.producer(x, *_CUTS)) is not None else None for x in slices}
+    if not any(chains) or None in cuts or len(cuts) > 1:
+        return None
+    (result,) = e.outputs
+    kept = sum(len(chain) * x.shape[axis] for chain, x in zip(chains, slices, strict=True))
+    if len({q.primitive for chain in chains for q in chain}) * result.shape[axis] > _TIMES * kept:
+        return None
+    ends = list(itertools.accumulate(x.shape[axis] for x in slices))
+    numbers = [x for chain in chains for q in chain for x in q.inputs if not x.shape]
+
+    def sunk(*operands: Any) -> Any:
+        array_of = dict(zip((*slices, *numbers), operands, strict=True))
+        computed: dict[Any, Any] = {(): lax.concatenate(operands[: len(slices)], axis)}
+        keys: list[Any] = []  # equal for chains that compute the same
+        for chain in chains:
+            key: tuple[Any, ...] = ()
+            for q in chain:
+                equation_key = common_key(
+                    q.primitive, q.params, [result if x.shape else x for x in q.inputs], q.context
+                )
+                value = computed[key]
+                key = (*key, equation_key or id(q))
+                computed.setdefault(key, again(q, [value if x.shape else array_of[x] for x in q.inputs]))
+            keys.append(key)
+        selected, last, position = computed[keys[-1]], keys[-1], None
+        for end, key in [*zip(ends, keys, strict=True)][-2::-1]:
+            if key != last:
+                if position is None:
+                    position = lax.broadcasted_iota(np.int32, result.shape, axis)
+                selected, last = lax.select(position < np.int32(end), computed[key], selected), None
+        if e.name == "concatenate":
+            return selected
+        # A sum with zeros converts -0.0 to 0.0.
+        whole = ((0, result.shape[axis]),)
+        return concatenate_slices_p.bind(selected, dimension=axis, slices=whole, added=True)
+
+    return graph.write(sunk, (*slices, *numbers), e.outputs, e)
+
+
+def _pieces(graph: Graph, e: Equation) -> tuple[int, Sequence[Array]] | None:
+    """The dimension and the operands of a concatenation, or of a sum of zero-padded arrays that is a concatenation."""
+    if e.name == "concatenate":
+        return e.params["dimension"], e.inputs
+    pads = [q for x in e.inputs if (q := graph.producer(x, "pad")) is not None and is_zero(q.inputs[1])]
+    if len(pads) != 2:
+        return None
+    first, last = sorted(pads, key=lambda q: q.params["padding_config"])
+    x, y = first.inputs[0], last.inputs[0]
+    low, high = first.params["padding_config"], last.params["padding_config"]
+    padded = [d for d in range(len(x.shape)) if (low[d], high[d]) != ((0, 0, 0),) * 2]
+    if len(padded) != 1 or 0 in (*x.shape, *y.shape):
+        return None
+    (axis,) = padded
+    if (tuple(low[axis]), tuple(high[axis])) != ((0, y.shape[axis], 0), (x.shape[axis], 0, 0)):
+        return None
+    return axis, (x, y)
+
+
+def _computed_of(q: Equation) -> int | None:
+    """The only operand of an elementwise equation that is an array, if the result has its shape and dtype."""
+    if not traits_of(q.name).computes:
+        return None
+    arrays = [i for i, x in enumerate(q.inputs) if x.shape]
+    alike = [i for i in arrays if (q.inputs[i].shape, q.inputs[i].dtype) == (q.outputs[0].shape, q.outputs[0].dtype)]
+    return alike[0] if len(arrays) == len(alike) == 1 else None

@@ -21,8 +21,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from gshard.core.fired import Fired
-from gshard.core.program import Equation, Program, Value
+from gshard.core.program import Equation, Fired, Program, Value
 from gshard.rewrite.equation_graph import Array, Graph, Others, Writer
 
 _MOST = 1000  # largest number of rewrites of one block
@@ -32,16 +31,11 @@ _log = logging.getLogger("gshard")
 
 @dataclasses.dataclass(frozen=True)
 class Rewrite:
-    """One rewrite of the phase TRACE.
+    """One rewrite of the phase TRACE."""
 
-    Attributes:
-        name: the name of the rewrite.
-        names: primitive names. Blocks without equations of these names are skipped.
-        others: returns the replaced equations of a graph with their replacements; empty if the rewrite does not fire.
-    """
-
-    name: str
-    names: frozenset[str]
+    name: str  # the name of the rewrite
+    names: frozenset[str]  # primitive names. Blocks without equations of these names are skipped.
+    # returns the replaced equations of a graph with their replacements; empty if the rewrite does not fire
     others: Callable[[Graph], Others]
 
 
@@ -74,15 +68,10 @@ def at(*names: str) -> Callable[[Callable[[Graph, Equation], Sequence[Equation] 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The split of the values of a program.
+    """The split of the values of a program."""
 
-    Attributes:
-        parts: returns the number of parts of a dimension of a value.
-        writer: creates new equations.
-    """
-
-    parts: Callable[[Value, int], int]
-    writer: Writer
+    parts: Callable[[Value, int], int]  # returns the number of parts of a dimension of a value
+    writer: Writer  # creates new equations
 
     def is_split(self, v: Value) -> bool:
         """Whether any dimension of a value is split."""
@@ -91,16 +80,11 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class SplitRewrite:
-    """One rewrite of the phase SPLIT.
+    """One rewrite of the phase SPLIT."""
 
-    Attributes:
-        name: the name of the rewrite.
-        candidates: returns the parts of a program that may be rewritten.
-        others: returns independent rewrites of a candidate: each the replaced equations with their replacements.
-    """
-
-    name: str
-    candidates: Callable[[Program], Sequence[Any]]
+    name: str  # the name of the rewrite
+    candidates: Callable[[Program], Sequence[Any]]  # returns the parts of a program that may be rewritten
+    # returns independent rewrites of a candidate: each the replaced equations with their replacements
     others: Callable[[Any, Split], Iterable[Others]]
 
 
@@ -117,15 +101,6 @@ def run(
     """Runs rewrites on the equations of a block, until none fires.
 
     A rewrite that fires without end has a bug. gshard stops it, and logs a warning.
-
-    Args:
-        rows: the rewrites in order.
-        equations: the equations of one block, in one context.
-        outputs: the values that are read outside of these equations.
-        writer: creates new equations.
-
-    Returns:
-        the new equations, and the rewrites that fired.
     """
     graph, fired = Graph(equations, outputs, writer), list[Fired]()
     names = {e.name for e in equations}
@@ -152,15 +127,7 @@ def run(
 def run_where_split(
     rows: Mapping[SplitRewrite, Sequence[Any]], split: Split
 ) -> tuple[dict[Equation, Sequence[Equation]], list[Fired]]:
-    """Runs rewrites that depend on the split of values. Each equation is rewritten at most once.
-
-    Args:
-        rows: the rewrites in order, each with its candidates.
-        split: the split of the values.
-
-    Returns:
-        the replaced equations with their replacements, and the rewrites that fired.
-    """
+    """Runs rewrites that depend on the split of values. Each equation is rewritten at most once."""
     replacements, fired = dict[Equation, Sequence[Equation]](), list[Fired]()
     for row, candidates in rows.items():
         for others in (others for candidate in candidates for others in row.others(candidate, split)):

@@ -1,8 +1,4 @@
-"""Provides the graph of a block: producers and readers of values, and functions that write new equations.
-
-All rewrites (``rewrite.driver``) use it. They need not build maps of producers and readers, or write the parameters of
-JAX's primitives by hand: ``write`` traces a function.
-"""
+"""Provides the graph of a block: producers and readers of values, equal equations, and dead code."""
 
 from __future__ import annotations
 
@@ -12,12 +8,66 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
-from gshard.core.context import Context
+from gshard.comm.collectives import KINDS
 from gshard.core.jax_adapter import as_if_at, bind, closed
-from gshard.core.program import Constant, Equation, Value
+from gshard.core.program import Constant, Context, Equation, Value
 from gshard.language.region import with_edges
-from gshard.rewrite.dce import without_dead_code
+from gshard.language.traits import traits_of
+
+# Computes the keys for common-subexpression elimination, and determines which equations are pure.
+
+# Primitives of per-device programs have no rule, but are pure.
+_ON_DEVICES = (*KINDS, "axis_index")
+
+
+def is_pure(e: Equation) -> bool:
+    """Whether an equation may run again or not at all: it always gives the same results and has no effects."""
+    if not traits_of(e.name).pure or (e.rule is not None and not e.rule.known and e.name not in _ON_DEVICES):
+        return False
+    return all(is_pure(inner) for block in e.blocks for inner in block.equations)
+
+
+def common_key(primitive: Any, params: dict[str, Any], inputs: Sequence[Value | Constant], context: Context) -> Any:
+    """A key that is equal for equations that compute the same; None for equations that must not be merged."""
+    if not traits_of(primitive.name).shared or not any(isinstance(x, Value) for x in inputs):
+        return None
+    operands = tuple(x if isinstance(x, Value) else literal_key(x) for x in inputs)
+    key = primitive, tuple(params.items()), operands, context
+    try:
+        hash(key)
+    except TypeError:  # a parameter without a hash
+        return None
+    return key
+
+
+def literal_key(x: Constant) -> Any:
+    """A constant as a part of a key: a scalar by its bits, an array by identity."""
+    is_scalar = isinstance(x.value, (np.ndarray, np.generic, bool, int, float, complex)) and not x.shape
+    return (str(x.dtype), np.asarray(x.value).tobytes()) if is_scalar else id(x.value)
+
+
+# Eliminates dead code after rewrites.
+
+
+def is_removable(e: Equation) -> bool:
+    """Whether an equation can be removed if its results are dead: it is pure and not a mark of the user."""
+    return e.mark is None and is_pure(e)
+
+
+def without_dead_code(
+    equations: Iterable[Equation], outputs: Iterable[Any], may_go: Callable[[Equation], bool] = is_removable
+) -> list[Equation]:
+    """The equations of a block without those whose results are dead."""
+    kept: list[Equation] = []
+    read: set[Any] = set(outputs)
+    for e in reversed([*equations]):
+        if not read.isdisjoint(e.outputs) or not may_go(e):
+            kept.append(e)
+            read.update(e.inputs)
+    return kept[::-1]
+
 
 Array = Value | Constant
 Others = Mapping[Equation, Sequence[Equation]]
@@ -54,18 +104,12 @@ def operands_first(values: Iterable[Any], operands: Callable[[Any], Iterable[Any
 
 
 class Graph:
-    """The equations of a block, or of a segment of one.
-
-    Attributes:
-        equations: the equations in order.
-        outputs: the values that are read outside of these equations, as keys in order.
-        writer: creates new equations.
-    """
+    """The equations of a block, or of a segment of one."""
 
     def __init__(self, equations: Sequence[Equation], outputs: Sequence[Array], writer: Writer):
-        self.equations = tuple(equations)
-        self.outputs = dict.fromkeys(outputs)
-        self.writer = writer
+        self.equations = tuple(equations)  # the equations in order
+        self.outputs = dict.fromkeys(outputs)  # the values that are read outside of these equations, as keys in order
+        self.writer = writer  # creates new equations
 
     @functools.cached_property
     def _producers(self) -> dict[Array, Equation]:
@@ -96,15 +140,7 @@ class Graph:
         self, out: list[Equation], at: Equation, primitive: Any, params: dict[str, Any], inputs: Sequence[Array],
         shape: tuple[int, ...], dtype: Any, result: Value | None = None,
     ) -> Value:  # fmt: skip
-        """Appends one equation with one result, and returns the result.
-
-        Args:
-            out: the list of new equations.
-            at: the equation whose source line the new equation gets.
-            primitive, params, inputs: of the new equation.
-            shape, dtype: of its result.
-            result: the value that it produces; None for a new value.
-        """
+        """Appends one equation with one result, and returns the result."""
         value = self.writer.fresh(shape, dtype) if result is None else result
         out.append(self.writer.equation(primitive, params, tuple(inputs), (value,), at.source_info))
         return value
@@ -127,15 +163,7 @@ class Graph:
 def written(
     writer: Writer, function: Callable[..., Any], inputs: Sequence[Array], outputs: Sequence[Value], at: Equation
 ) -> list[Equation]:
-    """The equations of a function, traced by JAX.
-
-    Args:
-        writer: creates the equations.
-        function: a function of arrays that returns an array or a list of arrays.
-        inputs: its operands; the values of constants are passed directly.
-        outputs: the values that become its results. A separate equation produces each of them.
-        at: the equation that is replaced. The new equations get its source line.
-    """
+    """The equations of a function, traced by JAX."""
     arrays = [x for x in inputs if isinstance(x, Value)]
 
     def of_arrays(*tracers: Any) -> Any:

@@ -51,12 +51,7 @@ def fft_by_dimension(e: Equation, split: Split) -> Iterator[Others]:
 
 
 def _one_by_one(e: Equation, parts: Sequence[Mapping[int, int]]) -> Callable[[Any], Any] | None:
-    """A function that transforms one dimension after the other; None if the transform stays.
-
-    Args:
-        e: the transform.
-        parts: the number of parts of each split dimension, for the operand and for the result.
-    """
+    """A function that transforms one dimension after the other; None if the transform stays."""
     (x,), (y,) = e.inputs, e.outputs
     kind, lengths = jax.lax.FftType(int(e.params["fft_type"])), e.params["fft_lengths"]
     first = len(x.shape) - len(lengths)

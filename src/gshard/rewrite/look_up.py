@@ -1,17 +1,4 @@
-"""Replaces look-ups with known indices by slices, pads and strides.
-
-JAX converts ``x[jnp.arange(n), labels]``, ``x.at[1:-1].set(y)``, ``x.at[::2].add(y)`` and ``x[jnp.array([2, 0, 1])]``
-to gathers and scatters with indices that look like data. If ``rewrite.constant_indices`` knows the indices, simpler
-operations compute the same:
-
-    a column of indices counts one of their dimensions   a batching dimension of operand and indices
-    one window at a known position                       a slice; for an update, a pad and a select
-    every s-th element, in either direction              a slice with a stride, reversed; a pad between elements
-    each element several times                           a broadcast; for an addition, a sum
-    a few runs, a permutation                            concatenated slices
-
-The result has the same bits, except that floats which are added at one position may be added in another order.
-"""
+"""Replaces look-ups with known indices by slices, pads and strides, and evaluates the indices."""
 
 from __future__ import annotations
 
@@ -26,9 +13,142 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard.core.program import Value
-from gshard.rewrite.constant_indices import Array, Known, KnownValues
+from gshard.core.program import Constant, Equation, Value
+from gshard.language.traits import traits_of
 from gshard.rules.indexing import combination
+from gshard.rules.shape import elements, index_of
+
+# Evaluates integer and boolean arrays that depend on the program only: iotas, constants, and results of these.
+
+_MOST = 1 << 18  # largest number of elements of an array to evaluate
+
+Array = Value | Constant
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """Known values of an integer or boolean array."""
+
+    values: np.ndarray  # all values; 0 for unknown values
+    # for each position of the last dimension whether its values are known; () if all are known
+    columns: tuple[bool, ...] = ()
+    # the arrays that were concatenated along the last dimension, if any, each with its number of columns
+    segments: tuple[tuple[Array, int], ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether all values are known."""
+        return all(self.columns)
+
+
+class KnownValues:
+    """The known values of a program during tracing."""
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._most = most
+        self._known: dict[Value, Known] = {}
+        self.windows: set[Array] = set()  # slices of arrays, copies of scalars, and elementwise results of these
+
+    def of(self, x: Array) -> Known | None:
+        """The known values of an array; None if nothing is known."""
+        if isinstance(x, Value):
+            return self._known.get(x)
+        return _read(x.value)
+
+    def note_captured(self, value: Value, array: Any) -> None:
+        """Adds the values of a captured array."""
+        known = _read(array)
+        if known is not None:
+            self._known[value] = known
+
+    def note_same(self, value: Value, x: Array) -> None:
+        """Adds the values of an array outside of a body for the equal value inside the body."""
+        known = self.of(x)
+        if known is not None and known.whole:
+            self._known[value] = Known(known.values)
+
+    def note(self, e: Equation) -> None:
+        """Evaluates an equation with one result, if its operands are known."""
+        name, inputs = e.name, e.inputs
+        (output,) = e.outputs
+        traits = traits_of(name)
+        arrays = [x for x in inputs if x.shape]
+        is_broadcast_scalar = name == "broadcast_in_dim" and not arrays
+        is_elementwise_on_windows = arrays and traits.elementwise and self.windows.issuperset(arrays)
+        if name == "slice" or is_broadcast_scalar or is_elementwise_on_windows:
+            self.windows.add(output)
+        kind = getattr(output.dtype, "kind", "")
+        if (kind not in ("i", "u", "b") and output.dtype != np.float32) or math.prod(output.shape) > self._most:
+            return
+        operands = [_number(x) or self.of(x) for x in inputs]
+        if name == "concatenate" and e.params["dimension"] == len(output.shape) - 1:
+            result = _concatenated(inputs, operands, output)
+        elif (traits.values or index_of(e)) and all(x is not None and x.whole for x in operands):
+            values = _evaluated(e, [x.values for x in operands if x is not None])
+            result = None if values is None else Known(values)
+        else:
+            return
+        if result is not None and result.values.shape == output.shape:
+            self._known[output] = result
+
+
+def _number(x: Array) -> Known | None:
+    """The value of a float literal of the program; None for other arrays."""
+    if isinstance(x, Constant) and not x.shape and x.dtype.kind == "f":
+        return Known(np.asarray(x.value, np.float64))
+    return None
+
+
+def _evaluated(e: Equation, arrays: Sequence[np.ndarray]) -> np.ndarray | None:
+    """The result of an equation; None if it may depend on the rounding of a device."""
+    dtype = e.outputs[0].dtype
+    index = index_of(e)
+    evaluate = traits_of(e.name).values
+    has_floats = any(x.dtype.kind == "f" for x in arrays)
+    with np.errstate(all="ignore"):
+        wide = [x.astype(np.float64) if x.dtype.kind == "f" else x for x in arrays]
+        exact: Any = None
+        if index is not None:
+            exact = elements(index[0], wide)
+        elif evaluate is not None:
+            exact = evaluate(e.params, *wide)
+        if exact is None:
+            return None
+        values = np.asarray(exact)
+        if has_floats and np.dtype(dtype).kind in "iu":
+            values = np.trunc(values)
+        result = values.astype(dtype, copy=False)
+        if (has_floats or result.dtype.kind == "f") and not np.array_equal(result.astype(np.float64), values):
+            return None
+    return result
+
+
+def _read(array: Any) -> Known | None:
+    """The values of a concrete integer or boolean array that is not large; None for other arrays."""
+    if isinstance(array, jax.core.Tracer) or (isinstance(array, jax.Array) and not array.is_fully_addressable):
+        return None
+    dtype = getattr(array, "dtype", None) or np.asarray(array).dtype
+    if getattr(dtype, "kind", "V") not in "iub" or np.size(array) > _MOST:
+        return None  # this includes random keys
+    return Known(np.asarray(array))
+
+
+def _concatenated(inputs: Sequence[Array], known_operands: Sequence[Known | None], output: Value) -> Known | None:
+    parts, columns = [], []
+    for x, known in zip(inputs, known_operands, strict=True):
+        width = x.shape[-1]
+        parts.append(np.zeros(x.shape, output.dtype) if known is None else known.values)
+        columns += [False] * width if known is None else list(known.columns or [True] * width)
+    if not any(columns):
+        return None
+    segments = tuple((x, x.shape[-1]) for x in inputs)
+    return Known(np.concatenate(parts, -1), tuple(columns) if not all(columns) else (), segments)
+
+
+def makes_indices(e: Equation) -> bool:
+    """Whether an equation may have computed indices that a look-up no longer needs."""
+    return traits_of(e.name).values is not None or index_of(e) is not None
+
 
 _KEYS = jax.dtypes.extended
 _RUNS = 32  # largest number of slices that replace a look-up
@@ -75,31 +195,19 @@ def _traced(function: Callable[..., Any], operands: Sequence[Array]) -> tuple[An
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _LookUp:
-    """The parameters of a gather or a scatter, in common terms.
+    """The parameters of a gather or a scatter, in common terms."""
 
-    Attributes:
-        name: the name of the primitive.
-        combine: combines an element and its update, for a scatter; None for a gather.
-        numbers: the dimension numbers of the primitive.
-        shape: the shape of the operand.
-        sizes: the size of the window in each dimension of the operand.
-        dropped: the dimensions of the operand, of size 1 in the window, that the result or the updates do not have.
-        columns: for each column of the indices the dimension of the operand in which it moves the window.
-        batching: pairs of batching dimensions of operand and indices.
-        window_dims: the dimensions of the result or the updates that belong to the window.
-        rank: the number of dimensions of the result or the updates.
-    """
-
-    name: str
-    combine: Callable[[Any, Any], Any] | None
-    numbers: Any
-    shape: tuple[int, ...]
-    sizes: tuple[int, ...]
+    name: str  # the name of the primitive
+    combine: Callable[[Any, Any], Any] | None  # combines an element and its update, for a scatter; None for a gather
+    numbers: Any  # the dimension numbers of the primitive
+    shape: tuple[int, ...]  # the shape of the operand
+    sizes: tuple[int, ...]  # the size of the window in each dimension of the operand
+    # the dimensions of the operand, of size 1 in the window, that the result or the updates do not have
     dropped: tuple[int, ...]
-    columns: tuple[int, ...]
-    batching: tuple[tuple[int, int], ...]
-    window_dims: tuple[int, ...]
-    rank: int
+    columns: tuple[int, ...]  # for each column of the indices the dimension of the operand in which it moves the window
+    batching: tuple[tuple[int, int], ...]  # pairs of batching dimensions of operand and indices
+    window_dims: tuple[int, ...]  # the dimensions of the result or the updates that belong to the window
+    rank: int  # the number of dimensions of the result or the updates
 
     @staticmethod
     def of(name: str, params: Mapping[str, Any], inputs: Sequence[Array]) -> _LookUp:

@@ -20,8 +20,8 @@ from gshard.core.program import Constant, Equation, Value
 from gshard.language.traits import traits_of
 from gshard.rewrite.driver import over
 from gshard.rewrite.equation_graph import Array, Graph, Others
-from gshard.rules.movement import one_array
 from gshard.rules.prefixes import Combination, associative_scan_p
+from gshard.rules.shape import one_array
 
 Scan = tuple[Combination, list[Value], int, dict[int, Value]]
 """The combination, the arrays, their dimension, and the value of each needed result by number."""

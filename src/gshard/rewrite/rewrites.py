@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from gshard.rewrite.banded_product import banded_product
-from gshard.rewrite.compose_movement import compose_movement
+from gshard.rewrite.compose_movement import compose_movement, sink_elementwise
 from gshard.rewrite.fft_by_dimension import fft_by_dimension
-from gshard.rewrite.fold_pad_into_window import fold_pad_into_window
-from gshard.rewrite.fold_table import fold_table
+from gshard.rewrite.fold_into_reader import (
+    fold_pad_into_window,
+    fold_table,
+    search_of_rev,
+    sum_of_scatter,
+    transpose_of_dot,
+)
 from gshard.rewrite.match_associative_scan import match_associative_scan
-from gshard.rewrite.piecewise_emit import piecewise
-from gshard.rewrite.search_of_rev import search_of_rev
+from gshard.rewrite.piecewise import piecewise
 from gshard.rewrite.shard_scan import shard_scan
-from gshard.rewrite.sink_elementwise import sink_elementwise
 from gshard.rewrite.sink_pad import sink_pad
 from gshard.rewrite.split_merged_dims import split_merged_dims
-from gshard.rewrite.stack_narrow import stack_narrow
-from gshard.rewrite.sum_of_scatter import sum_of_scatter
-from gshard.rewrite.transpose_of_dot import transpose_of_dot
-from gshard.rewrite.widen_late import widen_late
-from gshard.rewrite.widen_slices import widen_slices
+from gshard.rewrite.widening import stack_narrow, widen_late, widen_slices
 
 TRACE = (
     match_associative_scan,

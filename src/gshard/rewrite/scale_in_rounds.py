@@ -16,8 +16,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from gshard.core.program import Block, Constant, Equation, Value
-from gshard.language.passing import sums_in_range
-from gshard.language.traits import traits_of
+from gshard.language.traits import sums_in_range, traits_of
 
 _LOOPS = ("scan", "while")
 _SAME = ("convert_element_type", "copy", "name")

@@ -17,7 +17,7 @@ from gshard.comm.shards import Shards, identity
 from gshard.core.jax_adapter import scan_counts
 from gshard.core.program import Block, Constant, Edge, Equation, Program, Value
 from gshard.core.rule import REDUCE, Rule, RuleMaker
-from gshard.language.interpret import Interpreter
+from gshard.language.region import Interpreter
 from gshard.language.traits import traits_of
 from gshard.language.transfer import changes_memory, in_memory_of, is_handed_on, transferred
 from gshard.rewrite.driver import Split, where_split

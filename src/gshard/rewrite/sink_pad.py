@@ -26,10 +26,10 @@ from jax import lax
 from gshard.core.program import Equation, Value
 from gshard.core.rule import REDUCE
 from gshard.language.traits import traits_of
-from gshard.rewrite.constant_indices import KnownValues
 from gshard.rewrite.driver import over
 from gshard.rewrite.equation_graph import Array, Graph, Others, again
-from gshard.rules.movement import one_array
+from gshard.rewrite.look_up import KnownValues
+from gshard.rules.shape import one_array
 
 _TIMES = 4  # largest ratio of computed and needed elements
 _NEARLY = 1.25  # largest ratio that counts as nearly one

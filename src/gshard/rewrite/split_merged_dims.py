@@ -23,9 +23,8 @@ from typing import Any
 from jax import lax
 
 from gshard.core.program import Equation, Value
-from gshard.language.merged_dims import Fine, Groups, flat, groups_of
 from gshard.language.region import with_edges
-from gshard.language.traits import traits_of
+from gshard.language.traits import Fine, Groups, flat, groups_of, traits_of
 from gshard.rewrite.driver import over
 from gshard.rewrite.equation_graph import Array, Graph, Others
 

@@ -1,35 +1,28 @@
-"""Finds the narrow arrays from which elementwise equations compute a wide one.
-
-    q = round(w / s) as int8; y = f32(q) * s          y is computed from q and s, a quarter of its bytes
-
-Two rewrites replace the wide array by the narrow ones where a loop stacks it or reads it as a stack (``widen_slices``,
-``stack_narrow``).
-"""
+"""Keeps arrays narrow until their elements are needed wide: in stacks of loops, in slices, and after ``send=``."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax import lax
 
 from gshard.core.jax_adapter import scan_counts
-from gshard.core.program import Constant, Equation, Value
+from gshard.core.program import Block, Constant, Context, Equation, Value
+from gshard.language.mark_primitive import mark_p
+from gshard.language.region import with_edges
 from gshard.language.traits import traits_of
-from gshard.rewrite.equation_graph import Array, Graph, again, operands_first
+from gshard.rewrite.driver import at, over, run
+from gshard.rewrite.equation_graph import Array, Graph, Others, again, operands_first, written
 
 _BROADCAST = "broadcast_in_dim"
 
 
 def narrow_sources(graph: Graph, x: Value, length: int | None = None) -> tuple[Value, ...] | None:
-    """The arrays from which elementwise equations compute an array, with the fewest bytes; None if it is itself best.
-
-    Args:
-        graph: the block of the array.
-        x: the array.
-        length: the size of dimension 0, which all arrays must have and whose positions must stay apart. None if any
-            dimensions will do.
-    """
+    """The arrays from which elementwise equations compute an array, with the fewest bytes; None if it is best."""
     best: dict[Value, tuple[Value, ...]] = {}
     for v in operands_first([x], lambda v: _operands(graph, v, length) or ()):
         operands = _operands(graph, v, length)
@@ -39,14 +32,7 @@ def narrow_sources(graph: Graph, x: Value, length: int | None = None) -> tuple[V
 
 
 def computed_from(graph: Graph, x: Value, sources: Sequence[Value], *, slices: bool) -> Callable[..., Any]:
-    """The function that computes an array from its narrow sources.
-
-    Args:
-        graph: the block of the array.
-        x: the array.
-        sources: its sources, as ``narrow_sources`` returns them.
-        slices: whether the function takes slices of the sources along dimension 0, and returns a slice.
-    """
+    """The function that computes an array from its narrow sources."""
 
     def function(*arrays: Any) -> Any:
         known: dict[Array, Any] = dict(zip(sources, arrays, strict=True))
@@ -116,3 +102,149 @@ def _keeps_first(e: Equation, length: int | None) -> bool:
     if not e.inputs[0].shape:  # a number
         return True
     return length is None or (e.params["broadcast_dimensions"][:1] == (0,) and e.params["shape"][0] == length)
+
+
+# Stacks narrow arrays instead of the wide one that a later loop computes from them.
+
+
+@at("scan")
+def stack_narrow(graph: Graph, e: Equation) -> Sequence[Equation] | None:
+    """Replaces each stack that only loops read by the narrower stacks from which it is computed."""
+    (body,) = e.blocks
+    consts, carry = scan_counts(e.params)
+    inside = Graph(body.equations, body.outputs, graph.writer)
+    stack_of = dict(zip(body.inputs[consts + carry :], e.inputs[consts + carry :], strict=True))
+    results: list[Value] = list(e.outputs[:carry])
+    ends: list[Array] = list(body.outputs[:carry])
+    widenings: list[Equation] = []
+    for stack, end in zip(e.outputs[carry:], body.outputs[carry:], strict=True):
+        sources = None
+        if isinstance(end, Value) and e.trip_count > 1 and is_only_sliced(graph, stack):
+            sources = narrow_sources(inside, end)
+        if sources is None:
+            results.append(stack)
+            ends.append(end)
+            continue
+        narrow: list[Array] = []
+        for v in sources:
+            if v in stack_of:  # a slice of a stack that the loop reads
+                narrow.append(stack_of[v])
+                continue
+            narrow.append(result := graph.writer.fresh((e.trip_count, *v.shape), v.dtype, v.weak))
+            results.append(result)
+            ends.append(v)
+        assert isinstance(end, Value)
+        function = jax.vmap(computed_from(inside, end, sources, slices=False))
+        widenings += written(graph.writer, function, narrow, [stack], e)
+    if not widenings:
+        return None
+    loop = Block(body.inputs, body.equations, tuple(ends))
+    return [with_edges(dataclasses.replace(e, outputs=tuple(results), blocks=(loop,))), *widenings]
+
+
+# Widens an array that a mark with ``send`` rounds just before the first equation that reads it.
+
+
+@over(mark_p.name)
+def widen_late(graph: Graph) -> Others:
+    """Moves the equations that widen a marked array to the first equation that reads the result."""
+    position = {e: i for i, e in enumerate(graph.equations)}
+    chains: dict[Equation, list[list[Equation]]] = {}  # by the first equation that reads the result
+    for e in graph.equations:
+        chain = _widening(graph, e.outputs[0]) if e.mark is not None and e.mark.send else []
+        readers = graph.readers(chain[-1].outputs[0]) if chain else ()
+        if readers:
+            chains.setdefault(min(readers, key=position.__getitem__), []).append(chain)
+    others: dict[Equation, Sequence[Equation]] = {}
+    for reader, widenings in chains.items():
+        moved = [e for chain in widenings for e in chain]
+        if position[reader] - min(map(position.__getitem__, moved)) != len(moved):
+            others |= dict.fromkeys(moved, ())
+            others[reader] = (*moved, reader)
+    return others
+
+
+def _widening(graph: Graph, x: Value) -> list[Equation]:
+    """The elementwise equations that make one wide array of a narrow one and of smaller ones (scales)."""
+    chain: list[Equation] = []
+    while graph.is_read_once(x):
+        (e,) = graph.readers(x)
+        of_its_shape = [v for v in e.inputs if v.shape == x.shape]
+        if (
+            e.mark is not None
+            or e.blocks
+            or not traits_of(e.name).computes
+            or of_its_shape != [x]
+            or len(e.outputs) > 1
+        ):
+            break
+        chain.append(e)
+        (x,) = e.outputs
+    return chain
+
+
+# Divides a block into segments: maximal runs of equations with the same context.
+
+Rewrite = Callable[[Context, Sequence[Equation], Sequence[Any]], Sequence[Equation]]
+
+
+def in_segments(equations: Sequence[Equation], outputs: Sequence[Any], rewrite: Rewrite) -> list[Equation]:
+    """Rewrites each segment of a block separately."""
+    segments = [(context, list(part)) for context, part in itertools.groupby(equations, lambda e: e.context)]
+    read = set(outputs)
+    rewritten = list[list[Equation]]()
+    for context, part in reversed(segments):
+        results = outputs if len(segments) == 1 else [v for e in part for v in e.outputs if v in read]
+        read.update(v for e in part for v in e.inputs)
+        rewritten.append(list(rewrite(context, part, results)))
+    return [e for part in reversed(rewritten) for e in part]
+
+
+# Moves the widening of a stack into the loop that reads its slices.
+
+
+@at("scan")
+def widen_slices(graph: Graph, e: Equation) -> Sequence[Equation] | None:
+    """Replaces each stack that is computed from narrower stacks by these."""
+    (body,) = e.blocks
+    consts, carry = scan_counts(e.params)
+    # For constants, the carry, and stacks: the operands, and the inputs of the body.
+    operands: tuple[list[Array], ...] = ([], [], [])
+    inner_operands: tuple[list[Value], ...] = ([], [], [])
+    widenings: dict[Value, list[Equation]] = {}
+    for i, (x, inner) in enumerate(zip(e.inputs, body.inputs, strict=True)):
+        kind = (i >= consts) + (i >= consts + carry)
+        sources = None
+        if kind != 1 and e.trip_count > 1 and isinstance(x, Value) and x.shape and is_only_sliced(graph, x):
+            sources = narrow_sources(graph, x, x.shape[0])
+        if sources is None:
+            operands[kind].append(x)
+            inner_operands[kind].append(inner)
+            continue
+        assert isinstance(x, Value)
+        is_stack = kind == 2
+        narrow = [graph.writer.fresh(v.shape[is_stack:], v.dtype, v.weak) for v in sources]
+        operands[kind].extend(sources)
+        inner_operands[kind].extend(narrow)
+        producer = graph.producer(x)
+        assert producer is not None, "what nothing produces has no narrower sources"
+        function = computed_from(graph, x, sources, slices=is_stack)
+        widenings[inner] = written(graph.writer, function, narrow, [inner], producer)
+    if not widenings:
+        return None
+
+    def widened_inside(context: Context, equations: Sequence[Equation], outputs: Sequence[Any]) -> Sequence[Equation]:
+        return run((widen_slices,), equations, outputs, graph.writer)[0]
+
+    late: list[Equation] = []  # each slice is gathered where it is widened, so not before it is read
+    for q in body.equations:
+        for v in q.inputs:
+            if isinstance(v, Value):
+                late += widenings.pop(v, ())
+        late.append(q)
+    late += [q for widening in widenings.values() for q in widening]
+    equations = in_segments(late, body.outputs, widened_inside)
+    loop = Block(tuple(v for group in inner_operands for v in group), tuple(equations), body.outputs)
+    inputs = tuple(x for group in operands for x in group)
+    params = {**e.params, "num_consts": len(operands[0]), "num_carry": carry}
+    return [with_edges(dataclasses.replace(e, params=params, inputs=inputs, blocks=(loop,)))]

@@ -11,25 +11,18 @@ from gshard.comm.route import Route
 from gshard.comm.shards import Shards, mask
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import itemsize
-from gshard.core.rule import RuleMaker
-from gshard.core.split import Split, place
+from gshard.core.rule import RuleMaker, Split, place
 
 Dim = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AlongAxis:
-    """An array, and the dimension along which an operator works.
+    """An array, and the dimension along which an operator works."""
 
-    Attributes:
-        shape: the shape of the array.
-        axis: the number of the dimension.
-        dims: the factors of all dimensions.
-    """
-
-    shape: tuple[int, ...]
-    axis: int
-    dims: list[Dim]
+    shape: tuple[int, ...]  # the shape of the array
+    axis: int  # the number of the dimension
+    dims: list[Dim]  # the factors of all dimensions
 
     @staticmethod
     def of(make: RuleMaker, shape: Sequence[int], axis: int, create: Callable[[int], Dim] | None = None) -> AlongAxis:
@@ -67,12 +60,7 @@ class AlongAxis:
         return math.prod(n for d, n in enumerate(sizes) if d != self.axis)
 
     def gather_bytes(self, dtypes: Iterable[Any], count: int = 1) -> Callable[[Mesh, Split], int]:
-        """The value of ``sends`` for a rule that gathers some elements of each part along the dimension.
-
-        Args:
-            dtypes: the dtypes of the arrays that are gathered.
-            count: the number of elements of each part, or the size of the part if that is less.
-        """
+        """The value of ``sends`` for a rule that gathers some elements of each part along the dimension."""
         each = sum(map(itemsize, dtypes))
 
         def sends(mesh: Mesh, split: Split) -> int:

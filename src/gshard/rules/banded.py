@@ -32,8 +32,7 @@ from gshard.comm.shards import Shards, along
 from gshard.comm.steps import ALL_REDUCE
 from gshard.core.mesh import Mesh
 from gshard.core.program import itemsize
-from gshard.core.rule import Rule, RuleMaker
-from gshard.core.split import Split
+from gshard.core.rule import Rule, RuleMaker, Split
 from gshard.core.xla_workarounds import taken
 from gshard.language.function_primitive import function_primitive
 from gshard.language.registry import Call, rule
@@ -46,18 +45,12 @@ MOST = 64
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Band:
-    """The nonzero weights of a table.
+    """The nonzero weights of a table."""
 
-    Attributes:
-        n: the number of elements that are multiplied.
-        starts: int [m]; the first element that each result reads. It may be outside of 0 to ``n``, where weights are
-            zero.
-        weights: [m, k]; the weights of the ``k`` elements that each result reads.
-    """
-
-    n: int
+    n: int  # the number of elements that are multiplied
+    # int [m]; the first element that each result reads. It may be outside of 0 to ``n``, where weights are zero.
     starts: np.ndarray
-    weights: np.ndarray
+    weights: np.ndarray  # [m, k]; the weights of the ``k`` elements that each result reads
 
     @property
     def m(self) -> int:
@@ -84,15 +77,7 @@ class Band:
         return sum(self.window(parts).messages(-(-self.n // parts))) + 2
 
     def within(self, parts: int) -> tuple[np.ndarray, np.ndarray]:
-        """The starts and weights of each part's results.
-
-        Args:
-            parts: the number of parts.
-
-        Returns:
-            int [parts, size], the start of each result in the window of its part; [parts, size, k], the weights, which
-            are zero for results that are padding.
-        """
+        """The starts and weights of each part's results."""
         size, window = -(-self.m // parts), self.window(parts)
         starts, weights = _padded_rows(self.starts, size * parts), _padded_rows(self.weights, size * parts)
         weights[self.m :] = 0

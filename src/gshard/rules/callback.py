@@ -27,8 +27,7 @@ from gshard.comm.steps import ALL_REDUCE
 from gshard.core.errors import PlanError
 from gshard.core.mesh import Mesh
 from gshard.core.program import itemsize
-from gshard.core.rule import Rule, RuleMaker
-from gshard.core.split import Split
+from gshard.core.rule import Rule, RuleMaker, Split
 from gshard.language.registry import Call, rule
 from gshard.language.traits import set_traits
 
@@ -99,11 +98,7 @@ def with_effects(call: Call) -> Rule:
 
 
 def _caller(sharding: Any, shards: Shards) -> int:
-    """The position in the mesh of the device that calls: the device that a sharding names, or the first device.
-
-    Raises:
-        PlanError: the sharding does not name one device of the mesh.
-    """
+    """The position in the mesh of the device that calls: the device that a sharding names, or the first device."""
     if sharding is None:
         return 0
     devices = tuple(sharding.device_set)

@@ -1,19 +1,19 @@
-"""Contractions (``dot_general``)."""
+"""Contractions (``dot_general``), also by groups of rows (``ragged_dot_general``)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from gshard.comm.shards import Shards
+from gshard.comm.shards import Shards, along
 from gshard.core.program import Equation
 from gshard.core.rule import REDUCE, Rule, RuleMaker
-from gshard.language.merged_dims import Maker, emit
-from gshard.language.passing import Ways, if_finite, is_exact
 from gshard.language.registry import Call, rule
+from gshard.language.traits import Maker, Ways, emit, if_finite, is_exact
 
 
 def in_either_operand(call: Call) -> Ways:
@@ -80,3 +80,131 @@ def _part(shards: Shards, lhs: Any, rhs: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 and not has_algorithm:
         return shards.bind(lhs, rhs, preferred_element_type=jnp.dtype(jnp.float32))[0]
     return shards.bind(lhs, rhs)[0]
+
+
+# Contractions by groups (``ragged_dot_general``): rows belong to groups, whose sizes are known at run time.
+
+
+@rule("ragged_dot_general")
+def ragged_dot_general(call: Call) -> Rule:
+    """Rows and free dimensions are parallel. Contracted dimensions, and the groups of matrices, are reduced.
+
+    If sizes differ between batches, the dimensions that they refer to cannot be split, except the batches themselves.
+
+    >>> import jax
+    >>> numbers = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
+    >>> shapes = ((6, 4), (3, 4, 5), (3,))
+    >>> print(ragged_dot_general(Call("", {"ragged_dot_dimension_numbers": numbers}, shapes, ((6, 5),), ())))
+    a b, c b d, e -> a d; add over b=4; add over c=3; replicate e
+    """
+    numbers = call.params["ragged_dot_dimension_numbers"]
+    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
+    (ragged,) = numbers.lhs_ragged_dimensions
+    lhs_shape, rhs_shape, sizes_shape = call.in_shapes
+    same_sizes = len(sizes_shape) == 1  # of all batches
+    ragged_rows = ragged not in lhs_sum and ragged not in lhs_batch
+    ragged_sum = ragged in lhs_sum
+    sized_batches = lhs_batch if not same_sizes and (ragged_rows or ragged_sum) else ()  # leading dimensions of sizes
+    make = RuleMaker()
+
+    def depends_on_batch(d: int) -> bool:
+        """Whether sizes that differ between batches refer to a dimension: the ragged one, and those before it."""
+        if same_sizes:
+            return False
+        if ragged_rows:
+            return d <= ragged and d not in lhs_sum
+        return not ragged_sum or d in lhs_sum
+
+    def lhs_dim(d: int, n: int) -> tuple[int, ...]:
+        if d in sized_batches:
+            return make.factor(n)
+        if depends_on_batch(d):
+            return make.replicate(n)
+        return make.factor(n, REDUCE, "add") if d in lhs_sum else make.factor(n)
+
+    lhs = [lhs_dim(d, n) for d, n in enumerate(lhs_shape)]
+    shared = dict(zip((*rhs_batch, *rhs_sum), (*lhs_batch, *lhs_sum), strict=True))
+    group_dim = numbers.rhs_group_dimensions[0] if ragged_rows else -1
+
+    def rhs_dim(d: int, n: int) -> tuple[int, ...]:
+        if d in shared:
+            return lhs[shared[d]]
+        if d != group_dim:
+            return make.factor(n)
+        return make.factor(n, REDUCE, "add") if same_sizes else make.replicate(n)
+
+    rhs = [rhs_dim(d, n) for d, n in enumerate(rhs_shape)]
+    groups: tuple[int, ...] = ()
+    if ragged_rows:
+        groups = rhs[group_dim]
+    elif ragged_sum and same_sizes:
+        groups = make.factor(sizes_shape[-1])
+    free = [dim for d, dim in enumerate(lhs) if d not in lhs_sum and d not in lhs_batch]
+    free += [dim for d, dim in enumerate(rhs) if d not in shared and d != group_dim]
+    result = [*(lhs[d] for d in lhs_batch), *free]
+    if ragged_sum:
+        result.insert(0, groups or make.replicate(sizes_shape[-1]))
+
+    def local(shards: Shards, x: Any, y: Any, sizes: Any) -> list[Any]:
+        if not same_sizes:
+            return _without_lone_batches(shards, numbers, x, y, sizes)
+        rows = x.shape[ragged]
+        groups_are_split = any(shards.atoms(f) for f in groups)
+        if not groups_are_split and not shards.atoms(lhs[ragged][0]):
+            return shards.bind(x, y, sizes)
+        ends = jnp.cumsum(sizes)
+        # Groups that are padding of the last part are empty, and begin at the end of the last group.
+        count = math.prod(map(shards.size, groups)) if groups else sizes.size
+        padding = (count * math.prod(shards.mesh.count(shards.atoms(f)) for f in groups)) - sizes.size
+        starts, ends = jnp.pad(ends - sizes, (0, padding), mode="edge"), jnp.pad(ends, (0, padding), mode="edge")
+        starts = jnp.where(jnp.arange(starts.size) < sizes.size, starts, ends)
+        first_row = jnp.asarray(shards.offset(lhs[ragged]), ends.dtype)
+        first_group = shards.offset(groups)
+        starts, ends = (
+            jnp.clip(lax.dynamic_slice_in_dim(row, first_group, count) - first_row, 0, rows) for row in (starts, ends)
+        )
+        local_sizes = ends - starts
+        if not groups_are_split:
+            return shards.bind(x, y, local_sizes)
+        # While the product is computed, the rows of the device's groups come first.
+        x = jnp.roll(x, -starts[0], axis=ragged)
+        if ragged_sum:
+            y = jnp.roll(y, -starts[0], axis=rhs_sum[lhs_sum.index(ragged)])
+            return shards.bind(x, y, local_sizes)
+        (out,) = shards.bind(x, y, local_sizes)
+        axis = result.index(lhs[ragged])
+        has_group = along(jnp.arange(rows, dtype=local_sizes.dtype) < jnp.sum(local_sizes), axis, out.ndim)
+        return [jnp.roll(jnp.where(has_group, out, jnp.zeros((), out.dtype)), starts[0], axis=axis)]
+
+    batches = [lhs[d] for d in sized_batches]
+    sizes = [*batches, *(make.replicate(n) for n in sizes_shape[len(batches) :])]
+    flops = 2 * math.prod(lhs_shape) * math.prod(rhs_shape[d] for d in range(len(rhs_shape)) if rhs[d] in free)
+    return make.rule(
+        [lhs, rhs, sizes], [result], local=local, flops=flops,
+        finite=in_either_finite_operand(call), groups=sizes_shape[-1] if ragged_rows or ragged_sum else 1,
+    )  # fmt: skip
+
+
+def _without_lone_batches(shards: Shards, numbers: Any, x: Any, y: Any, sizes: Any) -> list[Any]:
+    """Runs the equation on batches that have their own sizes; without batch dimensions if a device has one batch.
+
+    XLA for TPU compiles ragged products without batch dimensions only.
+    """
+    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
+    (ragged,) = numbers.lhs_ragged_dimensions
+    if ragged in lhs_batch or any(x.shape[d] != 1 for d in lhs_batch) or not lhs_batch:
+        return shards.bind(x, y, sizes)
+
+    def renumbered(dims: Sequence[int], removed: Sequence[int]) -> tuple[int, ...]:
+        return tuple(d - sum(b < d for b in removed) for d in dims)
+
+    one_batch = lax.RaggedDotDimensionNumbers(
+        ((renumbered(lhs_sum, lhs_batch), renumbered(rhs_sum, rhs_batch)), ((), ())),
+        renumbered(numbers.lhs_ragged_dimensions, lhs_batch), renumbered(numbers.rhs_group_dimensions, rhs_batch),
+    )  # fmt: skip
+    leading = tuple(range(len(lhs_batch)))  # of sizes [*batches, *dimensions before the ragged one, groups]
+    arrays = lax.squeeze(x, lhs_batch), lax.squeeze(y, rhs_batch), lax.squeeze(sizes, leading)
+    (out,) = shards.bind(*arrays, ragged_dot_dimension_numbers=one_batch)
+    # The dimensions of batches come first; that of groups comes before them if rows are summed.
+    first = 1 if ragged in lhs_sum else 0
+    return [lax.expand_dims(out, tuple(range(first, first + len(lhs_batch))))]

@@ -20,13 +20,10 @@ from gshard.comm.shards import Shards
 from gshard.core.errors import RuleError
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
-from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Factor, Rule, RuleMaker
-from gshard.core.split import Split, place, project
+from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Factor, Rule, RuleMaker, Split, place, project
 from gshard.language.per_device import renamed
 from gshard.language.registry import Call, rule
-from gshard.language.sharding_rule import Factors
-from gshard.language.user_partition import Arrays, OnMesh
-from gshard.language.user_partition_types import DeviceProgram, Partitioned
+from gshard.language.user_partition import Arrays, DeviceProgram, Factors, OnMesh, Partitioned
 
 _MOST_TRIALS = 64  # sets of factors to try to split together with one factor
 _UNEVEN = "no axis of the mesh divides a dimension of it, and gshard gives a kernel no padded parts"
@@ -68,12 +65,7 @@ def _run_whole(shards: Shards, *arrays: Any) -> list[Any]:
 
 
 class _RuleOnMesh:
-    """Finds the rule of an equation on a mesh, by calls of the user's functions.
-
-    Args:
-        operator: the user's functions, and the types of operands and results.
-        mesh: the mesh.
-    """
+    """Finds the rule of an equation on a mesh, by calls of the user's functions."""
 
     def __init__(self, operator: Partitioned, mesh: Mesh):
         self.operator, self.mesh = operator, mesh

@@ -20,9 +20,8 @@ import numpy as np
 from gshard.comm.steps import has_infinities
 from gshard.core.memory_kinds import space
 from gshard.core.rule import Rule, RuleMaker, Way, moves
-from gshard.language.passing import Ways, added, combined, if_finite, is_exact, sums_in_range
 from gshard.language.registry import Call, rule
-from gshard.language.traits import set_traits
+from gshard.language.traits import Ways, added, combined, if_finite, is_exact, set_traits, sums_in_range
 from gshard.language.transfer import transferred
 
 UNARY = """

@@ -1,22 +1,4 @@
-"""Look-ups by index and their transposes: gather and the scatter family.
-
-The dimensions are split as follows:
-
-    batching dimensions            parallel, shared by operand, indices and result
-    windows of the whole size      parallel, shared by operand and result (or updates)
-    dimensions of the indices      gather: parallel. Scatters that accumulate: a reduce factor; each device scatters
-                                   its own updates, and gshard combines the results
-    other operand dimensions       gather: a reduce factor; each device looks up the elements that it holds, and
-                                   contributes zero bits for the others. Scatter: parallel; each device writes the
-                                   updates that fall into its part
-
-Indices out of range are clipped, dropped or filled for the whole array, as in JAX: gshard does this before it subtracts
-the offset of the part. If the user promises that there are none, XLA decides: a gather clips and a scatter drops.
-
-A window may overlap an end of a part. gshard then extends the part by some elements for the look-up or the update. An
-update of one element that lies in another part gets an index out of range, so that XLA drops it: writing to an element
-that must not change is not safe, because -0.0 + 0.0 is 0.0 and sums round.
-"""
+"""Look-ups by index and their transposes: gather and the scatter family, also in merged dimensions."""
 
 from __future__ import annotations
 
@@ -31,9 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from gshard.comm.shards import Shards, along, identity
+from gshard.core.program import Equation
 from gshard.core.rule import REDUCE, Rule, RuleMaker, moves
 from gshard.core.xla_workarounds import opaque_for_one, taken, update_window
 from gshard.language.registry import Call, rule
+from gshard.language.traits import Fine, Groups, Maker, emit, set_traits
 
 Dim = tuple[int, ...]
 Combine = Callable[[Any, Any], Any]
@@ -43,21 +27,13 @@ _FILL = lax.GatherScatterMode.FILL_OR_DROP
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Partial:
-    """A dimension of the operand along which a look-up reads or writes only a window.
+    """A dimension of the operand along which a look-up reads or writes only a window."""
 
-    Attributes:
-        dim: the dimension of the operand.
-        n: its size.
-        size: the size of the window.
-        column: the component of the indices at which windows begin; None if all begin at 0.
-        axis: the dimension of the window in the result or the updates; None for a dropped dimension of size 1.
-    """
-
-    dim: int
-    n: int
-    size: int
-    column: int | None
-    axis: int | None
+    dim: int  # the dimension of the operand
+    n: int  # its size
+    size: int  # the size of the window
+    column: int | None  # the component of the indices at which windows begin; None if all begin at 0
+    axis: int | None  # the dimension of the window in the result or the updates; None for a dropped dimension of size 1
 
 
 @rule("gather")
@@ -145,19 +121,7 @@ def _look_up_dims(
     columns: Sequence[int],
     create: Callable[[int], Dim],
 ) -> tuple[list[Dim], list[Dim], list[_Partial]]:
-    """The dimensions of the operand and of the windows (the result of a gather, the updates of a scatter).
-
-    Args:
-        call: the equation.
-        make: the maker of the rule.
-        shape: the shape of the windows.
-        batching: the batching dimensions of the operand.
-        batch: the dimensions of the indices.
-        window_dims: the dimensions of ``shape`` that belong to windows; the others belong to the indices.
-        dropped: the dimensions of the operand that windows do not have.
-        columns: for each component of the indices the dimension of the operand.
-        create: creates a dimension of the operand along which only windows are read or written.
-    """
+    """The dimensions of the operand and of the windows (the result of a gather, the updates of a scatter)."""
     indices, axes = iter(batch), iter(window_dims)
     windows = [() if d in window_dims else next(indices) for d in range(len(shape))]
     operand: list[Dim] = []
@@ -367,3 +331,68 @@ def scatter(call: Call) -> Rule:
     indices = [*batch, make.replicate(indices_shape[-1])]
     flops = math.prod(updates_shape)
     return make.rule([operand, indices, updates], [operand], local=local, flops=flops)
+
+
+# Writes look-ups and scatters in fine form (``language.traits``).
+
+
+def _gather(a: Maker, e: Equation) -> bool:
+    """A gather, if merged dimensions of the operand are batching dimensions."""
+    (x, indices), numbers, out = map(a.either, e.inputs), e.params["dimension_numbers"], e.outputs[0]
+    batch = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    if any(len(group) > 1 and d not in batch for d, group in enumerate(x.groups)) or len(indices.groups[-1]) > 1:
+        return False
+    of_batch = {index_dim: x.groups[d] for d, index_dim in batch.items()}
+    index_groups = tuple(of_batch.get(d, group) for d, group in enumerate(indices.groups))
+    indices = dataclasses.replace(indices, groups=index_groups)
+    arrays = a.operands(e, [x.groups, indices.groups])
+    if arrays is None:
+        return False
+    sizes = e.params["slice_sizes"]
+    windows = [(sizes[d],) for d in range(len(x.groups)) if d not in batch and d not in numbers.collapsed_slice_dims]
+    groups = _interleaved(windows, indices.groups[:-1], numbers.offset_dims)
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=Fine(out, groups, frozenset()).all_dims(numbers.offset_dims),
+        collapsed_slice_dims=x.all_dims(numbers.collapsed_slice_dims),
+        start_index_map=x.all_dims(numbers.start_index_map),
+        operand_batching_dims=x.all_dims(numbers.operand_batching_dims),
+        start_indices_batching_dims=indices.all_dims(numbers.start_indices_batching_dims),
+    )
+    slice_sizes: list[int] = []
+    for d, group in enumerate(x.groups):
+        slice_sizes += [1] * len(group) if d in batch else [sizes[d]]
+    return emit(a, e, arrays, groups, dimension_numbers=numbers, slice_sizes=tuple(slice_sizes))
+
+
+def _scatter(a: Maker, e: Equation) -> bool:
+    """A scatter, if merged dimensions of the operand are batching dimensions."""
+    (x, at, updates), numbers = e.inputs, e.params["dimension_numbers"]
+    indices = a.either(at)
+    batch = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
+    groups = tuple(indices.groups[batch[d]] if d in batch else (n,) for d, n in enumerate(x.shape))
+    windows = [(updates.shape[d],) for d in numbers.update_window_dims]
+    update_groups = _interleaved(windows, indices.groups[:-1], numbers.update_window_dims)
+    arrays = a.operands(e, [groups, indices.groups, update_groups])
+    if len(indices.groups[-1]) > 1 or arrays is None:
+        return False
+    operand = Fine(x, groups, frozenset())
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=Fine(updates, update_groups, frozenset()).all_dims(numbers.update_window_dims),
+        inserted_window_dims=operand.all_dims(numbers.inserted_window_dims),
+        scatter_dims_to_operand_dims=operand.all_dims(numbers.scatter_dims_to_operand_dims),
+        operand_batching_dims=operand.all_dims(numbers.operand_batching_dims),
+        scatter_indices_batching_dims=indices.all_dims(numbers.scatter_indices_batching_dims),
+    )
+    return emit(a, e, arrays, groups, dimension_numbers=numbers)
+
+
+def _interleaved(
+    windows: Sequence[tuple[int, ...]], batch: Sequence[tuple[int, ...]], window_dims: Sequence[int]
+) -> Groups:
+    """The groups of windows at some dimensions, and the groups of the batch at all others."""
+    of_windows, of_batch = iter(windows), iter(batch)
+    return tuple(next(of_windows if d in window_dims else of_batch) for d in range(len(windows) + len(batch)))
+
+
+set_traits("gather", merged=_gather)
+set_traits("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", merged=_scatter)

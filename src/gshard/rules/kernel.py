@@ -14,7 +14,7 @@ from typing import Any
 from gshard.comm.shards import Shards
 from gshard.core.jax_adapter import closed
 from gshard.core.rule import Rule, RuleMaker
-from gshard.language.kernel_rule import kernel_rule
+from gshard.language.kernel_primitive import kernel_rule
 from gshard.language.registry import Call, rule
 
 
@@ -61,16 +61,7 @@ def pallas_call(call: Call) -> Rule:
 
 
 def _mapped_dims(blocks: Any, g: int, first: int) -> set[tuple[int, int]] | None:
-    """The dimensions whose index is the step of the grid along dimension ``g``.
-
-    Args:
-        blocks: the block mappings of all arrays except the ``first`` ones.
-        g: a dimension of the grid.
-        first: the number of operands without blocks.
-
-    Returns:
-        pairs of an array and a dimension; None if the step is also used in another way.
-    """
+    """The dimensions whose index is the step of the grid along dimension ``g``."""
     mapped = set()
     for i, block in enumerate(blocks, first):
         index, _ = closed(block.index_map_jaxpr)

@@ -8,8 +8,8 @@ from typing import Any
 from gshard.comm.shards import Shards
 from gshard.core.rule import Rule, RuleMaker
 from gshard.core.xla_workarounds import row_major
-from gshard.language.passing import if_finite
 from gshard.language.registry import Call, rule
+from gshard.language.traits import if_finite
 
 _MATRIX = """
 cholesky cholesky_update eig eigh hessenberg householder_product lu lu_pivots_to_permutation ormqr qr geqrf geqp3 schur

@@ -20,7 +20,7 @@ from gshard.comm.shards import Shards
 from gshard.core.program import Equation, Value
 from gshard.core.rule import Rule, RuleMaker
 from gshard.language.function_primitive import function_primitive
-from gshard.language.interpret import Interpreter, value_of
+from gshard.language.region import Interpreter, value_of
 from gshard.language.registry import Call, rule
 from gshard.rules.along_axis import AlongAxis
 
@@ -29,18 +29,12 @@ _FEW = 16  # the largest number of parts that are combined one after the other
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False, weakref_slot=True)
 class Combination:
-    """An associative function of two elements. An element consists of one number of each of several arrays.
+    """An associative function of two elements. An element consists of one number of each of several arrays."""
 
-    Attributes:
-        equations: elementwise equations, on arrays of any shape and on scalars.
-        left, right: the values of the two elements, one for each array.
-        results: the values of the result.
-    """
-
-    equations: tuple[Equation, ...]
-    left: tuple[Value, ...]
+    equations: tuple[Equation, ...]  # elementwise equations, on arrays of any shape and on scalars
+    left: tuple[Value, ...]  # left, right: the values of the two elements, one for each array
     right: tuple[Value, ...]
-    results: tuple[Value, ...]
+    results: tuple[Value, ...]  # the values of the result
 
     def __repr__(self) -> str:
         return f"Combination({' '.join(e.name for e in self.equations)})"

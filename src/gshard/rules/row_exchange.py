@@ -1,33 +1,187 @@
-"""Rows that move to places of their own (``gshard.put_rows`` and ``gshard.take_rows``).
+"""Rows that move to places of their own (``gshard.put_rows`` and ``gshard.take_rows``): primitives, rule and exchange.
 
-    put     a b c, a d -> a c        tokens and places are one factor a: both are split over the same devices
-    take    a c, a d -> a d c       d, the places of one token, is parallel
-
-Each device sends the numbers of places, and the rows, to the devices that hold the places (``comm.ragged_rows``). So it
-sends what is routed, where a gather would send all rows to all devices. Equations with the same numbers send them once.
-Rows that are sorted by their places are sent as they lie. The dimensions of a row are parallel. So are batches, which
-``vmap`` adds: each has places of its own, on all devices of ``a``. A device exchanges the rows of all its batches
-together.
+A ragged all-to-all sends each row to the device that holds its place.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from gshard.comm.collectives import sent_bytes
-from gshard.comm.ragged_rows import RowRoutes, inverse, owners, routes_of
 from gshard.comm.shards import Shards, along
+from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Mesh
-from gshard.core.program import itemsize
-from gshard.core.rule import Rule, RuleMaker, moves
-from gshard.core.split import Split
+from gshard.core.program import NO_CONTEXT, itemsize
+from gshard.core.rule import Rule, RuleMaker, Split, moves
+from gshard.core.xla_workarounds import ragged_all_to_all
 from gshard.language.registry import Call, rule
-from gshard.language.row_primitives import put, read, take
+
+# Sends rows to the devices that hold their places, by a ragged all-to-all.
+
+
+class RowRoutes(NamedTuple):
+    """Routes of one device's rows. Each of ``P`` devices has ``n`` rows and ``m`` places, and can receive ``room``."""
+
+    order: Any  # int32 [n], the rows sorted by the device that holds their place; rows without a place come last
+    starts: Any  # starts, sizes: int32 [P], the chunk of ``order`` that each device receives
+    sizes: Any
+    targets: Any  # int32 [P], where the chunk begins among the rows that the device receives
+    received_starts: Any  # received_starts, received_sizes: int32 [P], the chunk that comes from each device
+    received_sizes: Any
+    sources: Any  # int32 [P], where this chunk begins in the ``order`` of its sender
+    arrival_of_place: Any  # int32 [m], the arrival that belongs to each place; ``room`` if none does
+    place_of_arrival: Any  # int32 [room], the place of each arrival; ``m`` if there is none
+
+    @in_context(NO_CONTEXT)
+    def there(self, x: Any, axes: tuple[str, ...]) -> Any:
+        """The rows that this device receives, in the order of their arrival."""
+        room = jnp.zeros((*self.place_of_arrival.shape, *x.shape[1:]), x.dtype)
+        return ragged_all_to_all(x, room, self.starts, self.sizes, self.targets, self.received_sizes, axes)
+
+    @in_context(NO_CONTEXT)
+    def back(self, x: Any, axes: tuple[str, ...]) -> Any:
+        """This device's rows sorted by ``order``, from the arrivals ``x`` of all devices."""
+        home = jnp.zeros((*self.order.shape, *x.shape[1:]), x.dtype)
+        return ragged_all_to_all(x, home, self.received_starts, self.received_sizes, self.sources, self.sizes, axes)
+
+
+@in_context(NO_CONTEXT)
+def routes_of(
+    places: Any, sizes: Any, index: Any, held: int, room: int, axes: tuple[str, ...], *, is_sorted: bool = False
+) -> RowRoutes:
+    """The routes of the rows of one device."""
+    owner = owners(places, held, sizes.shape[0])
+    starts = jnp.cumsum(sizes, axis=1) - sizes
+    targets = jnp.cumsum(sizes, axis=0) - sizes
+    sizes = jnp.clip(room - targets, 0, sizes)
+
+    def of_sender(x: Any) -> Any:
+        return lax.dynamic_index_in_dim(x, index, axis=0, keepdims=False)
+
+    def of_receiver(x: Any) -> Any:
+        return lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False)
+
+    order = lax.iota(jnp.int32, places.size) if is_sorted else jnp.argsort(owner, stable=True).astype(jnp.int32)
+    local = places - owner * held
+    sent = of_sender(starts), of_sender(sizes), of_sender(targets)
+    received = of_receiver(targets), of_receiver(sizes), of_receiver(starts)
+    arrived = jnp.full((room,), held, jnp.int32)
+    place_of_arrival = ragged_all_to_all(local if is_sorted else local[order], arrived, *sent, received[1], axes)
+    arrival = jnp.full((held,), room, jnp.int32)
+    arrival = arrival.at[place_of_arrival].set(jnp.arange(room, dtype=jnp.int32), mode="drop")
+    return RowRoutes(order, *sent, *received, arrival, place_of_arrival)
+
+
+def owners(places: Any, held: int, parts: int) -> Any:
+    """The number of the device that holds each place; ``parts`` for a row without a place."""
+    return jnp.where(places < 0, parts, places // held)
+
+
+def inverse(order: Any) -> Any:
+    """The position of each element in ``order``, a permutation."""
+    return jnp.zeros_like(order).at[order].set(lax.iota(order.dtype, order.size), unique_indices=True)
+
+
+# The primitives of ``gshard.put_rows`` and ``gshard.take_rows``: rows move to places that no two of them share.
+
+put_rows_p = Primitive("gshard_put_rows")
+take_rows_p = Primitive("gshard_take_rows")
+
+
+def put(x: Any, rows: Any, size: int, sorted_parts: int = 0) -> Any:
+    """Computes ``put`` of whole arrays."""
+    if rows.ndim > 2:
+        return jax.vmap(functools.partial(put, size=size))(x, rows)
+    places, choices = rows.size, rows.shape[1]
+    if not x.size or not size:
+        return jnp.zeros((size, *x.shape[2:]), x.dtype)
+    # Numbers are written to a table, and rows are read through it, as in ``moe.dispatch``.
+    table = jnp.full((size,), places, jnp.int32)
+    table = table.at[rows.reshape(-1)].set(
+        jnp.arange(places, dtype=jnp.int32), mode="drop", wrap_negative_indices=False
+    )
+    each = choices if x.shape[1] == 1 else 1
+    # A place without a row holds ``places``, which is beyond the rows.
+    return read(x.reshape(-1, *x.shape[2:]), table // each if each > 1 else table)
+
+
+def take(x: Any, rows: Any, sorted_parts: int = 0) -> Any:
+    """Computes ``take`` of whole arrays."""
+    if rows.ndim > 2:
+        return jax.vmap(take)(x, rows)
+    if not x.size or not rows.size:
+        return jnp.zeros((*rows.shape, *x.shape[1:]), x.dtype)
+    return read(x, rows)
+
+
+def read(x: Any, rows: Any) -> Any:
+    """The rows with these numbers; zeros for numbers out of range."""
+    return x.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
+def _define(primitive: Primitive, meaning: Callable[..., Any], *params: str) -> None:
+    """Registers the function that a primitive computes, and the names of its parameters."""
+    primitive.def_impl(jax.jit(meaning, static_argnames=params))
+    mlir.register_lowering(primitive, mlir.lower_fun(meaning, multiple_results=False))
+    ad.defjvp(primitive, functools.partial(_tangent, primitive), None)
+    batching.primitive_batchers[primitive] = functools.partial(_mapped, primitive)
+
+
+def _tangent(primitive: Primitive, tangent: Any, x: Any, rows: Any, **params: Any) -> Any:
+    return primitive.bind(tangent, rows, **params)
+
+
+@put_rows_p.def_abstract_eval
+def _type_of_put(x: Any, rows: Any, *, size: int, sorted_parts: int) -> Any:
+    return jax.core.ShapedArray((*rows.shape[:-2], size, *x.shape[rows.ndim :]), x.dtype)
+
+
+@take_rows_p.def_abstract_eval
+def _type_of_take(x: Any, rows: Any, *, sorted_parts: int) -> Any:
+    return jax.core.ShapedArray((*rows.shape, *x.shape[rows.ndim - 1 :]), x.dtype)
+
+
+def _put_transposed(cotangent: Any, x: Any, rows: Any, *, size: int, sorted_parts: int) -> list[Any]:
+    if isinstance(cotangent, ad.Zero):
+        return [ad.Zero(x.aval), None]
+    read_back = take_rows_p.bind(cotangent, rows, sorted_parts=sorted_parts)
+    copies = rows.ndim - 1
+    if x.aval.shape[copies] != rows.shape[copies]:
+        read_back = jnp.sum(read_back, axis=copies, keepdims=True)
+    return [read_back, None]
+
+
+def _take_transposed(cotangent: Any, x: Any, rows: Any, *, sorted_parts: int) -> list[Any]:
+    if isinstance(cotangent, ad.Zero):
+        return [ad.Zero(x.aval), None]
+    return [put_rows_p.bind(cotangent, rows, size=x.aval.shape[rows.ndim - 2], sorted_parts=sorted_parts), None]
+
+
+def _mapped(primitive: Primitive, operands: Sequence[Any], dims: Sequence[int | None], **params: Any) -> Any:
+    """Mapped numbers have one more batch dimension; a mapped ``x`` alone has wider rows."""
+    x, rows = operands
+    if dims[1] is None:
+        assert dims[0] is not None
+        result = primitive.bind(jnp.moveaxis(x, dims[0], -1), rows, **params)
+        return result, result.ndim - 1
+    rows = jnp.moveaxis(rows, dims[1], 0)
+    x = jnp.broadcast_to(x, (len(rows), *x.shape)) if dims[0] is None else jnp.moveaxis(x, dims[0], 0)
+    return primitive.bind(x, rows, **params), 0
+
+
+_define(put_rows_p, put, "size", "sorted_parts")
+_define(take_rows_p, take, "sorted_parts")
+ad.primitive_transposes[put_rows_p] = _put_transposed
+ad.primitive_transposes[take_rows_p] = _take_transposed
 
 
 @rule("gshard_put_rows")
@@ -90,31 +244,19 @@ def take_rows(call: Call) -> Rule:
 
 
 class _Rows:
-    """The factors of tokens and their places.
-
-    Args:
-        make: the maker of the rule.
-        call: the equation; its second operand are the numbers of places ``[*batches, tokens, choices]``.
-        places: the number of places of a batch.
-        reads: whether rows are read, and not written.
-
-    Attributes:
-        batch: the dimensions of the batches, each with places of its own.
-        factor: the dimension of tokens and of places.
-        numbers: the dimensions of the numbers of places.
-        choices: how many places each token has.
-    """
+    """The factors of tokens and their places."""
 
     def __init__(self, make: RuleMaker, call: Call, places: int, *, reads: bool = False) -> None:
         self._make, self._call, self._places = make, call, places
-        *self._batches, self._tokens, self.choices = call.in_shapes[1]
+        *self._batches, self._tokens, self.choices = call.in_shapes[1]  # how many places each token has
         on_keys = jax.dtypes.issubdtype(call.in_dtypes[0], jax.dtypes.prng_key)
         size = max(self._tokens, places)
         is_whole = on_keys or 0 in call.in_shapes[1] or not places
-        self.batch = make.parallel(self._batches)
+        self.batch = make.parallel(self._batches)  # the dimensions of the batches, each with places of its own
+        # the dimension of tokens and of places
         self.factor = make.replicate(size) if is_whole else make.communicate(size)
         copies = make.factor(self.choices) if reads else make.replicate(self.choices)
-        self.numbers = [*self.batch, self.factor, copies]
+        self.numbers = [*self.batch, self.factor, copies]  # the dimensions of the numbers of places
 
     def row(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
         """The dimensions of a row."""
@@ -198,10 +340,6 @@ class _Rows:
 
 def _joined(places: Any, held: int) -> Any:
     """Numbers of places in batches as numbers in one array, in which a device has its places of all batches together.
-
-    Args:
-        places: int32 ``[batches, n]``; negative for none.
-        held: how many places of all batches a device has.
 
     >>> _joined(jnp.array([[0, 1, 2, 3], [3, 2, -1, 0]]), 4).tolist()
     [[0, 1, 4, 5], [7, 6, -1, 2]]

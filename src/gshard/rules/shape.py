@@ -1,10 +1,10 @@
-"""Primitives that only change the shape: broadcasts, transpositions, reshapes and so on."""
+"""Primitives that only change the shape or move elements: broadcasts, transpositions, reshapes."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,57 @@ from gshard.comm.halo import Window
 from gshard.comm.shards import Shards
 from gshard.core.mesh import Mesh
 from gshard.core.program import Equation, itemsize
-from gshard.core.rule import Rule, RuleMaker, moves
-from gshard.core.split import Split, place
-from gshard.language.merged_dims import Fine, Maker, emit, flat
+from gshard.core.rule import Index, Rule, RuleMaker, Span, Split, moves, place
+from gshard.core.xla_workarounds import taken
 from gshard.language.registry import Call, rule
-from gshard.language.traits import Part, Places
+from gshard.language.traits import Fine, Maker, Part, Places, emit, flat
 from gshard.rules.along_axis import AlongAxis
-from gshard.rules.movement import at_places
+
+# Moves elements as the index of a rule describes (``Rule.index``), on NumPy arrays.
+
+
+def index_of(e: Equation) -> tuple[Index, ...] | None:
+    """For each result the spans of the operands that it consists of; None if elements do not just move in order."""
+    return None if e.rule is None else e.rule.index
+
+
+def one_array(e: Equation) -> list[list[Span]]:
+    """For each result of an equation that only cuts its operand, and for each dimension, the span that is kept."""
+    shape = e.inputs[0].shape
+    return [
+        [spans[0] if spans else Span(0, 0, n) for spans, n in zip(index, shape, strict=True)]
+        for index in index_of(e) or ()
+    ]
+
+
+def elements(index: Index, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """The result that consists of these elements of the operands.
+
+    >>> elements(((Span(1, 0, 1), Span(0, 0, 3)),), [np.arange(4), np.array(9)])
+    array([9, 0, 1, 2])
+    """
+    first = next((i for i, x in enumerate(arrays) if x.ndim), 0)
+    result = arrays[first]
+    for d, spans in enumerate(index):
+        parts = []
+        for span in spans:
+            x = result if span.operand == first else arrays[span.operand]
+            if x.ndim:
+                positions = span.start + span.step * np.arange(span.count)
+                parts.append(np.take(x, positions, d))
+            else:
+                shape = [span.count if i == d else n for i, n in enumerate(result.shape)]
+                parts.append(np.full(shape, x, result.dtype))
+        result = np.concatenate(parts, d) if parts else result
+    return result
+
+
+def at_places(x: Any, at: Places) -> Any:
+    """The elements of an array at some positions of each dimension."""
+    for d, i in enumerate(at):
+        if i is not None:
+            x = taken(x, i, d)
+    return x
 
 
 def _broadcast_values(params: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
@@ -214,19 +258,13 @@ class _Misaligned:
     """Groups of dimensions of operand and result that contain the same elements and have no common factor.
 
     Each part of the major dimension, of the operand or the result, is a range of these elements in row-major order.
-
-    Attributes:
-        factor: the factor of the major dimensions.
-        begin, end: the range of the operand's dimensions.
-        m: the size of the major dimension of the result.
-        total: the number of elements.
     """
 
-    factor: int
-    begin: int
+    factor: int  # the factor of the major dimensions
+    begin: int  # begin, end: the range of the operand's dimensions
     end: int
-    m: int
-    total: int
+    m: int  # the size of the major dimension of the result
+    total: int  # the number of elements
 
     def window(self, parts: int) -> Window:
         """The range of the operand's elements that forms each part of the result."""
@@ -243,14 +281,6 @@ def _align(
     two current dimensions is a factor of both. If it is 1, the shapes are misaligned: both sides get factors that
     cannot be split until their products are equal again. If both current dimensions are still whole, these two share a
     factor that communicates.
-
-    Args:
-        make: the maker of the rule.
-        source, target: the shapes of operand and result, without dimensions of size 0.
-        may_communicate: whether misaligned dimensions may communicate.
-
-    Returns:
-        the dimensions of operand and result, and the misaligned groups that communicate.
     """
     operand: list[tuple[int, ...]] = [() for _ in source]
     result: list[tuple[int, ...]] = [() for _ in target]

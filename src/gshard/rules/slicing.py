@@ -1,38 +1,32 @@
-"""Slices, pads and reversals (concatenations and splits: ``rules.joining``).
-
-An unchanged dimension is parallel. A dimension that is cut, padded or reversed is a ``communicate`` factor. Operand and
-result have parts of their own sizes, and each device fetches the elements that its part of the result needs from its
-neighbours (a halo exchange; ``comm.halo``).
-
-    slice 1:7 of 8 over 2 parts       result parts 1..3 and 4..6; operand parts 0..3 and 4..7: nothing is sent
-    slice 2:8 of 8 over 2 parts       result parts 2..4 and 5..7: element 4 is sent
-"""
+"""Slices, pads, reversals, concatenations and splits along a dimension, also at positions known at run time."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard.comm.halo import Window
-from gshard.comm.halo_windows import HaloWindows
+from gshard.comm.halo import HaloWindows, Window
+from gshard.comm.route import Chunk, Route, routed
 from gshard.comm.shards import Shards, along
 from gshard.comm.steps import PERMUTE
-from gshard.core.context import NO_CONTEXT
 from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.program import Equation, Value, itemsize
-from gshard.core.rule import REDUCE, Rule, RuleMaker, Span, moves
-from gshard.core.split import Split, place
-from gshard.core.xla_workarounds import ppermute
-from gshard.language.merged_dims import Groups, Maker, emit, flat
+from gshard.core.program import NO_CONTEXT, Equation, Value, itemsize
+from gshard.core.rule import REDUCE, Rule, RuleMaker, Span, Split, moves, place
+from gshard.core.xla_workarounds import opaque_for_one, opaque_for_slice, ppermute, taken
+from gshard.language.function_primitive import function_primitive
 from gshard.language.registry import Call, rule
-from gshard.language.traits import Part, Places
-from gshard.rules.movement import one_array
+from gshard.language.traits import Groups, Maker, Part, Places, emit, flat
+from gshard.rules.along_axis import AlongAxis
+from gshard.rules.shape import at_places, one_array
 
 
 def cut_in_fine_form(a: Maker, e: Equation) -> bool:
@@ -313,3 +307,291 @@ def _exchange_mirrored(shards: Shards, x: Any, atoms: Atoms) -> Any:
 def cut(call: Call, make: RuleMaker, n: int) -> tuple[int, ...]:
     """A new dimension along which elements move. PRNG keys cannot be split along it: halos need arithmetic."""
     return make.replicate(n) if call.on_keys else make.communicate(n)
+
+
+# Concatenations and splits along a dimension. Each chunk of elements has its own route (``comm.route``).
+
+_LOOK_UP = 8  # operations that cost as much as one look-up of an element
+
+
+def _concatenate_merged(a: Maker, e: Equation) -> bool:
+    d, out = e.params["dimension"], e.outputs[0]
+    fine = next(x for x in map(a.either, e.inputs) if any(len(group) > 1 for group in x.groups))
+    if len(fine.groups[d]) > 1:
+        return False
+
+    def groups_of_size(n: int) -> Groups:
+        return tuple((n,) if i == d else group for i, group in enumerate(fine.groups))
+
+    arrays = a.operands(e, [groups_of_size(x.shape[d]) for x in e.inputs])
+    return arrays is not None and emit(a, e, arrays, groups_of_size(out.shape[d]), dimension=fine.dims(d)[0])
+
+
+def _concatenate_at(part: Part, e: Equation, at: Places) -> Any:
+    d = e.params["dimension"]
+    positions = at[d]
+    if positions is None:
+        return lax.concatenate([part.of(x, at) for x in e.inputs], d)
+    # To compute each operand at all positions may cost more than to compute the whole result and look elements up.
+    count = positions.shape[0]
+    if e.outputs[0].shape[d] + _LOOK_UP * count < len(e.inputs) * count:
+        return at_places(part.of(e.outputs[0], (*at[:d], None, *at[d + 1 :])), (*(None,) * d, positions))
+    result = None
+    start = sum(x.shape[d] for x in e.inputs)
+    for x in reversed(e.inputs):
+        start -= x.shape[d]
+        if x.shape[d]:
+            of_operand = part.of(x, (*at[:d], jnp.clip(positions - start, 0, x.shape[d] - 1), *at[d + 1 :]))
+            is_before_end = along(positions < start + x.shape[d], d, len(at))
+            result = of_operand if result is None else jnp.where(is_before_end, of_operand, result)
+    return result
+
+
+@rule("concatenate", moves=True, same_on_parts=True, merged=_concatenate_merged, placed=_concatenate_at)
+def concatenate(call: Call) -> Rule:
+    """Each part of the result fetches the elements of each operand that it contains.
+
+    >>> print(concatenate(Call("concatenate", {"dimension": 0}, ((3, 2), (5, 2)), ((8, 2),), ("f", "f"))))
+    a b, a b -> a b; communicate a
+    """
+    axis = call.params["dimension"]
+    return joined(call, axis, [(0, shape[axis]) for shape in call.in_shapes])
+
+
+def joined(call: Call, axis: int, chunks: Sequence[tuple[int, int]]) -> Rule:
+    """The rule of a concatenation of slices."""
+    (target,) = call.out_shapes
+    make = RuleMaker()
+    lengths = [shape[axis] if shape else None for shape in call.in_shapes]
+    largest = max(target[axis], *(n for n in lengths if n is not None))
+    result = AlongAxis.of(make, target, axis, lambda n: cut(call, make, largest))
+    offsets = list(itertools.accumulate((end - start for start, end in chunks), initial=0))
+
+    def route(parts: int, begins: Sequence[int]) -> Route:
+        """From the concatenated parts of the operands, which begin at ``begins``, to the part of the result."""
+        moved: list[Chunk] = []
+        for (start, end), offset, begin, n in zip(chunks, offsets[:-1], begins, lengths, strict=True):
+            if n is not None:
+                moved += _moved(start, end, offset, n, target[axis], parts, begin, 0)
+        return routed(tuple(moved))
+
+    def local(shards: Shards, *xs: Any) -> list[Any]:
+        atoms = result.atoms(shards)
+        if not atoms:
+            return shards.bind(*xs)
+        # The parts of all operands are concatenated; an operand that is used twice is there once.
+        distinct = list({id(x): x for x in xs if x.shape}.values())
+        begins = dict(zip(map(id, distinct), itertools.accumulate((x.shape[axis] for x in distinct), initial=0)))
+        part = lax.concatenate(distinct, axis) if len(distinct) > 1 else distinct[0]
+        size = shards.out_shape()[axis]
+        route_here = route(shards.mesh.count(atoms), [begins.get(id(x), 0) for x in xs])
+        part = shards.route(part, axis, atoms, route_here, size)
+        numbers = [(x, low, high) for x, low, high in zip(xs, offsets[:-1], offsets[1:], strict=True) if not x.shape]
+        if numbers:
+            position = lax.axis_index(atoms) * size + lax.broadcasted_iota(jnp.int32, part.shape, axis)
+            for x, low, high in numbers:
+                part = jnp.where((position >= low) & (position < high), jnp.asarray(x, part.dtype), part)
+        return [part]
+
+    sends = result.route_bytes(call.in_dtypes[0], lambda parts: route(parts, [0] * len(chunks)))
+    linear = moves(*range(len(call.in_shapes)))
+    operands = [result.dims if shape else [] for shape in call.in_shapes]
+    spans = tuple(Span(i, int(start), int(end - start)) for i, (start, end) in enumerate(chunks))
+    index = tuple(spans if d == axis else () for d in range(len(target)))
+    return make.rule(operands, [result.dims], local=local, sends=sends, linear=linear, index=[index])
+
+
+@rule("split", moves=True, same_on_parts=True, merged=cut_in_fine_form)
+def split(call: Call) -> Rule:
+    """Part ``i`` of each result fetches the elements of the operand that it contains.
+
+    >>> print(split(Call("split", {"axis": 0, "sizes": (3, 5)}, ((8, 2),), ((3, 2), (5, 2)), ("f",))))
+    a b -> a b, a b; communicate a
+    """
+    axis, sizes = call.params["axis"], tuple(map(int, call.params["sizes"]))
+    (source,) = call.in_shapes
+    make = RuleMaker()
+    operand = AlongAxis.of(make, source, axis, lambda n: cut(call, make, n))
+
+    def route(parts: int) -> Route:
+        """From the part of the operand to the concatenated parts of all results."""
+        moved: list[Chunk] = []
+        start = begin = 0
+        for n in sizes:
+            moved += _moved(start, start + n, 0, source[axis], n, parts, 0, begin)
+            start += n
+            begin += -(-n // parts)
+        return routed(tuple(moved))
+
+    def local(shards: Shards, x: Any) -> list[Any]:
+        atoms = operand.atoms(shards)
+        if not atoms:
+            return shards.bind(x)
+        part_sizes = [shards.out_shape(i)[axis] for i in range(len(sizes))]
+        x = shards.route(x, axis, atoms, route(shards.mesh.count(atoms)), sum(part_sizes))
+        return list(lax.split(x, part_sizes, axis))
+
+    sends = operand.route_bytes(call.in_dtypes[0], route)
+    ends = itertools.accumulate(sizes)
+    spans = [taken_spans(source[axis], end - size, size) for end, size in zip(ends, sizes, strict=True)]
+    index = [tuple(of_result if d == axis else () for d in range(len(source))) for of_result in spans]
+    results = [operand.dims for _ in sizes]
+    return make.rule([operand.dims], results, local=local, sends=sends, linear=moves(0), index=index)
+
+
+def _moved(
+    start: int, end: int, at: int, source: int, target: int, parts: int, source_begin: int, target_begin: int
+) -> Iterator[Chunk]:
+    """The chunks of a range of elements that lie in one part of the source and in one part of the target."""
+    source_size, target_size = -(-source // parts), -(-target // parts)
+    while start < end:
+        sender, low = divmod(start, source_size)
+        receiver, to = divmod(at, target_size)
+        length = min(end - start, source_size - low, target_size - to)
+        yield Chunk(sender, source_begin + low, receiver, target_begin + to, length)
+        start += length
+        at += length
+
+
+# Concatenates slices in one equation, so that each element moves once (``rewrite.compose_movement``).
+
+
+def _run(*xs: Any, dimension: int, slices: Sequence[tuple[int, int]], added: bool) -> Any:
+    array = next(x for x in xs if x.shape)
+
+    def segment(x: Any, start: int, end: int) -> Any:
+        if x.shape:
+            return lax.slice_in_dim(x, start, end, axis=dimension)
+        return lax.full([end - start if d == dimension else n for d, n in enumerate(array.shape)], x, array.dtype)
+
+    x = lax.concatenate([segment(x, start, end) for x, (start, end) in zip(xs, slices, strict=True)], dimension)
+    return with_zero(x) if added else x
+
+
+def with_zero(x: Any) -> Any:
+    """The sum of an array and zeros: -0.0 + 0.0 is 0.0."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return lax.complex(with_zero(x.real), with_zero(x.imag))
+    return jnp.where(x == 0, jnp.zeros((), x.dtype), x)
+
+
+def _shape(*xs: Any, dimension: int, slices: Sequence[tuple[int, int]], added: bool) -> Any:
+    array = next(x for x in xs if x.shape)
+    length = sum(end - start for start, end in slices)
+    return jax.core.ShapedArray(tuple(length if d == dimension else n for d, n in enumerate(array.shape)), array.dtype)
+
+
+concatenate_slices_p = function_primitive("concatenate_slices", _run, _shape, dimension="dimension")
+
+
+@rule("concatenate_slices", same_on_parts=True)
+def concatenate_slices(call: Call) -> Rule:
+    """Like ``concatenate``, for slices of the operands.
+
+    >>> params = {"dimension": 0, "slices": ((7, 8), (0, 7)), "added": False}
+    >>> print(concatenate_slices(Call("concatenate_slices", params, ((8, 2), (8, 2)), ((8, 2),), ("f", "f"))))
+    a b, a b -> a b; communicate a
+    """
+    joined_rule = joined(call, call.params["dimension"], call.params["slices"])
+    if not call.params["added"]:
+        return joined_rule
+    join = joined_rule.local
+    assert join is not None
+    linear = tuple(way for way in joined_rule.linear if way[0] in ("add", "pick"))
+    return dataclasses.replace(
+        joined_rule, local=lambda shards, *xs: [with_zero(x) for x in join(shards, *xs)], linear=linear
+    )
+
+
+# Slices and updates at positions that are known at run time (dynamic_slice, dynamic_update_slice).
+
+
+@rule("dynamic_slice", handed_on=True)
+def dynamic_slice(call: Call) -> Rule:
+    """Dimensions that are not cut are parallel.
+
+    >>> params, dtypes = {"slice_sizes": (4, 2)}, ("f", "i", "i")
+    >>> print(dynamic_slice(Call("dynamic_slice", params, ((4, 6), (), ()), ((4, 2),), dtypes)))
+    a b, (), () -> a c; pick over b=6; replicate c
+    """
+    shape, sizes = call.in_shapes[0], call.params["slice_sizes"]
+    make = RuleMaker()
+    operand, result = [], []
+    for n, m in zip(shape, sizes, strict=True):
+        if n == m:
+            operand.append(make.factor(n))
+            result.append(operand[-1])
+        else:
+            operand.append(make.replicate(n) if call.on_keys else make.factor(n, REDUCE, "pick"))
+            result.append(make.replicate(m))
+
+    def local(shards: Shards, x: Any, *starts: Any) -> list[Any]:
+        starts = tuple(_clamped(start, n, m) for start, n, m in zip(starts, shape, sizes, strict=True))
+        cut_across_parts = [d for d in range(len(shape)) if sizes[d] != shape[d] and shards.atoms(operand[d][0])]
+        local_starts = [jnp.zeros_like(start) if d in cut_across_parts else start for d, start in enumerate(starts)]
+        local_sizes = [
+            local if n == m or d in cut_across_parts else m
+            for d, (n, m, local) in enumerate(zip(shape, sizes, x.shape, strict=True))
+        ]
+        (x,) = shards.bind(x, *local_starts, slice_sizes=tuple(local_sizes))
+        for d in cut_across_parts:
+            index = starts[d] - shards.offset(operand[d]) + jnp.arange(sizes[d], dtype=jnp.int32)
+            is_held = along((index >= 0) & (index < x.shape[d]), d, x.ndim)
+            x = taken(opaque_for_slice(x, d, sizes[d]), index, d)
+            x = jnp.where(is_held, x, jnp.zeros((), x.dtype))
+        return [x]
+
+    starts: list[list[tuple[int, ...]]] = [[] for _ in operand]
+    return make.rule([operand, *starts], [result], local=local, masks_itself=True, linear=moves(0))
+
+
+@rule("dynamic_update_slice", same_on_parts=True)
+def dynamic_update_slice(call: Call) -> Rule:
+    """Dimensions of the operand are parallel. The update cannot be split along dimensions that it covers only partly.
+
+    >>> params, shapes = {}, ((4, 6), (4, 2), (), ())
+    >>> print(dynamic_update_slice(Call("dynamic_update_slice", params, shapes, ((4, 6),), ("f", "f", "i", "i"))))
+    a b, a c, (), () -> a b; replicate c
+    """
+    shape, sizes = call.in_shapes[:2]
+    make = RuleMaker()
+    partial = [n != m for n, m in zip(shape, sizes, strict=True)]
+    operand = [make.replicate(n) if p and call.on_keys else make.factor(n) for n, p in zip(shape, partial, strict=True)]
+    update = [dim if n == m else make.replicate(m) for dim, n, m in zip(operand, shape, sizes, strict=True)]
+
+    def local(shards: Shards, x: Any, values: Any, *starts: Any) -> list[Any]:
+        starts = tuple(_clamped(start, n, m) for start, n, m in zip(starts, shape, sizes, strict=True))
+        if not values.size:
+            return [x]
+        if not any(p and shards.atoms(dim[0]) for p, dim in zip(partial, operand, strict=True)):
+            return shards.bind(x, values, *starts)
+        # The device reads and writes only a window of its part, of the size of the update.
+        sizes_here = [min(m, length) if p else length for m, length, p in zip(sizes, x.shape, partial, strict=True)]
+        local_starts = list(starts)
+        is_written = jnp.ones((1,) * x.ndim, jnp.bool_)
+        for d, size in enumerate(sizes_here):
+            if not partial[d]:
+                local_starts[d] = jnp.zeros((), jnp.int32)
+            elif shards.atoms(operand[d][0]):
+                first = starts[d] - shards.offset(operand[d])
+                local_starts[d] = jnp.clip(first, 0, x.shape[d] - size)
+                index = local_starts[d] - first + jnp.arange(size, dtype=jnp.int32)
+                if sizes[d] > 1:
+                    values = taken(opaque_for_slice(values, d, size), index, d)
+                is_written &= along((index >= 0) & (index < sizes[d]), d, x.ndim)
+        x = opaque_for_one(x, math.prod(sizes_here))
+        old_values = lax.dynamic_slice(x, local_starts, sizes_here)
+        return [lax.dynamic_update_slice(x, jnp.where(is_written, values, old_values), local_starts)]
+
+    starts: list[list[tuple[int, ...]]] = [[] for _ in operand]
+    return make.rule([operand, update, *starts], [operand], local=local, linear=moves(0, 1))
+
+
+def _clamped(start: Any, n: int, size: int) -> Any:
+    """A start index (int32), clamped so that a window of ``size`` elements fits into ``n`` elements."""
+    start = jnp.asarray(start)
+    if start.dtype.itemsize < 4:
+        start = start.astype(jnp.int32)
+    return jnp.clip(start, jnp.zeros((), start.dtype), jnp.asarray(max(n - size, 0), start.dtype)).astype(jnp.int32)

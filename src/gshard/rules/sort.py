@@ -1,8 +1,15 @@
-"""Sorting, and the k largest elements, along dimensions that may be split."""
+"""Sorting, the k largest elements, and searches in sorted arrays, along dimensions that may be split.
+
+A sort along a split dimension sends as little as possible; a search counts on each device the elements before a value.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,19 +17,249 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from gshard.comm.halo import Window
 from gshard.comm.shards import Shards, identity
-from gshard.comm.sorting import are_twins, sort_split, ways
-from gshard.core.mesh import Mesh
-from gshard.core.program import itemsize
-from gshard.core.rule import Rule, RuleMaker
-from gshard.core.split import Split
+from gshard.comm.steps import ALL_TO_ALL
+from gshard.core.jax_adapter import closed
+from gshard.core.jax_adapter_context import in_context
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.planning_tables import tabulated
+from gshard.core.program import NO_CONTEXT, itemsize
+from gshard.core.rule import REDUCE, Rule, RuleMaker, Split
+from gshard.core.xla_workarounds import all_to_all
+from gshard.language.function_primitive import function_primitive
 from gshard.language.registry import Call, rule
 from gshard.rules.along_axis import AlongAxis
+
+# Sorts along a split dimension with the least communication. All methods are stable.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Columns:
+    """The sizes of columnsort for a dimension of ``n`` elements in ``parts`` parts."""
+
+    n: int
+    parts: int
+
+    @property
+    def size(self) -> int:
+        """The number of elements of a part, including padding."""
+        return -(-self.n // self.parts)
+
+    @property
+    def rows(self) -> int:
+        """The number of elements of a column: the size of a part rounded up to a multiple of ``parts``."""
+        return -(-self.size // self.parts) * self.parts
+
+    @property
+    def border(self) -> int:
+        """The largest distance from the end of its column of an element that belongs to the next column."""
+        return self.parts * (self.parts - 1)
+
+    @property
+    def fit(self) -> bool:
+        """Whether columns are long enough for columnsort."""
+        return self.parts > 1 and self.rows >= 2 * self.border
+
+    @property
+    def windows(self) -> tuple[Window, Window, Window]:
+        """The windows that a column needs of the previous and the next column, and that a part needs of all columns."""
+        n, parts, rows, border = self.rows * self.parts, self.parts, self.rows, self.border
+        before, after = Window(n, -border, rows, parts, border), Window(n, rows, rows, parts, border)
+        return before, after, Window(n, 0, self.size, parts, self.size)
+
+    @property
+    def padded(self) -> bool:
+        """Whether columns contain padding."""
+        return self.rows * self.parts != self.n
+
+    @property
+    def number_dtype(self) -> Any:
+        """The dtype for the numbers of elements and of padding."""
+        return jnp.uint16 if self.rows * self.parts < 2**16 else jnp.uint32
+
+    def bytes(self, each: int, number: int) -> int:
+        """Bytes that a device sends for elements of ``each`` bytes with a number of ``number`` bytes each."""
+        dealt = self.rows // self.parts * (self.parts - 1)
+        before, after, own = (window.bytes(self.rows, 1) for window in self.windows)
+        return dealt * each + (dealt + before + after) * (each + number) + own * each
+
+
+def ways(n: int, parts: int, others: int, sizes: Sequence[int], num_keys: int, twins: bool) -> dict[str, int]:
+    """The methods of sorting, with the bytes that each device sends."""
+    size, each = -(-n // parts), sum(sizes)
+    across = -(-others // parts) * (parts - 1)
+    bytes_of = {"together": (parts - 1) * size * others * each, "crosswise": 2 * across * size * each}
+    columns = Columns(n, parts)
+    if columns.fit:
+        number = 0 if twins else jnp.dtype(columns.number_dtype).itemsize
+        bytes_of["columns"] = others * columns.bytes(each, number)
+    return bytes_of
+
+
+def are_twins(dtypes: Sequence[Any], num_keys: int) -> bool:
+    """Whether elements that compare equal have equal bits: there are no floats, and all operands are keys."""
+    exact = all(jnp.issubdtype(d, jnp.integer) or jnp.dtype(d) == jnp.bool_ for d in dtypes)
+    return exact and num_keys == len(dtypes)
+
+
+def sort_split(shards: Shards, operands: Sequence[Any], axis: int, n: int, num_keys: int, atoms: Atoms) -> list[Any]:
+    """Sorts local parts along ``axis``, a dimension of ``n`` elements that is split over ``atoms``."""
+    parts = shards.mesh.count(atoms)
+    shape = operands[0].shape
+    moved = [jnp.moveaxis(x, axis, -1) for x in operands]
+    flat = [x.reshape(-1, x.shape[-1]) for x in moved]
+    dtypes = [x.dtype for x in operands]
+    twins = are_twins(dtypes, num_keys)
+    bytes_of = ways(n, parts, flat[0].shape[0], [d.itemsize for d in dtypes], num_keys, twins)
+    cheapest = min(bytes_of, key=lambda name: bytes_of[name])
+    method = {"together": _together, "crosswise": _crosswise, "columns": _columns}[cheapest]
+    results = method(shards, flat, n, num_keys, atoms)
+    return [jnp.moveaxis(x.reshape(moved[0].shape), -1, axis).reshape(shape) for x in results]
+
+
+def _sort(operands: Sequence[Any], num_keys: int, *, stable: bool = True) -> list[Any]:
+    """Sorts rows. Stability matters only if different elements compare equal."""
+    return list(lax.sort(tuple(operands), dimension=1, is_stable=stable, num_keys=num_keys))
+
+
+def _together(shards: Shards, operands: list[Any], n: int, num_keys: int, atoms: Atoms) -> list[Any]:
+    size, parts = operands[0].shape[1], shards.mesh.count(atoms)
+    gathered = _in_one_message(operands, lambda x: shards.all_gather(x, 1, atoms))
+    whole = _sort([x[:, :n] for x in gathered], num_keys)
+    start = lax.axis_index(atoms) * size
+    return [lax.dynamic_slice_in_dim(_longer(x, parts * size), start, size, axis=1) for x in whole]
+
+
+def _crosswise(shards: Shards, operands: list[Any], n: int, num_keys: int, atoms: Atoms) -> list[Any]:
+    """Splits the other dimensions instead, merged to one and padded to equal parts."""
+    others, size = operands[0].shape
+    parts = shards.mesh.count(atoms)
+    missing = -others % parts
+    # Rows are split, so each array is sent separately.
+    there = [_all_to_all(shards, jnp.pad(x, ((0, missing), (0, 0))), atoms, 0, 1)[:, :n] for x in operands]
+    back = [_all_to_all(shards, _longer(x, parts * size), atoms, 1, 0) for x in _sort(there, num_keys)]
+    return [x[:others] for x in back]
+
+
+def _columns(shards: Shards, operands: list[Any], n: int, num_keys: int, atoms: Atoms) -> list[Any]:
+    columns = Columns(n, shards.mesh.count(atoms))
+    size, rows, parts = columns.size, columns.rows, columns.parts
+    part = lax.axis_index(atoms)
+    twins = are_twins([x.dtype for x in operands], num_keys)
+
+    def valid(j: Any) -> Any:
+        return jnp.clip(n - j * size, 0, size)
+
+    # Sort padding last: by an additional key, or, for twins, by filling it with the greatest element.
+    index = lax.broadcasted_iota(jnp.int32, operands[0].shape, 1)
+    if not columns.padded:
+        columned = _sort(operands, num_keys, stable=not twins)
+    elif twins:
+        most = [jnp.asarray(identity("min", x.dtype), x.dtype) for x in operands]
+        columned = [jnp.where(index < valid(part), x, m) for x, m in zip(operands, most, strict=True)]
+        columned = [_longer(x, rows, m) for x, m in zip(_sort(columned, num_keys, stable=False), most, strict=True)]
+    else:
+        columned = [_longer(x, rows) for x in _sort([index >= valid(part), *operands], num_keys + 1)[1:]]
+    columned = _in_one_message(columned, lambda x: _all_to_all(shards, _dealt(x, parts), atoms, 1, 1))
+    if twins:
+        arranged, keys = columned, num_keys
+    else:
+        arranged, keys = _numbered(columned, num_keys, columns, part, valid), num_keys + 1
+    arranged = _total(arranged, keys, columns, twins)
+    arranged = _in_one_message(arranged, lambda x: _all_to_all(shards, x, atoms, 1, 1))
+    arranged = _merged(shards, _total(arranged, keys, columns, twins), keys, columns, twins, atoms)
+    result = arranged if twins else [*arranged[:num_keys], *arranged[num_keys + 1 :]]
+    if rows == size:
+        return result
+    return _in_one_message(result, lambda x: shards.window(x, 1, atoms, columns.windows[2], 0))
+
+
+def _dealt(x: Any, parts: int) -> Any:
+    """Element ``k`` moves into chunk ``k % parts``."""
+    return x.reshape(x.shape[0], -1, parts).swapaxes(1, 2).reshape(x.shape)
+
+
+def _numbered(operands: list[Any], num_keys: int, columns: Columns, part: Any, valid: Any) -> list[Any]:
+    """Inserts the number of each element behind the keys: its first column and its rank there; padding comes last.
+
+    Among equal elements, numbers increase with the position in the unsorted array. Each device can compute them,
+    because the origin of each element is known.
+    """
+    index = lax.broadcasted_iota(jnp.int32, operands[0].shape, 1)
+    each = columns.rows // columns.parts
+    source, rank = index // each, index % each * columns.parts + part
+    number = source * columns.rows + rank
+    if columns.padded:
+        number = jnp.where(rank < valid(source), number, columns.rows * columns.parts)
+    return [*operands[:num_keys], number.astype(columns.number_dtype), *operands[num_keys:]]
+
+
+def _total(arranged: list[Any], keys: int, columns: Columns, twins: bool) -> list[Any]:
+    """Sorts columns by keys, then by number, with padding last."""
+    if twins or not columns.padded:
+        return _sort(arranged, keys, stable=False)
+    number = arranged[keys - 1]
+    return _sort([number == columns.rows * columns.parts, *arranged], keys + 1, stable=False)[1:]
+
+
+def _merged(shards: Shards, arranged: list[Any], keys: int, columns: Columns, twins: bool, atoms: Atoms) -> list[Any]:
+    """Merges the ends of neighbouring columns, on both sides of each border."""
+    border, part = columns.border, lax.axis_index(atoms)
+    before, after, _ = columns.windows
+    tops, bottoms = [x[:, :border] for x in arranged], [x[:, columns.rows - border :] for x in arranged]
+    above = _in_one_message(arranged, lambda x: shards.window(x, 1, atoms, before, 0))
+    below = _in_one_message(arranged, lambda x: shards.window(x, 1, atoms, after, 0))
+    upper = _total([jnp.concatenate(pair, 1) for pair in zip(above, tops)], keys, columns, twins)
+    lower = _total([jnp.concatenate(pair, 1) for pair in zip(bottoms, below)], keys, columns, twins)
+    result = []
+    for x, top, bottom, up, low in zip(arranged, tops, bottoms, upper, lower, strict=True):
+        first = jnp.where(part == 0, top, up[:, border:])
+        last = jnp.where(part == columns.parts - 1, bottom, low[:, :border])
+        result.append(jnp.concatenate([first, x[:, border : columns.rows - border], last], 1))
+    return result
+
+
+def _in_one_message(arrays: Sequence[Any], move: Callable[[Any], Any]) -> list[Any]:
+    """Moves several arrays in one message, as rows of words whose size divides all element sizes."""
+    sizes = [x.dtype.itemsize for x in arrays]
+    if len(arrays) == 1 or any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in arrays):
+        return [move(x) for x in arrays]
+    word = jnp.dtype(f"uint{8 * min(math.gcd(*sizes), 4)}")
+    rows = arrays[0].shape[0]
+
+    def as_words(x: Any) -> Any:
+        x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
+        words = lax.bitcast_convert_type(x, word)
+        return words if words.ndim == 2 else jnp.moveaxis(words, 2, 0).reshape(-1, x.shape[1])
+
+    moved = move(jnp.concatenate([as_words(x) for x in arrays]))
+    results, first_row = [], 0
+    for x, size in zip(arrays, sizes, strict=True):
+        count = size // word.itemsize
+        words = moved[first_row : first_row + count * rows].reshape(count, rows, -1)
+        first_row += count * rows
+        words = words[0] if count == 1 else jnp.moveaxis(words, 0, 2)
+        back = lax.bitcast_convert_type(words, jnp.uint8 if x.dtype == jnp.bool_ else x.dtype)
+        results.append(back.astype(x.dtype))
+    return results
+
+
+def _longer(x: Any, size: int, fill: Any = 0) -> Any:
+    return x if x.shape[1] == size else jnp.pad(x, ((0, 0), (0, size - x.shape[1])), constant_values=fill)
+
+
+@in_context(NO_CONTEXT)
+def _all_to_all(shards: Shards, x: Any, atoms: Atoms, split: int, concat: int) -> Any:
+    parts = shards.mesh.count(atoms)
+    if shards.note is not None:
+        shards.note(ALL_TO_ALL, atoms, x.size * x.dtype.itemsize * (parts - 1) // parts, x)
+    return all_to_all(x, atoms, split, concat)
 
 
 @rule("sort", same_on_parts=True)
 def sort(call: Call) -> Rule:
-    """Shards exchange elements along the sorted dimension, with the algorithm that sends least (``comm.sorting``).
+    """Shards exchange elements along the sorted dimension, with the algorithm that sends least (``rules.sort``).
 
     >>> print(sort(Call("sort", {"dimension": 1, "num_keys": 1}, ((4, 6), (4, 6)), ((4, 6), (4, 6)), ("f", "i"))))
     a b, a b -> a b, a b; communicate b
@@ -135,3 +372,145 @@ def _best(values: Any, positions: Any, is_padding: Any, axis: int, k: int, large
     operands = (is_padding, ~jnp.isnan(values), key, values, positions)
     _, _, _, values, positions = lax.sort(operands, dimension=axis, is_stable=True, num_keys=3)
     return [lax.slice_in_dim(x, 0, k, axis=axis) for x in (values, positions)]
+
+
+# Searches in a split sorted array: each device counts the elements that come before a number, and gshard adds counts.
+
+_Axes = tuple[tuple[int | None, int | None], ...]
+_SIDES, _METHODS = ("left", "right"), ("scan", "scan_unrolled", "sort", "compare_all")
+
+
+def _run(array: Any, numbers: Any, *, side: str, method: str, dtype: Any, falling: bool) -> Any:
+    array = lax.rev(array, (array.ndim - 1,)) if falling else array
+    search = functools.partial(jnp.searchsorted, side=side, method=method)
+    for _ in range(array.ndim - 1):
+        search = jax.vmap(search)
+    return search(array, numbers).astype(dtype)
+
+
+def _shape(array: Any, numbers: Any, *, side: str, method: str, dtype: Any, falling: bool) -> Any:
+    return jax.core.ShapedArray(numbers.shape, dtype)
+
+
+search_p = function_primitive("searchsorted", _run, _shape)
+
+
+@rule("searchsorted")
+def searchsorted(call: Call) -> Rule:
+    """The last dimension of the array is reduced by ``add``, the numbers are parallel. Dimensions before it are mapped.
+
+    >>> params = {"side": "left", "method": "scan", "dtype": np.dtype("int32"), "falling": False}
+    >>> print(searchsorted(Call("searchsorted", params, ((8,), (3, 2)), ((3, 2),), ("f4", "f4"))))
+    a, b c -> b c; add over a=8
+    """
+    (*mapped, n), shape = call.in_shapes
+    make = RuleMaker()
+    array, numbers = make.factor(n, REDUCE, "add"), make.parallel(shape)
+
+    def local(shards: Shards, x: Any, numbers: Any) -> list[Any]:
+        size, atoms = x.shape[-1], shards.atoms(array[0])
+        if n % shards.mesh.count(atoms) == 0:
+            return shards.bind(x, numbers)
+        valid = jnp.clip(n - shards.offset(array), 0, size)
+        is_valid = jnp.arange(size) < valid
+        if call.params["falling"]:  # in reverse order padding comes first, and its count is subtracted
+            least = jnp.asarray(identity("max", x.dtype), x.dtype)
+            (count,) = shards.bind(jnp.where(is_valid, x, least), numbers)
+            return [jnp.maximum(count - (size - valid).astype(count.dtype), 0)]
+        # Padding comes last, also after elements that are equal to it.
+        greatest = np.nan if jnp.issubdtype(x.dtype, jnp.inexact) else np.iinfo(x.dtype).max
+        (count,) = shards.bind(jnp.where(is_valid, x, jnp.asarray(greatest, x.dtype)), numbers)
+        return [jnp.minimum(count, valid.astype(count.dtype))]
+
+    flops = math.prod(shape) * n.bit_length()
+    return make.rule(
+        [[*numbers[: len(mapped)], array], numbers], [numbers], local=local, flops=flops, masks_itself=True
+    )
+
+
+def sorted_search(params: Mapping[str, Any], in_avals: Sequence[Any]) -> Any:
+    """The closed jaxpr that replaces the search in a call of ``jnp.searchsorted``; None for other equations.
+
+    JAX converts types and applies a ``sorter`` in the call, before the search.
+    """
+    name = str(params.get("name") or params.get("_prim"))
+    if ("searchsorted_" not in name and "SearchSorted" not in name) or len(in_avals) != 2:
+        return None
+    array, numbers = in_avals
+    if not 1 <= len(array.shape) <= 3 or 0 in array.shape or not _is_ordered(array.dtype):
+        return None
+    return _replacement(_text(params), (array.shape, numbers.shape), array.dtype)
+
+
+@tabulated(256)
+def _replacement(text: str, shapes: tuple[tuple[int, ...], ...], dtype: Any) -> Any:
+    """The closed jaxpr that replaces an equation of this text; None if it is not a search as JAX writes it."""
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    for axes, side, method in itertools.product(_mapped_axes(*shapes), _SIDES, _METHODS):
+        if f"_{method.removesuffix('_unrolled')}_impl" not in text and f"method={method}" not in text:
+            continue
+        for search in _written(functools.partial(jnp.searchsorted, side=side, method=method), axes, dtype):
+            found = _search_in(jax.make_jaxpr(search)(*arguments))
+            if found is not None and _text(found.params) == text:
+                out = found.outvars[0].aval.dtype
+                bind = functools.partial(search_p.bind, side=side, method=method, dtype=out, falling=False)
+                return jax.make_jaxpr(lambda a, v, axes=axes, bind=bind: bind(*_mapped_first(a, v, axes)))(*arguments)
+    return None
+
+
+def _mapped_axes(array: tuple[int, ...], numbers: tuple[int, ...]) -> list[_Axes]:
+    """The dimensions of both operands over which nested ``jax.vmap``s may have mapped a search, the outermost first.
+
+    All but the outermost map the first dimensions.
+    """
+    axes: list[_Axes] = []
+    if len(array) == 1:
+        axes = [(), *(((None, j),) for j in range(len(numbers)))]
+        return axes if len(numbers) < 2 else [*axes, ((None, 0),) * 2]
+    inner = ((0, 0),) * (len(array) - 2)
+    outer = [(i, j) for i in ((0,) if inner else (0, 1)) for j in (*range(len(numbers)), None)]
+    return [((i, j), *inner) for i, j in outer if j is None or numbers[j] == array[i]]
+
+
+def _written(search: Callable[..., Any], axes: _Axes, dtype: Any) -> Iterator[Callable[..., Any]]:
+    """The functions in which JAX writes a search in another way: mapped, and what a derivative leaves of it."""
+
+    def mapped(f: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.reduce(jax.vmap, reversed(axes), f)
+
+    yield mapped(search)
+    if jnp.issubdtype(dtype, jnp.floating):
+        yield _primal(mapped(search))
+        yield mapped(_primal(search))
+
+
+def _primal(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arrays: jax.linearize(f, *arrays)[0]
+
+
+def _is_ordered(dtype: Any) -> bool:
+    """Whether numbers of a type have an order, and NaN if they are floats."""
+    is_float = jnp.issubdtype(dtype, jnp.floating) and bool(np.isnan(np.asarray(np.nan).astype(dtype)))
+    return is_float or getattr(dtype, "kind", "") in "iu"
+
+
+def _search_in(jaxpr: Any) -> Any:
+    """The equation of the search in a jaxpr that calls ``jnp.searchsorted``, if the jaxpr does nothing else."""
+    body = closed(jaxpr)[0]
+    if len(body.eqns) != 1 or body.eqns[0].outvars != body.outvars:
+        return None
+    called = closed(body.eqns[0].params["jaxpr"])[0]
+    return called.eqns[0] if len(called.eqns) == 1 and called.eqns[0].outvars == called.outvars else None
+
+
+def _text(params: Mapping[str, Any]) -> str:
+    """The text of what an equation computes."""
+    return str([params.get(key) for key in ("name", "jaxpr", "_prim")])
+
+
+def _mapped_first(array: Any, numbers: Any, axes: _Axes) -> tuple[Any, Any]:
+    """The operands with their mapped dimensions first. If only the array has one, the numbers are repeated."""
+    for i, j in axes[:1]:
+        array = array if i is None else jnp.moveaxis(array, i, 0)
+        numbers = jnp.broadcast_to(numbers, (len(array), *numbers.shape)) if j is None else jnp.moveaxis(numbers, j, 0)
+    return array, numbers

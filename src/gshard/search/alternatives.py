@@ -18,7 +18,7 @@ from gshard.core.program import Value
 from gshard.core.sharding import Sharding
 from gshard.planning.graph import Graph
 from gshard.planning.layer_stacks import schedules_of
-from gshard.search.best import Best
+from gshard.search.find import Best
 from gshard.solver.problem import Ints, ProblemError
 from gshard.solver.solve import Solution, solve
 
@@ -30,18 +30,13 @@ _TRIES, _ENTRIES = 16, 5e6  # limits on further solutions: their number, and the
 
 @dataclasses.dataclass(frozen=True)
 class Alternative:
-    """Another sharding of a value than that of the plan.
+    """Another sharding of a value than that of the plan."""
 
-    Attributes:
-        sharding: the sharding as text.
-        seconds: how much longer a call takes with it, in the model, with the best choices for everything else; ``inf``
-            if no allowed solution was found.
-        proven: whether ``seconds`` is exact; otherwise it is a lower bound.
-    """
-
-    sharding: str
+    sharding: str  # the sharding as text
+    # how much longer a call takes with it, in the model, with the best choices for everything else; ``inf`` if no
+    # allowed solution was found
     seconds: float
-    proven: bool = False
+    proven: bool = False  # whether ``seconds`` is exact; otherwise it is a lower bound
 
     def __str__(self) -> str:
         if not np.isfinite(self.seconds):
@@ -58,15 +53,7 @@ def tries(solution: Solution) -> Iterator[int]:
 def alternatives(
     graph: Graph, solution: Solution, v: Value, chosen: Sharding, budget: Iterator[int]
 ) -> list[Alternative]:
-    """The other shardings of a value, the cheapest first.
-
-    Args:
-        graph: the problem.
-        solution: its solution.
-        v: the value.
-        chosen: the sharding of the value, which is left out.
-        budget: gives one element for each further solution (``tries``).
-    """
+    """The other shardings of a value, the cheapest first."""
     group = graph.groups.of[v]
     extra = np.maximum(solution.alternatives(group) - solution.bound, 0.0)
     states = [i for i, s in enumerate(graph.states[group]) if s != chosen]
@@ -84,17 +71,11 @@ def alternatives(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SearchChoice:
-    """The problem and the solution of a search, in the form that ``explanation.value_costs`` reads.
+    """The problem and the solution of a search, in the form that ``explanation.value_costs`` reads."""
 
-    Attributes:
-        graph: the problem.
-        solution: its solution.
-        counted: the unit of its costs, in words.
-    """
-
-    graph: Graph
-    solution: Solution
-    counted: str
+    graph: Graph  # the problem
+    solution: Solution  # its solution
+    counted: str  # the unit of its costs, in words
 
     @property
     def states(self) -> Ints:
@@ -127,15 +108,7 @@ def _with_state(solution: Solution, node: int, state: int) -> Solution:
 
 
 def text_of_alternatives(best: Best, values: Mapping[tuple[str, str], Sequence[tuple[Value, str]]]) -> list[str]:
-    """Lists for values their shardings, others, and what these cost.
-
-    Args:
-        best: the search.
-        values: those of equal layers together, each with its name; by their common name and their sharding.
-
-    Raises:
-        ArgumentError: the search ended before it solved the problem, or the plan is not one of that problem.
-    """
+    """Lists for values their shardings, others, and what these cost."""
     graph, solution, plan, rows = best.graph, best.solution, best.chosen.plan, list[str]()
     reason, hint = "the search ended before it solved the problem", "Search again with a larger budget_seconds."
     if graph is not None:

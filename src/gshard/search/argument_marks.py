@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
+from gshard.core.mark import text_of_spec
 from gshard.core.mesh import Mesh
-from gshard.core.partition_spec import text_of_spec
 from gshard.core.paths import is_below
 from gshard.core.pipeline_schedule import Schedule
 from gshard.core.program import Value
@@ -27,14 +27,7 @@ _END = 2  # the last words of patterns that become one: a layer and its weight
 def argument_marks(
     marks: Mapping[Value, Sharding], inputs: Sequence[Value], paths: Sequence[str], mesh: Mesh
 ) -> tuple[dict[str, str], set[Value]]:
-    """Writes the statements.
-
-    Args:
-        marks: the shardings of arguments.
-        inputs: all arguments.
-        paths: the path of each argument.
-        mesh: the devices.
-    """
+    """Writes the statements."""
     statements, written = {}, set()
     for parameter, values in _by_parameter(inputs, paths).items():
         specs = {path: spec for path, v in values.items() if v in marks and (spec := _text(marks[v], mesh))}
@@ -57,16 +50,7 @@ def argument_marks(
 def pipeline_statements(
     schedules: Mapping[Value, Schedule], inputs: Sequence[Value], paths: Sequence[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """Writes the statements that make arguments stages of pipelines.
-
-    Args:
-        schedules: of the arguments.
-        inputs: all arguments.
-        paths: the path of each argument.
-
-    Returns:
-        the statement of each parameter; and for other arguments the call that each needs.
-    """
+    """Writes the statements that make arguments stages of pipelines."""
     statements, by_hand = dict[str, str](), list[str]()
     for parameter, values in _by_parameter(inputs, paths).items():
         calls = {path: str(schedules[v]) for path, v in values.items() if v in schedules}
@@ -115,13 +99,7 @@ def _patterns(specs: Mapping[str, str], values: Mapping[str, Value]) -> dict[str
 
 
 def _folded(patterns: Mapping[str, str], specs: Mapping[str, str], paths: Iterable[str]) -> dict[str, str]:
-    """Patterns with the same spec and the same end as one, such as those of a weight and of its moments in Adam.
-
-    Args:
-        patterns: the spec of each pattern.
-        specs: the spec of each path, of those that have one.
-        paths: all paths.
-    """
+    """Patterns with the same spec and the same end as one, such as those of a weight and of its moments in Adam."""
     by_end: dict[tuple[tuple[str, ...], str], list[tuple[str, ...]]] = {}
     for pattern, spec in patterns.items():
         words = tuple(pattern.split("/"))

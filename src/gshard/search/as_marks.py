@@ -1,33 +1,26 @@
-"""Reproduces a plan with few marks, each tested by planning and pricing the program again.
-
-A plan has a sharding for every value; propagation finds most of them once a few values are marked. A greedy search
-finds these few. In each round it takes the values whose sharding differs from the plan, with those of the same name in
-equal layers together; it tries the largest, and keeps the marks that lower the price most. Values that a statement of
-the user's source can mark come first. Then it removes marks that are no longer needed. If marks do not reach the price
-of the plan, use the plan itself (``gshard.jit(plan=...)``).
-
-A time budget limits the search. The program without further marks is priced in any case, and the search returns the
-marks that it found until the time is over.
-"""
+"""Reproduces a plan with few marks, each tested by planning and pricing, and as keywords of ``gshard.jit``."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from gshard.core.errors import GShardError
 from gshard.core.jax_adapter import is_transposed
 from gshard.core.mark import mark_of_cut
+from gshard.core.mesh import Mesh
 from gshard.core.number_text import format_ms, significant
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.sharding import Sharding
+from gshard.device.machine import Machine, MachineError, machine_to_plan_for
 from gshard.naming.array_names import ArrayNames
 from gshard.planning.added_marks import text_of_mark, with_marks
 from gshard.planning.layer_stacks import schedules_of
-from gshard.search.how_near import ended
-from gshard.search.priced import PricedPlan
+from gshard.search.find import ended
+from gshard.search.pipeline import PricedPlan
 from gshard.search.time_budget import TimeBudget
 
 _LARGEST, _FIRST = 3, 2  # candidates of each round
@@ -39,18 +32,12 @@ _ARGUMENTS = "arguments"  # the place of the mark that places all of them
 
 @dataclasses.dataclass(frozen=True)
 class FoundMark:
-    """One mark, perhaps on several values of the same name in equal layers.
+    """One mark, perhaps on several values of the same name in equal layers."""
 
-    Attributes:
-        at: an argument, or the operation and line that compute the value.
-        text: the source text, ``gshard.shard(x, P(None, 'model'))``.
-        saved: seconds of a call that it saves, after the marks before it.
-        shardings: the marked values, with their shardings in the plan.
-    """
-
-    at: str
-    text: str
-    saved: float
+    at: str  # an argument, or the operation and line that compute the value
+    text: str  # the source text, ``gshard.shard(x, P(None, 'model'))``
+    saved: float  # seconds of a call that it saves, after the marks before it
+    # the marked values, with their shardings in the plan
     shardings: Mapping[Value, Sharding] = dataclasses.field(repr=False)
 
     @property
@@ -65,25 +52,15 @@ class FoundMark:
 
 @dataclasses.dataclass(frozen=True)
 class Marks:
-    """Marks that make a program nearly as fast as a plan, in about its memory.
+    """Marks that make a program nearly as fast as a plan, in about its memory."""
 
-    Attributes:
-        marks: the marks, in the order in which they were found.
-        priced: the plan with all of them.
-        bare: the plan with none of them.
-        goal: the plan to reproduce.
-        limit: bytes that a device may hold.
-        took: seconds that the search took.
-        left_out: steps that were cut or not begun because the time was over.
-    """
-
-    marks: tuple[FoundMark, ...]
-    priced: PricedPlan
-    bare: PricedPlan
-    goal: PricedPlan
-    limit: float
-    took: float = 0.0
-    left_out: tuple[str, ...] = ()
+    marks: tuple[FoundMark, ...]  # the marks, in the order in which they were found
+    priced: PricedPlan  # the plan with all of them
+    bare: PricedPlan  # the plan with none of them
+    goal: PricedPlan  # the plan to reproduce
+    limit: float  # bytes that a device may hold
+    took: float = 0.0  # seconds that the search took
+    left_out: tuple[str, ...] = ()  # steps that were cut or not begun because the time was over
 
     def placed_by_user(self) -> Marks:
         """The same marks where the user places the arguments, because ``in_shardings`` cannot be given."""
@@ -167,17 +144,7 @@ def marks_of(
     tolerance: float = 0.01,
     most: int = 12,
 ) -> Marks:
-    """Finds marks that reproduce a plan.
-
-    Args:
-        goal: the plan; its program has the user's own marks.
-        limit: bytes that a device may hold; marks with which a call needs more count as none.
-        price: plans and prices the program with other marks.
-        budget: the time that is left; the program without further marks is priced in any case.
-        can_write: whether statements of the user's source can mark values; others are marked only if these do not help.
-        tolerance: the relative distance from the goal, in time and in memory, at which the search ends.
-        most: the largest number of marks.
-    """
+    """Finds marks that reproduce a plan."""
     program, mesh = goal.plan.program, goal.plan.mesh
     near = goal.cost.seconds * (1 + tolerance)
     chosen: list[_Candidate] = []
@@ -240,11 +207,7 @@ def marks_of(
 def _candidates(
     plan: Plan, current_plan: Plan, chosen: Sequence[_Candidate], can_write: Callable[[Collection[Value]], bool]
 ) -> tuple[list[_Candidate], list[_Candidate]]:
-    """Values whose sharding differs from the plan: all arguments; of equal names, the largest and the first.
-
-    Returns:
-        candidates that statements can mark, and others.
-    """
+    """Values whose sharding differs from the plan: all arguments; of equal names, the largest and the first."""
     marked = {v for c in chosen for v in c.shardings}
     arguments = {*plan.program.block.inputs[len(plan.program.captured) :]}
     groups: dict[tuple[str, Sharding], dict[Value, Sharding]] = {}
@@ -279,3 +242,33 @@ def _named(program: Program) -> Mapping[Value, str]:
         if e.mark is None and e.line and not is_transposed(e.source_info):
             names.update({v: f"{e.name} at {e.line}" for v in e.outputs if not v.made})
     return {v: f"{v.dtype_name}[{','.join(map(str, v.shape))}] of {name}" for v, name in names.items()}
+
+
+# Writes the keywords of ``gshard.jit`` that run a searched plan from marks: the mesh, the machine, the memory limit.
+
+
+def jit_keywords(
+    mesh: Mesh, priced: PricedPlan, limit: float, paths: Sequence[str], donated: Collection[int]
+) -> dict[str, str]:
+    """The keywords by name, as source text, without those that are the default."""
+    machine = priced.cost.machine
+    keywords = {"mesh": json.dumps(dict(mesh.axes), ensure_ascii=False)}
+    if machine != machine_to_plan_for(mesh) and _reads_as(machine):
+        keywords["machine"] = json.dumps(machine.name)
+    if limit != machine.memory or priced.recomputed:
+        keywords["memory_limit"] = str(int(limit))
+    parameters: dict[str, list[bool]] = {}
+    for i, path in enumerate(paths):
+        parameters.setdefault(path.partition("/")[0], []).append(i in donated)
+    names = [json.dumps(name) for name, given in parameters.items() if all(given) and name.isidentifier()]
+    if names:
+        keywords["donate_argnames"] = f"({', '.join(names)},)" if len(names) == 1 else f"({', '.join(names)})"
+    return keywords
+
+
+def _reads_as(machine: Machine) -> bool:
+    """Whether the name of a machine is all that ``Machine.of`` needs to make it."""
+    try:
+        return Machine.of(machine.name, machine.size) == machine
+    except MachineError:
+        return False

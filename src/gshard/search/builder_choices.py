@@ -34,17 +34,7 @@ _HINT = (
 def choices_of(
     builder: Callable[..., Any], global_batch: int | None, choices: Mapping[str, Sequence[Any]] | None
 ) -> tuple[dict[str, tuple[Any, ...]], dict[str, Any]]:
-    """The values that each keyword of a builder may have, and the keywords that have one value.
-
-    Args:
-        builder: a function of keywords.
-        global_batch: examples of a step in all micro-batches; None if unknown.
-        choices: values of keywords, which replace all others.
-
-    Raises:
-        ArgumentError: the builder is no function, has no keyword with several values, or needs an argument for which
-            there is no value; there is no such keyword; or micro-batches do not divide the global batch.
-    """
+    """The values that each keyword of a builder may have, and the keywords that have one value."""
     if not callable(builder):
         raise ArgumentError(f"gshard.configure takes a builder, not a {type(builder).__name__}.", hint=_HINT)
     name, where = name_of(builder), _place(builder)

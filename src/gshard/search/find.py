@@ -1,17 +1,4 @@
-"""Searches for the best plan of a program on one mesh, with a bound in a simplified model.
-
-The search solves the problem of ``planning.graph``, partitions the plan of the solution and prices the per-device
-program; it prices the presets likewise. The prices include what the graph leaves out, such as fused kernels and the
-memory of copies. If the plan needs more memory than the device has, products become collective matmuls
-(``planning.rings``) or values are recomputed (``remat``), and the search solves the problem again with a limit. It
-returns the best plan that fits.
-
-A time budget limits all of this. The steps with the most benefit for their time come first: the marked program, so that
-there is a plan to return; the presets that people expect, planned by bytes, which is quick; then the problem; then all
-presets by time, in the order of their planning time; and pipelines over stacked layers. Data parallelism and a split
-state are planned by bytes however short the time is, if no mark splits the program. Once a plan is within ``ENOUGH``
-of the bound, of all presets only those that people expect are planned by time.
-"""
+"""Searches for the best plan of a program on one mesh, with a bound in a simplified model, over the mesh shapes."""
 
 from __future__ import annotations
 
@@ -19,14 +6,20 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+import signal
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.plan import Plan
+from gshard.core.number_text import format_ms, significant
+from gshard.core.plan import Plan, local_bytes
 from gshard.core.planning_tables import with_tables
-from gshard.core.program import Program
+from gshard.core.program import Equation, Program, Value
+from gshard.core.sharding import Sharding
+from gshard.device.fusion_model import Kernels, kernels_of
 from gshard.device.machine import Machine
 from gshard.planning.batched import batched
 from gshard.planning.choices import graph_of
@@ -35,19 +28,212 @@ from gshard.planning.graph import Graph
 from gshard.planning.reshard_costs import axes_of, in_two
 from gshard.planning.saved_plan import plan_of
 from gshard.planning.settled import settled
-from gshard.search.best import Best
-from gshard.search.in_model import in_model
-from gshard.search.loads import with_loads
-from gshard.search.meshes import axes_text, on_finer
-from gshard.search.pipeline import plans_of
+from gshard.search.pipeline import Planned, PricedPlan, Pricing, plans_of
 from gshard.search.pipeline_presets import best_pipeline
-from gshard.search.planned import Planned
 from gshard.search.presets import AS_IT_IS, Preset, expected_presets, marked_presets
-from gshard.search.priced import PricedPlan, Pricing
 from gshard.search.seconds import on_machine, seconds_on
 from gshard.search.time_budget import EFFORT, EQUATIONS, TimeBudget
-from gshard.solver.problem import Problem
+from gshard.solver.problem import Problem, ProblemError
 from gshard.solver.solve import Solution, solve
+
+# Adds the memory of buffers, from first write to last read, to the planning problem.
+
+_Load = tuple[int, int, int, Sequence[int]]
+
+
+def with_loads(graph: Graph) -> Graph:
+    """The problem with the bytes that each state holds, and their interval of time."""
+    problem = graph.problem
+    edges = [(u, v, table) for (u, v), table in zip(problem.ends.tolist(), problem.tables)]
+    loaded = Problem.of(problem.costs, edges, _loads(graph), names=problem.names)
+    return dataclasses.replace(graph, problem=loaded)
+
+
+def _loads(graph: Graph) -> list[_Load]:
+    clock = _Clock()
+    clock.run(kernels_of(graph.program.block, windows=False))
+    end = clock.now + 1
+
+    def load(v: Value, start: int, stop: int) -> _Load:
+        group = graph.groups.of[v]
+        return group, start, stop, [0 if v.on_host else local_bytes(v, s, graph.mesh) for s in graph.states[group]]
+
+    results = {v for v in graph.program.block.outputs if isinstance(v, Value)}
+    loads = [load(v, 0, end + 1) for v in graph.program.block.inputs]
+    for v, start in clock.written_at.items():
+        if v not in graph.donated_results:
+            loads.append(load(v, start, end + 1 if v in results else clock.last_read.get(v, start) + 1))
+    return loads + [(group, *clock.spans[e], sizes) for group, e, sizes in graph.held if e in clock.spans]
+
+
+@dataclasses.dataclass
+class _Clock:
+    """Numbers the moments at which each buffer is written first and read last.
+
+    The moments of a body lie between those of its region.
+    """
+
+    now: int = 0
+    written_at: dict[Value, int] = dataclasses.field(default_factory=dict)
+    last_read: dict[Value, int] = dataclasses.field(default_factory=dict)
+    spans: dict[Equation, tuple[int, int]] = dataclasses.field(default_factory=dict)
+
+    def run(self, kernels: Kernels) -> None:
+        for kernel in kernels.kernels:
+            self.now += 1
+            if kernel.bodies:
+                start = self.now
+                for body in kernel.bodies:
+                    self.run(body)
+                self.now += 1
+                self.spans[kernel.equation] = start, self.now
+            for v in kernel.writes:
+                self.written_at[v] = self.now
+            for v in kernel.reads:
+                self.last_read[v] = self.now
+        self.last_read.update(dict.fromkeys(kernels.results, self.now + 1))
+
+
+# Prices a plan in the simplified model that has a bound.
+
+_EFFORT = 0.1
+
+
+def in_model(graph: Graph, plan: Plan) -> float | None:
+    """The seconds of a plan in a problem; None if the problem has no such plan."""
+    chosen = _states_of(graph, plan)
+    if chosen is None:
+        return None
+    try:
+        found = solve(dataclasses.replace(graph.problem.restricted(chosen), limit=None), effort=_EFFORT)
+    except ProblemError:
+        return None
+    return found.value if np.isfinite(found.value) else None
+
+
+def _states_of(graph: Graph, plan: Plan) -> dict[int, int] | None:
+    """The states of all nodes that a plan decides, by node; None if the problem lacks one of them."""
+    if plan.program.block is not graph.program.block or plan.rings:
+        return None
+    chosen: dict[int, int] = {}
+
+    def choose(node: int, states: Sequence[Any], wanted: Any) -> bool:
+        """Chooses the wanted state of a node. False if it is not a state, or contradicts an earlier choice."""
+        if wanted not in states:
+            return False
+        state = list(states).index(wanted)
+        return chosen.setdefault(node, state) == state
+
+    for v, group in graph.groups.of.items():
+        if not choose(group, graph.states[group], plan.shardings[v]):
+            return None
+    for v, (node, states) in graph.shared_reshards.items():
+        if not choose(node, states, plan.shared_reshards.get(v, plan.shardings[v])):
+            return None
+    for v, (node, states) in graph.leaves.items():
+        if not choose(node, states, plan.leaves.get(v, plan.shardings[v])):
+            return None
+    for (e, component), (node, splits) in graph.strategies.items():
+        split = {f: atoms for f, atoms in plan.splits.get(e, {}).items() if f in component.factors and atoms}
+        without_empty = [{f: atoms for f, atoms in other.items() if atoms} for other in splits]
+        if not choose(node, without_empty, split):
+            return None
+    return chosen
+
+
+# Holds the result of a search on one mesh.
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Best:
+    """The result of a search on one mesh."""
+
+    mesh: Mesh  # the mesh
+    chosen: PricedPlan  # the fastest plan that fits; if none fits, the one with the least memory
+    searched: PricedPlan | None  # the best of the searched plans; None if the search did not get as far
+    others: tuple[PricedPlan, ...]  # the presets
+    graph: Graph | None  # the problem, which is the simplified model; None if the search did not get as far
+    solution: Solution | None  # the solution that became ``searched``
+    bound: float  # seconds that every plan within the limit takes at least, in the simplified model
+    predicted: float | None  # seconds of ``chosen`` in the simplified model; None if the model has no such plan
+    limit: float  # bytes that a device may hold
+    seconds: float  # the time that the search took
+    left_out: tuple[str, ...] = ()  # steps that were cut or not begun because the time was over
+    failed: tuple[str, ...] = ()  # candidates that ended with an error, each with its first line
+    stopped: int | None = None  # the signal that ended the search; None if none did
+    # the mesh on which the plan was found near which the others were compared; None if there is no such plan
+    near: Mesh | None = None
+    # whether there are plans over whole axes that were not compared: ``bound`` says nothing of them
+    is_limited: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether the plan keeps within the limit of memory."""
+        return self.chosen.cost.peak <= self.limit
+
+    @property
+    def gap(self) -> float | None:
+        """The largest share of ``predicted`` that a plan that was compared could save; None if nothing is proven.
+
+        Both numbers belong to the simplified model. Nothing is proven if the plan does not fit, if the model has no
+        such plan, or if the solver found no bound.
+        """
+        if not self.fits or self.predicted is None:
+            return None
+        if not self.predicted:
+            return 0.0
+        return max(0.0, 1 - self.bound / self.predicted) if self.bound > 0 else None
+
+
+# Enumerates the mesh shapes for a number of devices: those of one and two axes, and those that cut an axis in two.
+
+NAMES = ("data", "model", "inner")
+
+
+def meshes(size: int, devices: tuple[Any, ...] | None = None) -> Iterator[Mesh]:
+    """The meshes of a number of devices with one axis and with two."""
+    available = tuple(jax.devices())
+    if devices is None and len(available) >= size:
+        devices = available[:size]
+    for major in (size, *(n for n in range(2, size) if size % n == 0)):
+        sizes = (major,) if major == size else (major, size // major)
+        yield dataclasses.replace(Mesh.abstract(**dict(zip(NAMES, sizes, strict=False))), devices=devices)
+
+
+def axes_text(mesh: Mesh) -> str:
+    """The axes with their sizes.
+
+    >>> axes_text(Mesh.abstract(data=4, model=2))
+    'data=4, model=2'
+    """
+    return ", ".join(f"{name}={size}" for name, size in mesh.axes)
+
+
+def cut_in_two(mesh: Mesh) -> Iterator[Mesh]:
+    """The meshes of the same devices in the same order with one more axis: one axis is cut in two."""
+    sizes = [size for _, size in mesh.axes]
+    for i, size in enumerate(sizes):
+        for major in range(2, size):
+            if size % major == 0:
+                finer = [*sizes[:i], major, size // major, *sizes[i + 1 :]]
+                abstract = Mesh.abstract(**dict(zip(NAMES, finer, strict=True)))
+                yield dataclasses.replace(abstract, devices=mesh.devices)
+
+
+def on_finer(plan: Plan, mesh: Mesh) -> Plan:
+    """The shardings and splits of a plan on a mesh of the same devices with other axes."""
+    names = dict(zip(plan.mesh.atoms, mesh.atoms, strict=True))
+
+    def renamed(atoms: Atoms) -> Atoms:
+        return tuple(names[a] for a in atoms)
+
+    shardings = {
+        v: Sharding(tuple(map(renamed, s.dims))).with_unreduced({names[a]: monoid for a, monoid in s.unreduced})
+        for v, s in plan.shardings.items()
+    }
+    splits = {e: {f: renamed(atoms) for f, atoms in split.items()} for e, split in plan.splits.items()}
+    return Plan(plan.program, mesh, shardings, splits, {})
+
 
 _ROUNDS = 7  # solutions, each after the second with another limit of memory
 ENOUGH = 0.01  # of a plan's time in the model: where no plan saves more, the solver ends, and few presets are priced
@@ -59,20 +245,7 @@ _NEAR = 1.02  # ratio of limits of memory: between nearer ones no further limit 
 
 
 class MeshSearch:
-    """The search on one mesh, in steps. Results are kept, so that a search that is ended early returns the best so far.
-
-    Args:
-        program: the program. Its marks are kept.
-        mesh: the devices.
-        machine: a machine with as many devices.
-        donated: arguments (counted without captured arrays) whose memory results may take.
-        memory_limit: bytes that a device may hold; the machine's memory if None.
-        on_better: called with each plan that is the best so far.
-        budget: the time that is left for this mesh and others.
-        near: a plan on this mesh, or on a coarser one. Only plans that differ from it in one axis of each choice are
-            compared, so nothing is proven of other plans.
-        known: all plans that were priced, also on other meshes; grows.
-    """
+    """The search on one mesh, in steps. Results are kept, so that an early end returns the best so far."""
 
     def __init__(
         self,
@@ -146,11 +319,7 @@ class MeshSearch:
         return not any(sharding.atoms for sharding in self.presets[0].plan.shardings.values())
 
     def _price_preset(self, preset: Preset, machine: Machine | None, *, always: bool = False) -> PricedPlan | None:
-        """Prices a preset that is planned for a machine, or by bytes; of two plans of one preset the better is kept.
-
-        Returns:
-            the better one; None if the time is over, or if it failed (as if a mark contradicts one of the user's).
-        """
+        """Prices a preset that is planned for a machine, or by bytes; of two plans of one preset the better is kept."""
         name = f"the preset '{preset.name}'"
         by_bytes = f"{name}, planned by bytes"
         name = by_bytes if machine is None else name
@@ -371,15 +540,7 @@ def best_plan(
     progress: bool | Callable[[str], object] | None = False,
     near: Plan | None = None,
 ) -> Best:
-    """Searches for the fastest plan of a program.
-
-    Args:
-        program, mesh, machine, donated, memory_limit, near: as in ``MeshSearch``.
-        budget_seconds, progress: as in ``gshard.search``.
-
-    Raises:
-        ShardingError: a mark does not fit its value or the mesh.
-    """
+    """Searches for the fastest plan of a program."""
     budget = TimeBudget.of(budget_seconds, progress)
     search = MeshSearch(
         program, mesh, machine, donated=donated, memory_limit=memory_limit, budget=budget, near=near,
@@ -398,3 +559,64 @@ def _plan(graph: Graph, solution: Solution, pricing: Pricing) -> Plan:
     program, chosen = graph.program, solution.states
     shardings, splits, boundary = graph.shardings(chosen), graph.splits(chosen), pricing.boundary(graph.program)
     return plan_of(program, graph.mesh, shardings, splits, *graph.moved(chosen), boundary)
+
+
+# Writes sentences about the distance of a plan from the best one, the model of that proof, and the end of a search.
+
+_NONE = 1e-5  # a gap that counts as none, to the printed digits
+_SHOWN = 4  # printed names of steps that were left out
+
+
+def how_near(best: Best, *, is_one_of_several: bool = False) -> str:
+    """One sentence on the returned plan, with its price in the simplified model and its full price."""
+    full = f"priced in full: {format_ms(best.chosen.cost.seconds)}"
+    gap = best.gap
+    if gap is not None and best.predicted is not None:
+        if best.is_limited:
+            optimum = "the best of the choices compared"
+            near = optimum if gap < _NONE else f"at most {_slower(gap)} slower than {optimum}"
+        else:
+            near = "optimal" if gap < _NONE else f"at most {_slower(gap)} slower than the optimum"
+        near += " on this mesh" if is_one_of_several else ""
+        return f"{near} for the simplified model ({format_ms(best.predicted)} there); {full}"
+    if best.graph is None:
+        return f"nothing is proven: the search did not get as far; {full}"
+    if best.chosen.recomputed or best.chosen.plan.rings:
+        why = "the simplified model has no recomputed values and no collective matmuls"
+    elif best.predicted is None:
+        why = "the simplified model has no bound for a plan like this"
+    elif best.near is not None:
+        why = f"gshard compared plans that differ in one axis from the one found on mesh ({axes_text(best.near)})"
+    else:
+        why = "the solver found no bound in its time"
+    return f"nothing is proven of this plan: {why}; {full}"
+
+
+def to_gain(gap: float | None, is_limited: bool, meshes: str) -> str:
+    """What the best plan so far could gain at most, for a line of progress."""
+    if gap is None:
+        return "nothing is proven yet of the best plan"
+    compared = ", of the choices compared" if is_limited else ""
+    share = "0" if gap < _NONE else significant(100 * gap, 2)
+    return f"at most {share} % of its time to save in the simplified model on {meshes}{compared}"
+
+
+def ended(seconds: float, left_out: Sequence[str], stopped: int | None, failed: Sequence[str] = ()) -> list[str]:
+    """Lines on a search that a signal ended, whose time was over before it had tried everything, or parts failed."""
+    lines = []
+    if stopped is not None:
+        by = "Ctrl-C" if stopped == signal.SIGINT else signal.Signals(stopped).name
+        lines.append(f"{by} ended the search after {seconds:.1f} s: this is the best plan so far")
+    if left_out:
+        lines.append(f"the time was over after {seconds:.1f} s; not tried, or cut: {_some(left_out)}")
+    if failed:
+        lines.append(f"not tried, because of an error: {_some(failed)}")
+    return lines
+
+
+def _some(steps: Sequence[str]) -> str:
+    return "; ".join([*steps[:_SHOWN], *([f"{len(steps) - _SHOWN} more"] if len(steps) > _SHOWN else [])])
+
+
+def _slower(gap: float) -> str:
+    return f"{significant(100 * gap / (1 - gap), 2)} %"

@@ -30,17 +30,7 @@ def patch_of(
     notes: Sequence[str] = (),
     keywords: Mapping[str, str] | None = None,
 ) -> str:
-    """The diff; in front of it, in lines that begin with ``#``, notes and the marks that it leaves out.
-
-    Args:
-        marks: of values of the program.
-        program: as it was traced; its files must be as they were then.
-        paths: of its arguments.
-        defined: file and first line of the function's definition.
-        mesh: the devices.
-        notes: what to say of the marks.
-        keywords: of ``gshard.jit``, by name, as source text; marks have no effect under ``jax.jit``.
-    """
+    """The diff; in front of it, in lines that begin with ``#``, notes and the marks that it leaves out."""
     patch = Patch(program)
     left: list[str] = []
     inputs = program.block.inputs[len(program.captured) :]
@@ -60,11 +50,7 @@ def patch_of(
 
 
 class Patch:
-    """Changes of the source files of a program.
-
-    Args:
-        program: as it was traced; its files must be as they were then.
-    """
+    """Changes of the source files of a program."""
 
     def __init__(self, program: Program):
         self._name = program.name
@@ -98,12 +84,7 @@ class Patch:
         return [(self._files[path], statement) for path, statement in computed]
 
     def begin(self, defined: tuple[str, int] | None, statements: Mapping[str, str]) -> list[str]:
-        """Puts statements for parameters in front of a function's first; else these, as lines of text.
-
-        Args:
-            defined: file and first line of the function.
-            statements: by the parameter that each is about.
-        """
+        """Puts statements for parameters in front of a function's first; else these, as lines of text."""
         if not statements:
             return []
         file = None if defined is None else self._file(defined[0])

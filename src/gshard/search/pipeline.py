@@ -1,78 +1,123 @@
-"""Runs the stages from a traced program to the per-device program, in order.
-
-    trace ──▶ propagate ⇄ rewrite where split ──▶ choose ──▶ batch equal functions ──▶ choose within the memory limit
-          ──▶ collective matmuls ──▶ partition ──▶ recompute ──▶ prefetch
-
-``PLANNING`` ends with a plan, ``EMITTING`` with the per-device program, which ``compile`` takes. ``jit``, ``explain``,
-``search`` with its presets, the command line and loaded plans all run these stages, so one program has one plan and one
-modelled time. Tracing precedes the pipeline, because a traced program serves several meshes. The order of devices
-precedes it too (``planning.propagate.in_best_order``), because it is a property of the mesh. If XLA needs more memory
-than modelled, compiling runs ``recompute`` again with a lower limit (``remat.fit``).
-
-Every stage logs its result as one DEBUG record of the logger ``gshard.stages``::
-
-    logging.basicConfig()
-    logging.getLogger("gshard.stages").setLevel(logging.DEBUG)
-    gshard.explain(f, x, mesh=8)             # prints the program, the plan or the per-device program after each stage
-"""
+"""Runs the stages from a traced program to the per-device program, in order, and prices plans as they would run."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from gshard.core.garbage import collected_seldom
-from gshard.core.mesh import Mesh
-from gshard.core.phases import log_stage
-from gshard.core.plan import Plan
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.phases import collected_seldom, log_stage
+from gshard.core.plan import AS_MARKED, Boundary, Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
-from gshard.core.program_boundary import AS_MARKED, Boundary
 from gshard.core.spmd import SpmdProgram
-from gshard.device.cost import cost
-from gshard.device.hardware import machine_to_order
-from gshard.device.machine import Machine
+from gshard.device.cost import WORTH, Cost, cost
+from gshard.device.machine import Machine, machine_to_order
 from gshard.emit.partition import partition
 from gshard.planning.batched import batched
-from gshard.planning.collective_matmuls import CollectiveMatmul
+from gshard.planning.collective_matmuls import CollectiveMatmul, Policy, windowed
+from gshard.planning.objective import Objective, bytes_on
+from gshard.planning.propagate import Choice, choose, propagate
 from gshard.planning.propagated import Propagated
-from gshard.planning.rings import Policy, windowed
 from gshard.planning.settled import settled
 from gshard.remat.prefetch import prefetched
 from gshard.remat.rematerialise import MemoryLimitError, rematerialise
-from gshard.search.planned import Planned, cheapest
-from gshard.search.seconds import on_machine
+from gshard.search.seconds import on_machine, seconds_on
+
+# Chooses the plan of a settled program: the stage "choose" of ``search.pipeline``.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, with its per-device program and cost if choosing it required them."""
+
+    plan: Plan  # the plan
+    spmd: SpmdProgram | None = None  # the per-device program; None if it is not emitted yet
+    cost: Cost | None = None  # the cost of that program; None if it is not priced yet
+    # builds and solves the problem of the plan again; it returns None if nothing was open. None for a plan that was
+    # given.
+    choice: Callable[[], Choice | None] | None = None
+    planning_seconds: float = 0.0  # processor time of this thread that planning took; 0 if not measured
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of a call; ``inf`` if the plan is not priced."""
+        return math.inf if self.cost is None else self.cost.seconds
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Orders priced plans, the better first: plans that fit the machine's memory by time, the others by memory."""
+        assert self.cost is not None
+        fits = self.cost.fits
+        return not fits, self.cost.seconds if fits else self.cost.peak
+
+    def is_better(self, other: Planned) -> bool:
+        """Whether this plan fits memory and the other does not, or saves time, or saves memory in no more time.
+
+        Both plans are priced. To save is to save more than ``WORTH`` leaves.
+        """
+        (fits, value), (other_fits, other_value) = self.rank, other.rank
+        if fits != other_fits:  # True for a plan that does not fit
+            return fits < other_fits
+        assert self.cost is not None
+        assert other.cost is not None
+        return value < WORTH * other_value or (value <= other_value and self.cost.peak < WORTH * other.cost.peak)
+
+
+def cheapest(
+    propagated: Propagated, machine: Machine | None, *, strict: bool = False, boundary: Boundary = AS_MARKED
+) -> tuple[Planned, ...]:
+    """The plans of a settled program, the best first."""
+    program, mesh = propagated.program, propagated.mesh
+    if machine is not None:
+        propagated = dataclasses.replace(propagated, mesh=on_machine(mesh, machine))
+
+    def planned(known: Propagated, objective: Callable[[Mesh, tuple[Atoms, ...]], Objective]) -> Planned:
+        plan = propagate(program, known.mesh, strict=strict, boundary=boundary, objective=objective, propagated=known)
+        return Planned(plan, choice=functools.partial(choose, known, objective, boundary))
+
+    fewest_bytes = planned(propagated, bytes_on)
+    if machine is None or not fewest_bytes.plan.counted:  # nothing was open
+        return (fewest_bytes,)
+    first_argument = len(program.captured)
+    donated = [i - first_argument for i in boundary.donated]
+
+    def priced(candidate: Planned) -> Planned:
+        spmd = partition(candidate.plan)
+        return dataclasses.replace(candidate, spmd=spmd, cost=cost(spmd, machine, donated))
+
+    fewest_bytes = priced(fewest_bytes)
+    call = fewest_bytes.seconds
+    alone = planned(propagated, seconds_on(machine, call=call))
+    if alone.plan.runs_as(fewest_bytes.plan):
+        alone = dataclasses.replace(alone, spmd=fewest_bytes.spmd, cost=fewest_bytes.cost)
+    else:
+        alone = priced(alone)
+    joined_mesh = on_machine(propagated.mesh, machine, joined=True)
+    joined = planned(dataclasses.replace(propagated, mesh=joined_mesh), seconds_on(machine, joined=True, call=call))
+    faster = sorted([alone, priced(joined)], key=lambda candidate: candidate.rank)
+    return (*faster, fewest_bytes) if faster[0].is_better(fewest_bytes) else (fewest_bytes, *faster)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    """The inputs of the stages besides the program.
+    """The inputs of the stages besides the program."""
 
-    Attributes:
-        mesh: the devices.
-        machine: planning minimises seconds on it; bytes if None.
-        strict: refuse primitives without a rule.
-        boundary: constraints on arguments and results, besides marks.
-        donated: arguments (counted without captured arrays) whose memory results may take.
-        given: makes the plan of a traced program, if it is saved or searched; None chooses one.
-        windowed: selects contractions that may run as collective matmuls; None selects none.
-        faster: use collective matmuls only if they make a call faster, by the cost model.
-        memory_limit: bytes that a device may hold; the machine's memory if None.
-        recomputes: recompute values to keep within the memory limit.
-    """
-
-    mesh: Mesh
-    machine: Machine | None = None
-    strict: bool = False
-    boundary: Boundary = AS_MARKED
-    donated: tuple[int, ...] = ()
+    mesh: Mesh  # the devices
+    machine: Machine | None = None  # planning minimises seconds on it; bytes if None
+    strict: bool = False  # refuse primitives without a rule
+    boundary: Boundary = AS_MARKED  # constraints on arguments and results, besides marks
+    donated: tuple[int, ...] = ()  # arguments (counted without captured arrays) whose memory results may take
+    # makes the plan of a traced program, if it is saved or searched; None chooses one
     given: Callable[[Program, Mesh, Boundary], Plan] | None = None
-    windowed: Policy | None = None
-    faster: bool = False
-    memory_limit: int | None = None
-    recomputes: bool = False
+    windowed: Policy | None = None  # selects contractions that may run as collective matmuls; None selects none
+    faster: bool = False  # use collective matmuls only if they make a call faster, by the cost model
+    memory_limit: int | None = None  # bytes that a device may hold; the machine's memory if None
+    recomputes: bool = False  # recompute values to keep within the memory limit
 
     @property
     def on(self) -> Machine:
@@ -87,17 +132,11 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Draft:
-    """A program between two stages.
+    """A program between two stages."""
 
-    Attributes:
-        program: the traced program; None if the draft begins with a plan.
-        propagated: the settled program with its propagated shardings; None if the plan is given.
-        plans: the plans, the best first. Later stages work on the best.
-    """
-
-    program: Program | None = None
-    propagated: Propagated | None = None
-    plans: tuple[Planned, ...] = ()
+    program: Program | None = None  # the traced program; None if the draft begins with a plan
+    propagated: Propagated | None = None  # the settled program with its propagated shardings; None if the plan is given
+    plans: tuple[Planned, ...] = ()  # the plans, the best first. Later stages work on the best.
 
     @property
     def best(self) -> Planned:
@@ -125,19 +164,13 @@ class Draft:
 
 
 class Stage(NamedTuple):
-    """One stage.
+    """One stage."""
 
-    Attributes:
-        name: the name in the log.
-        run: makes the next draft.
-        shown: the part of the draft that the log shows; None for a stage that logs its own steps.
-        applies: whether the stage runs under these settings.
-    """
-
-    name: str
-    run: Callable[[Draft, Settings], Draft]
+    name: str  # the name in the log
+    run: Callable[[Draft, Settings], Draft]  # makes the next draft
+    # the part of the draft that the log shows; None for a stage that logs its own steps
     shown: Callable[[Draft], object] | None
-    applies: Callable[[Settings], bool] = lambda settings: True
+    applies: Callable[[Settings], bool] = lambda settings: True  # whether the stage runs under these settings
 
 
 def _settle(draft: Draft, settings: Settings) -> Draft:
@@ -257,13 +290,7 @@ EMITTING = (PARTITION, *FITTING)
 @collected_seldom()
 @with_tables
 def run(stages: Sequence[Stage], draft: Draft, settings: Settings) -> Draft:
-    """Runs the stages that apply, in order.
-
-    Raises:
-        ShardingError: a mark does not fit its value or the mesh.
-        PlanError: ``settings.strict``, and a primitive has no rule; or the given plan belongs to another program.
-        MemoryLimitError: ``settings.recomputes``, and the program does not fit.
-    """
+    """Runs the stages that apply, in order."""
     for stage in stages:
         if stage.applies(settings):
             draft = stage.run(draft, settings)
@@ -275,14 +302,7 @@ def run(stages: Sequence[Stage], draft: Draft, settings: Settings) -> Draft:
 def plans_of(
     program: Program, mesh: Mesh, machine: Machine | None, boundary: Boundary = AS_MARKED
 ) -> tuple[Planned, ...]:
-    """Completes the user's marks to plans, the best first; arguments and errors as of ``planning.propagate``.
-
-    Args:
-        program: the traced function.
-        mesh: the devices.
-        machine: the machine for times; None to count bytes.
-        boundary: constraints on arguments and results, besides marks.
-    """
+    """Completes the user's marks to plans, the best first; arguments and errors as of ``planning.propagate``."""
     settings = Settings(mesh if machine is None else on_machine(mesh, machine), machine, boundary=boundary)
     return run((PROPAGATE_AND_REWRITE, CHOOSE, BATCH), Draft(program), settings).plans
 
@@ -296,19 +316,7 @@ def as_run(
     recomputes: bool = False,
     rings: bool = True,
 ) -> Planned:
-    """The program that runs for a plan on a machine, with its cost.
-
-    Args:
-        planned: the plan.
-        machine: the machine for times.
-        donated: arguments (counted without captured arrays) whose memory results may take.
-        limit: bytes that a device may hold; the machine's memory if None.
-        recomputes: recompute values to keep within the limit.
-        rings: use collective matmuls if they are faster, as ``jit`` does by default.
-
-    Raises:
-        MemoryLimitError: ``recomputes``, and the program does not fit.
-    """
+    """The program that runs for a plan on a machine, with its cost."""
     mesh = planned.plan.mesh
     policy = CollectiveMatmul.of(None, mesh, machine) if rings and not planned.plan.rings else None
     settings = Settings(
@@ -325,3 +333,89 @@ def _priced(planned: Planned, settings: Settings) -> Planned:
         return planned
     spmd = planned.spmd or partition(planned.plan)
     return dataclasses.replace(planned, spmd=spmd, cost=cost(spmd, settings.on, settings.donated))
+
+
+# Prices plans as they would run, and checks whether they fit into the machine's memory.
+
+# If no plan fits, contractions become collective matmuls if their gathered operands take more than this share of the
+# limit. A gathered copy is held while its product runs, two at a time. Smaller ones take a few percent of the memory,
+# and a ring for them would launch many kernels to free almost nothing.
+_LARGE = 1 / 64
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class PricedPlan:
+    """A plan and its cost."""
+
+    name: str  # ``searched``, or the name of a preset
+    plan: Plan  # the plan
+    cost: Cost  # the cost of its per-device program
+    kept: int  # bytes at the peak without recomputation
+    recomputed: bool = False  # whether values are recomputed so that the plan fits
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.cost}{', some of it computed twice to fit' if self.recomputed else ''}"
+
+    __repr__ = __str__
+
+    def rank(self, limit: float) -> tuple[bool, float]:
+        """Orders plans, the better first: those that fit by time, the others by memory, up to rounding."""
+        fits = self.cost.peak <= limit
+        return not fits, float(f"{self.cost.seconds:.9g}") if fits else float(self.cost.peak)
+
+
+@dataclasses.dataclass(eq=False)
+class Pricing:
+    """Prices plans as they would run."""
+
+    machine: Machine  # the machine
+    donated: list[int]  # arguments (counted without captured arrays) whose memory results may take
+    limit: float  # bytes that a device may hold
+    on_better: Callable[[PricedPlan], None] | None = None  # called with each plan that is better than all before
+    known: list[PricedPlan] = dataclasses.field(default_factory=list)  # the plans that were priced
+    # whether plans that do not fit are tried with collective matmuls and recomputed values, which takes longer than
+    # pricing
+    makes_fit: bool = True
+
+    def marked(self, name: str, program: Program, mesh: Mesh) -> PricedPlan:
+        """Prices the plan that follows from a program's marks."""
+        return self.add(name, *plans_of(program, mesh, self.machine, boundary=self.boundary(program)))
+
+    def add(self, name: str, *plans: Planned) -> PricedPlan:
+        """Prices several plans and returns the best; the first one unless it needs too much memory.
+
+        If it does, the others, collective matmuls and recomputation are tried too.
+        """
+        options = [self._priced(name, planned) for planned in plans[:1]]
+        if options[0].kept > self.limit and self.makes_fit:
+            options += [self._priced(name, planned) for planned in plans[1:]]
+            matmuls = [windowed(planned.plan, CollectiveMatmul(above=self.limit * _LARGE)) for planned in plans]
+            options += [self._priced(name, Planned(plan)) for plan in matmuls if plan.rings]
+            for option in options.copy():
+                if option.kept > self.limit >= option.cost.memory.fixed:
+                    options.append(self._recomputed(option))
+        best = min(options, key=lambda option: option.rank(self.limit))
+        if self.on_better is not None and all(
+            best.rank(self.limit) < known_plan.rank(self.limit) for known_plan in self.known
+        ):
+            self.on_better(best)
+        self.known.append(best)
+        return best
+
+    def _priced(self, name: str, planned: Planned) -> PricedPlan:
+        emitted = as_run(planned, self.machine, self.donated, int(self.limit))
+        assert emitted.cost is not None
+        return PricedPlan(name, emitted.plan, emitted.cost, emitted.cost.peak)
+
+    def boundary(self, program: Program) -> Boundary:
+        """The boundary as in ``jit``: a result that replaces an argument leaves in the argument's sharding."""
+        return Boundary(tuple(len(program.captured) + i for i in self.donated))
+
+    def _recomputed(self, option: PricedPlan) -> PricedPlan:
+        with contextlib.suppress(MemoryLimitError):
+            planned = as_run(
+                Planned(option.plan), self.machine, self.donated, int(self.limit), recomputes=True, rings=False
+            )
+            assert planned.cost is not None
+            return dataclasses.replace(option, cost=planned.cost, recomputed=True)
+        return option

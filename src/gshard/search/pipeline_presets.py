@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable
 from gshard.core.mark import atoms_of_partitions
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.pipeline_schedule import Schedule
+from gshard.core.plan import Boundary
 from gshard.core.program import Program
-from gshard.core.program_boundary import Boundary
 from gshard.device.cost import Cost
 from gshard.planning.layer_stacks import LayerStacks, all_schedules, layer_stacks, with_schedules
+from gshard.search.pipeline import PricedPlan
 from gshard.search.presets import Preset, data_arguments, split_over, with_argument_marks
-from gshard.search.priced import PricedPlan
 
 _SPLITS = 4  # ways to split the stages that are planned
 _PER_STAGE = 1, 2, 4, 8  # micro-batches for each stage
@@ -36,14 +36,6 @@ def best_pipeline(
 ) -> Preset | None:
     """The best pipeline over the layers of a program; None if it has no loop over layers, or pipelines already, or if
     no plan is known.
-
-    Args:
-        program: the traced program. Its marks are kept.
-        mesh: the devices.
-        boundary: constraints on arguments and results.
-        known: plans without pipelines.
-        limit: bytes that a device may hold.
-        price: plans and prices a preset; None if that is impossible.
     """
     costs, stacks = [plan.cost for plan in known], layer_stacks(program)
     if not costs or stacks is None or any(all_schedules(program)):
@@ -86,13 +78,7 @@ def _work(cost: Cost) -> float:
 
 
 def _estimate(shared: Cost, schedule: Schedule, stages: int) -> float:
-    """Seconds of a pipeline, at least about: nothing is sent, and everything is inside of the loops.
-
-    Args:
-        shared: the cost of a call whose work is shared best among the devices.
-        schedule: the schedule.
-        stages: their number.
-    """
+    """Seconds of a pipeline, at least about: nothing is sent, and everything is inside of the loops."""
     turns, rounds = schedule.turns(stages), schedule.rounds
     launches = shared.by_bound.get("launch", 0.0) * turns / (stages * rounds)
     return _work(shared) * turns / (schedule.micro_batches * rounds) + launches

@@ -13,17 +13,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.plan import Plan
+from gshard.core.plan import AS_MARKED, Boundary, Plan
 from gshard.core.program import Program, Value
-from gshard.core.program_boundary import AS_MARKED, Boundary
 from gshard.device.machine import Machine
 from gshard.naming.dimension_classes import Dimensions
 from gshard.naming.dimension_names import DimensionNames
 from gshard.planning.layer_stacks import schedules_of
 from gshard.planning.reshard_costs import axes_of, joined
 from gshard.planning.settled import settled
-from gshard.search.pipeline import plans_of
-from gshard.search.planned import Planned
+from gshard.search.pipeline import Planned, plans_of
 
 AS_IT_IS = "as it is marked"
 DATA_PARALLEL, SPLIT_STATE = "data parallel", "data parallel, state split (ZeRO, FSDP)"
@@ -32,36 +30,21 @@ _OUTSIDE, _INSIDE = 2, 1  # the number of largest dimensions of arguments, and o
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Preset:
-    """Marks on arguments, as people write them.
+    """Marks on arguments, as people write them."""
 
-    Attributes:
-        name: the name of the preset.
-        program: the program with the marks of the preset.
-        own: the marks of the program without the preset.
-    """
-
-    name: str
-    program: Program
-    own: tuple[Mark | None, ...]
+    name: str  # the name of the preset
+    program: Program  # the program with the marks of the preset
+    own: tuple[Mark | None, ...]  # the marks of the program without the preset
 
     def work(self, mesh: Mesh) -> tuple[int, int]:
-        """Orders presets by their planning time, the shortest first. The time is exponential in the first number.
-
-        Returns:
-            the number of axes that move as wholes, once marks divide some; and the number of dimensions that marks
-            decide or leave undecided.
-        """
+        """Orders presets by their planning time, the shortest first. The time is exponential in the first number."""
         propagated = settled(self.program, mesh)
         known = {*propagated.shardings.values(), *propagated.moved.values()}
         decided = sum(len(s.dims) for s in propagated.shardings.values() if s.atoms)
         return len(joined(mesh, axes_of(mesh, known), known)), decided + sum(map(len, propagated.undecided.values()))
 
     def planned(self, mesh: Mesh, machine: Machine | None, boundary: Boundary) -> tuple[Planned, ...]:
-        """The plans of the program without the preset's marks, the best first.
-
-        Raises:
-            GShardError: a mark of the preset contradicts one of the user's.
-        """
+        """The plans of the program without the preset's marks, the best first."""
         plans = plans_of(self.program, mesh, machine, boundary=boundary)
         return tuple(dataclasses.replace(planned, plan=self.unmarked(planned.plan)) for planned in plans)
 
@@ -74,13 +57,7 @@ class Preset:
 
 
 def marked_presets(program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED) -> Iterator[Preset]:
-    """The presets of a program, the usual ones first, without the program under its own marks.
-
-    Args:
-        program: the program. The user's marks are kept: a preset marks other arguments only.
-        mesh: the devices.
-        boundary: constraints on arguments and results. Donated arguments are a training state.
-    """
+    """The presets of a program, the usual ones first, without the program under its own marks."""
     own_marks, state = program.argument_marks, _state(program, boundary)
     data = data_arguments(program, boundary)
     by_batch = {i: _along(program.block.inputs[i], 0, mesh.atoms, mesh) for i in data}

@@ -23,31 +23,17 @@ from gshard.device.roofline import kernel_roofline
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Estimate:
-    """The figures of one device if all work and all arrays were shared evenly.
+    """The figures of one device if all work and all arrays were shared evenly."""
 
-    Attributes:
-        seconds: of a call. Nothing is sent.
-        peak: bytes at the peak.
-        least_bytes: bytes of arguments and results that every plan holds at least.
-        least_seconds: seconds that every plan takes at least in the simplified model of the search.
-    """
-
-    seconds: float
-    peak: float
-    least_bytes: float
-    least_seconds: float
+    seconds: float  # of a call. Nothing is sent.
+    peak: float  # bytes at the peak
+    least_bytes: float  # bytes of arguments and results that every plan holds at least
+    least_seconds: float  # seconds that every plan takes at least in the simplified model of the search
 
 
 @with_tables
 def estimated(program: Program, mesh: Mesh, machine: Machine, donated: Iterable[int]) -> Estimate:
-    """Estimates a traced program.
-
-    Args:
-        program: the program.
-        mesh: any mesh of the machine's devices.
-        machine: the machine.
-        donated: arguments (counted without captured arrays) whose memory results may take.
-    """
+    """Estimates a traced program."""
     devices, first = machine.size, len(program.captured)
     whole = cost_of_kernels(kernels_of(program.block), mesh, machine, [first + i for i in donated])
     memory = whole.memory

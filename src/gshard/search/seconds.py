@@ -1,4 +1,4 @@
-"""Prices reshards and kernels in seconds on a machine, with the figures of ``device.cost``."""
+"""Prices reshards and kernels in seconds on a machine, also equations that run on shards in their own way."""
 
 from __future__ import annotations
 
@@ -6,32 +6,248 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
+from gshard.comm.shards import Fetched, Shards
 from gshard.comm.steps import Step
+from gshard.core.jax_adapter import no_mesh_set
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.plan import local_bytes
+from gshard.core.phases import check_deadline
+from gshard.core.plan import Plan, local_bytes
 from gshard.core.planning_tables import tabulated
-from gshard.core.program import Block, Equation, Value, short_dtype
-from gshard.core.rule import REDUCE, Rule
+from gshard.core.program import Block, Equation, Program, Value, short_dtype
+from gshard.core.rule import PARALLEL, REDUCE, Rule, Split, operand_sharding, result_sharding
 from gshard.core.sharding import Sharding
-from gshard.core.split import Split
-from gshard.device.compiled_kernels import as_compiled
-from gshard.device.fusion_model import Kernel, Kernels, is_looked_up, kernels_of
-from gshard.device.loop_stacks import stack_slices
-from gshard.device.machine import Machine
-from gshard.device.machine_kinds import Compiler
-from gshard.device.network import interchangeable
+from gshard.core.uneven import padded_shape
+from gshard.device.compiled_kernels import as_compiled, stack_slices
+from gshard.device.cost import kernel_cost
+from gshard.device.fusion_model import Kernel, Kernels, is_looked_up, kernels_of, kernels_of_mapped, kind_of
+from gshard.device.machine import Compiler, Machine
+from gshard.device.network import StepTimes, interchangeable
 from gshard.device.roofline import host_seconds, kernel_roofline, launch_seconds
-from gshard.device.step_times import StepTimes
+from gshard.emit.partition import partition, spec
 from gshard.language.transfer import changes_memory
 from gshard.planning.objective import StackCost, Windows
 from gshard.planning.reshard_costs import Moves
-from gshard.planning.seed_strategies import operand_shardings, result_shardings
-from gshard.planning.strategies import share
-from gshard.search.emitted import Emitted, as_kernel, has_own_way, own_ways
+from gshard.planning.strategies import operand_shardings, result_shardings, share
 from gshard.solver.problem import Floats
+
+# Prices equations that run on shards in their own way, by tracing each of them alone.
+
+
+def has_own_way(rule: Rule, split: Split) -> bool:
+    """Whether an equation does more on shards than the same operator on smaller arrays."""
+    if not rule.is_free or (rule.local is None and rule.sends is None):
+        return False
+    return any(f >= 0 and atoms and rule.factors[f].kind != PARALLEL for f, atoms in split.items())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Emitted:
+    """The price of one run of an equation."""
+
+    seconds: float  # of everything that it emits
+    windows: tuple[Windows, ...]  # the part that other equations may share
+
+
+class OwnWays:
+    """Prices equations that run on shards in their own way, on one machine, each once.
+
+    Splits that take the same time are traced once (``_class_of``), and so are windows of equal parts of arrays.
+    """
+
+    def __init__(self, mesh: Mesh, machine: Machine):
+        self._mesh, self._machine = mesh, machine
+        self._alike = {a: alike for alike in interchangeable(mesh, machine) for a in alike}
+        self._known: dict[object, Emitted] = {}
+        self._windows: _FetchSeconds = {}
+
+    def of(self, e: Equation, split: Split, *, traces: bool = True) -> Emitted | None:
+        """The price of an equation under a split; None if it runs the same operator on smaller arrays.
+
+        Without ``traces``, also None if it is not traced yet.
+        """
+        rule = e.rule
+        assert rule is not None
+        if not has_own_way(rule, split):
+            return None
+        ordered = sorted((f, atoms) for f, atoms in split.items() if atoms)
+        parallel = {f: atoms for f, atoms in ordered if f >= 0 and rule.factors[f].kind == PARALLEL}
+        other_factors = {f: atoms for f, atoms in ordered if f not in parallel}
+        names = self._renamed(other_factors)
+        renamed = {f: tuple(names[a] for a in atoms) for f, atoms in other_factors.items()}
+        operands = tuple((v.shape, short_dtype(v.dtype)) for v in e.inputs)
+        key = rule, tuple(sorted(renamed.items())), _class_of(rule, parallel, self._mesh), operands
+        if key not in self._known:
+            if not traces:
+                return None
+            check_deadline()
+            names = self._renamed(other_factors | parallel)
+            renamed |= {f: tuple(names[a] for a in atoms) for f, atoms in parallel.items()}
+            self._known[key] = emitted_alone(e, renamed, self._mesh, self._machine, self._windows)
+        emitted = self._known[key]
+        if not emitted.windows or all(a == b for a, b in names.items()):
+            return emitted
+        original = {b: a for a, b in names.items()}
+        windows = (w._replace(which=tuple(_with_atoms(what, original) for what in w.which)) for w in emitted.windows)
+        return dataclasses.replace(emitted, windows=tuple(windows))
+
+    def _renamed(self, split: Split) -> dict[str, str]:
+        """For each atom of a split, the atom that represents it: the first ones of each class of interchangeable atoms.
+
+        Interchangeable atoms can take each other's places (``network.interchangeable``).
+        """
+        representatives: dict[str, str] = {}
+        used: dict[Atoms, int] = {}
+        for atoms in split.values():
+            for a in atoms:
+                if a not in representatives:
+                    same_class = self._alike[a]
+                    representatives[a] = same_class[used.get(same_class, 0)]
+                    used[same_class] = used.get(same_class, 0) + 1
+        return representatives
+
+
+def _class_of(rule: Rule, split: Split, mesh: Mesh) -> Hashable:
+    """A key: splits of parallel factors with equal keys take the same time, with all other factors split equally.
+
+    Nothing is sent over their atoms, so only the sizes of the parts count: the size of each array, and the factors with
+    one element left, across which no array is copied into place. Unequal parts are padded, factor by factor.
+    """
+    sizes = {
+        f: -(-factor.size // mesh.count(split.get(f, ())))
+        for f, factor in enumerate(rule.factors)
+        if factor.kind == PARALLEL
+    }
+    parts = {f: mesh.count(atoms) for f, atoms in split.items()}
+    unequal = tuple(sorted((f, n) for f, n in parts.items() if rule.factors[f].size % n))
+    arrays = ([f for dim in dims for f in dim if f in sizes] for dims in (*rule.operands, *rule.results))
+    return (
+        tuple(math.prod(sizes[f] for f in factor) for factor in arrays),
+        tuple(n == 1 for n in sizes.values()),
+        unequal,
+    )
+
+
+def _with_atoms(what: Hashable, names: Mapping[str, str]) -> Hashable:
+    """The key of a window (``Shards.fetch``) with other atoms in its tuples of atoms."""
+    if not isinstance(what, tuple):
+        return what
+    return tuple(tuple(names.get(a, a) for a in part) if type(part) is tuple else part for part in what)
+
+
+# Seconds to fetch windows of an array, by its shape, dtype and sharding, and the windows.
+_FetchSeconds = dict[Hashable, float]
+
+
+@no_mesh_set()
+def emitted_alone(
+    e: Equation, split: Split, mesh: Mesh, machine: Machine, fetch_seconds: _FetchSeconds | None = None
+) -> Emitted:
+    """Prices one run of an equation whose operands are in the shardings of the split."""
+    seconds_of_windows: _FetchSeconds = {} if fetch_seconds is None else fetch_seconds
+    fetched: dict[int, list[Hashable]] = {}
+    seconds = _seconds(partition(_alone(e, split, mesh, fetched)).jaxpr, mesh, machine)
+    windows = []
+    for operand, keys in fetched.items():
+        v, rule = e.inputs[operand], e.rule
+        assert rule is not None
+        key = v.shape, short_dtype(v.dtype), operand_sharding(rule, operand, split), tuple(keys)
+        if key not in seconds_of_windows:
+            seconds_of_windows[key] = _seconds(_fetching_jaxpr(e, split, mesh, operand), mesh, machine)
+        windows.append(Windows(operand, tuple(keys), seconds_of_windows[key]))
+    return Emitted(seconds, tuple(windows))
+
+
+@tabulated(16)
+def own_ways(mesh: Mesh, machine: Machine) -> OwnWays:
+    """The prices that all plans share that are made together."""
+    return OwnWays(mesh, machine)
+
+
+def _seconds(jaxpr: Any, mesh: Mesh, machine: Machine) -> float:
+    kernels = kernels_of_mapped(jaxpr).walk()
+    return sum(kernel_cost(kernel, times, mesh, machine).total_seconds for kernel, times in kernels)
+
+
+def _fetching_jaxpr(e: Equation, split: Split, mesh: Mesh, operand: int) -> Any:
+    """A jaxpr that fetches the windows of an operand."""
+    rule = e.rule
+    assert rule is not None
+    read_shardings = {i: operand_sharding(rule, i, split) for i, v in enumerate(e.inputs) if v.shape}
+
+    def local(*parts: Any) -> list[Any]:
+        part_of = dict(zip(read_shardings, parts, strict=True))
+        arrays = [part_of[i] if i in part_of else jnp.zeros((), v.dtype) for i, v in enumerate(e.inputs)]
+        fetched: Fetched = {}
+        _run(rule, Shards(e, split, mesh, fetched=fetched), arrays)
+        return [window for i, _, window in _windows_of(fetched, arrays) if i == operand and window is not None]
+
+    specs = tuple(spec(s) for s in read_shardings.values())
+    shapes = (padded_shape(s, mesh, e.inputs[i].shape) for i, s in read_shardings.items())
+    operands = [jax.ShapeDtypeStruct(n, e.inputs[i].dtype) for i, n in zip(read_shardings, shapes, strict=True)]
+    mapped = jax.shard_map(local, mesh=mesh.jax_mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_jax_mesh):
+        return jax.make_jaxpr(mapped)(*operands)
+
+
+def _run(rule: Rule, shards: Shards, parts: Sequence[Any]) -> Any:
+    """Runs the ``local`` of an equation's rule on parts of its operands."""
+    assert rule.local is not None
+    return rule.local(shards, *(x if rule.masks_itself else shards.masked(x, i) for i, x in enumerate(parts)))
+
+
+def _windows_of(fetched: Fetched, parts: Sequence[Any]) -> Iterator[tuple[int, Hashable, Any]]:
+    """The windows of each operand: the operand's index, the key of the window, and the window.
+
+    The window is None if other windows are made of it, so that it is no result: windows of a window, filled windows.
+    """
+    operand_of = {id(x): i for i, x in enumerate(parts) if x.shape}
+    for (x, key), (_, window) in fetched.items():
+        if x in operand_of:
+            is_inner = any(
+                other == id(window) or (other == x and other_key[:3] == key != other_key)
+                for other, other_key in fetched
+            )
+            yield operand_of[x], key, None if is_inner else window
+            operand_of[id(window)] = operand_of[x]
+
+
+def as_kernel(e: Equation) -> Kernel:
+    """An equation as a kernel that reads and writes only its own operands and results."""
+    reads = tuple(dict.fromkeys(v for v in e.inputs if isinstance(v, Value)))
+    return Kernel(e, kind_of(e), (), reads, e.outputs)
+
+
+def _alone(e: Equation, split: Split, mesh: Mesh, windows: dict[int, list[Hashable]]) -> Plan:
+    """The plan of a program with only this equation. Partitioning it adds the fetched windows to ``windows``."""
+    rule = e.rule
+    assert rule is not None
+
+    def local(shards: Shards, *parts: Any) -> Any:
+        result_shardings = _run(rule, shards, parts)
+        windows.clear()
+        for operand, what, _ in _windows_of(shards.fetched or {}, parts):
+            windows.setdefault(operand, []).append(what)
+        return result_shardings
+
+    inputs = [dataclasses.replace(v) if isinstance(v, Value) else v for v in e.inputs]
+    outputs = [dataclasses.replace(v) for v in e.outputs]
+    watched = rule if rule.local is None else dataclasses.replace(rule, local=local, masks_itself=True)
+    alone = dataclasses.replace(e, rule=watched, inputs=tuple(inputs), outputs=tuple(outputs))
+    shardings = {v: operand_sharding(rule, i, split) for i, v in enumerate(inputs) if isinstance(v, Value)}
+    values = tuple(shardings)
+    result_shardings = {v: result_sharding(rule, i, split) for i, v in enumerate(outputs)}
+    block = Block(values, (alone,), tuple(outputs))
+    program = Program(block, (), (None,) * len(values), tuple(f"operand {i}" for i in range(len(values))), None)
+    entry, leave = tuple(shardings.values()), tuple(result_shardings.values())
+    return Plan(program, mesh, shardings | result_shardings, {alone: split}, {}, entry=entry, leave=leave)
+
 
 # The price of a held byte, as a share of the time to read it: it breaks ties in favour of less memory.
 _TIE = 1e-3
@@ -42,14 +258,7 @@ _FOLLOWS = 1e-10
 
 
 class Seconds(Moves):
-    """An objective (``planning.objective``) in seconds on one machine.
-
-    Args:
-        mesh: the devices.
-        machine: a machine with as many devices.
-        axes: the axes that move as wholes.
-        joined: whether collectives that may share a message are priced as if they did (``StepTimes``).
-    """
+    """An objective (``planning.objective``) in seconds on one machine."""
 
     def __init__(self, mesh: Mesh, machine: Machine, axes: tuple[Atoms, ...], *, joined: bool = False):
         super().__init__(mesh, axes)
@@ -80,7 +289,7 @@ class Seconds(Moves):
         return _compiled_kernels(block, self.machine.compiler).walk()
 
     def stack_costs(self, block: Block) -> Iterator[StackCost]:
-        """The costs of slices of loops' stacks, in the kernels after fusion (``device.loop_stacks``)."""
+        """The costs of slices of loops' stacks, in the kernels after fusion (``device.compiled_kernels``)."""
         program = _compiled_kernels(block, self.machine.compiler)
         runs_of_kernel = dict(program.walk())
         for moved in stack_slices(program, self.machine.compiler):
@@ -192,15 +401,7 @@ class Seconds(Moves):
         return any([self._own_ways.of(e, split) is not None for e, split in unknown])
 
     def work(self, e: Equation, products: float, others: float, moved: float, *, returns: bool = False) -> float:
-        """Seconds of one kernel on one device.
-
-        Args:
-            e: the equation of the kernel.
-            products: operations of products, of the device's share.
-            others: all other operations.
-            moved: bytes that the kernel reads and writes.
-            returns: whether the kernel writes a result of the program.
-        """
+        """Seconds of one kernel on one device."""
         return kernel_roofline(self.machine, e, products, others, moved, returns=returns).seconds
 
 

@@ -34,10 +34,6 @@ def state_to_offload(program: Program, donated: Iterable[int]) -> dict[int, int]
 
     They are arrays of the state that neither a product nor a loop depends on. As in JAX, results replace donated
     arguments of their shape and dtype in order.
-
-    Args:
-        program: the traced step.
-        donated: the flat arguments (counted without captured arrays) that the results replace.
     """
     first, inputs = len(program.captured), program.block.inputs
     number_of_result = {v: i for i, v in reversed(list(enumerate(program.block.outputs))) if isinstance(v, Value)}
@@ -65,13 +61,7 @@ def _is_read_by_update_only(program: Program, argument: Value) -> bool:
 def with_state_on_host(
     step: Callable[..., Any], results: Collection[int], static: Collection[int] = ()
 ) -> Callable[..., Any]:
-    """A step whose arguments may be in the memory of the host.
-
-    Args:
-        step: a function that computes in the memory of the devices.
-        results: the flat results that leave in the memory of the host.
-        static: numbers of the positional arguments that are no arrays.
-    """
+    """A step whose arguments may be in the memory of the host."""
 
     @functools.wraps(step)
     def stepped(*args: Any) -> Any:

@@ -18,11 +18,7 @@ from gshard.core.program import Equation, Program, Value
 
 
 class StatementResults:
-    """The values of a program by the lines that compute them, and what reads them.
-
-    Args:
-        program: the program as it was traced.
-    """
+    """The values of a program by the lines that compute them, and what reads them."""
 
     def __init__(self, program: Program):
         self._producers: dict[Value, Equation] = {}
@@ -48,13 +44,7 @@ class StatementResults:
         return None if place is None or is_of_library(place[0]) else place
 
     def are_results(self, values: Collection[Value], path: str, statement: ast.stmt) -> bool:
-        """Whether these values are all results of a statement, in all its runs.
-
-        Args:
-            values: values that are computed at lines of the statement.
-            path: the file of the statement.
-            statement: the statement.
-        """
+        """Whether these values are all results of a statement, in all its runs."""
         lines = range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
         computed = [v for n in lines for e in self._at.get((path, n), ()) for v in e.outputs]
         return set(values) == {v for v in computed if self._is_read_outside(v, path, lines)}

@@ -1,9 +1,4 @@
-"""Tracks the remaining time of a search, and the steps that it skipped.
-
-Each step runs inside ``TimeBudget.step`` until a deadline of its own. A step is cut at its deadline (``core.deadline``)
-or not begun if the time is over. A step that the search can do without (``TimeBudget.candidate``) may also fail. Its
-name is kept for the result.
-"""
+"""Tracks the remaining time of a search, prints its progress, and lets signals end it with the best plan so far."""
 
 from __future__ import annotations
 
@@ -11,12 +6,71 @@ import contextlib
 import dataclasses
 import logging
 import math
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from gshard.core.deadline import OutOfTime, until
 from gshard.core.errors import ArgumentError
-from gshard.search.progress import Progress
+from gshard.core.phases import OutOfTime, until
+
+# Prints the progress of a search and its best plan on stderr.
+
+_SILENT = 2.0  # seconds, by default
+_BEAT = 10.0  # seconds after which an unfinished step is reported again
+
+
+@dataclasses.dataclass(eq=False)
+class Progress:
+    """The lines of one search."""
+
+    write: Callable[[str], object] | None  # prints a line; None to print nothing
+    silent: float = 0.0  # seconds from the beginning in which nothing is printed
+    # when the search began (``time.monotonic``)
+    since: float = dataclasses.field(default_factory=lambda: time.monotonic())
+    doing: str = ""  # the present step
+    best: str = ""  # the best plan so far, as text
+    name: str = "gshard.search"  # what the lines begin with
+    end: float = math.inf  # when the search ends at the latest (``time.monotonic``)
+    _last: float = -float("inf")  # the time of the last line
+
+    @staticmethod
+    def of(option: bool | Callable[[str], object] | None) -> Progress:
+        """Reads the option ``gshard.search(progress=...)``."""
+        if callable(option):
+            return Progress(option)
+        return Progress(_on_stderr if option is None or option else None, _SILENT if option is None else 0.0)
+
+    def step(self, doing: str) -> None:
+        """Reports that a step begins."""
+        self.doing = doing
+        self._print(doing)
+
+    def better(self, plan: str) -> None:
+        """Reports a better plan."""
+        self.best = f"best so far: {plan}"
+        self._print(self.best)
+
+    def beat(self) -> None:
+        """Prints the present step again if ten seconds have passed without a line. A long step calls it often."""
+        if self.write is not None and time.monotonic() - self._last > _BEAT:
+            left = f" (ends in {max(self.end - time.monotonic(), 0):.0f} s at most)" if self.end < math.inf else ""
+            self._print(f"still {self.doing}{left}")
+
+    def _print(self, text: str) -> None:
+        now = time.monotonic()
+        if self.write is None or now - self.since < self.silent:
+            return
+        best = f"; {self.best}" if self._last < self.since and self.best and self.best != text else ""
+        self._last = now
+        self.write(f"{self.name} {now - self.since:5.1f} s: {text}{best}")
+
+
+def _on_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
 
 TRIAL_SECONDS = 10.0  # of all trials of an explanation, if the user gives none
 DEFAULT_SECONDS = 300.0  # the time of a search, if the user gives none
@@ -26,24 +80,17 @@ EFFORT = 0.2  # of the solver, for problems after the first
 
 @dataclasses.dataclass(eq=False)
 class TimeBudget:
-    """The time of one search: all its meshes, plans and prices.
+    """The time of one search: all its meshes, plans and prices."""
 
-    Attributes:
-        seconds: how long the search may take.
-        uses_all: whether solving continues as long as there is time; otherwise the size of the problem limits its
-            steps, and the time only cuts them.
-        progress: prints the lines.
-        left_out: steps that were cut or not begun.
-        failed: candidates that ended with an error, each with its first line.
-        end: the end of the time (``time.monotonic``).
-    """
-
-    seconds: float = DEFAULT_SECONDS
+    seconds: float = DEFAULT_SECONDS  # how long the search may take
+    # whether solving continues as long as there is time; otherwise the size of the problem limits its steps, and the
+    # time only cuts them
     uses_all: bool = False
-    progress: Progress = dataclasses.field(default_factory=lambda: Progress.of(None))
-    left_out: list[str] = dataclasses.field(default_factory=list)
+    progress: Progress = dataclasses.field(default_factory=lambda: Progress.of(None))  # prints the lines
+    left_out: list[str] = dataclasses.field(default_factory=list)  # steps that were cut or not begun
+    # candidates that ended with an error, each with its first line
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
-    end: float = math.inf
+    end: float = math.inf  # the end of the time (``time.monotonic``)
 
     def __post_init__(self) -> None:
         self.end = min(self.end, self.progress.since + self.seconds)
@@ -82,12 +129,7 @@ class TimeBudget:
 
     @contextlib.contextmanager
     def step(self, name: str, *, always: bool = False) -> Iterator[None]:
-        """Runs the body of a ``with`` statement, and cuts it when the time is over.
-
-        Args:
-            name: what the step does, for progress and for ``left_out``.
-            always: never cut it, because without its result there is nothing to return.
-        """
+        """Runs the body of a ``with`` statement, and cuts it when the time is over."""
         self.progress.step(name)
         try:
             with until(math.inf if always else self.end, self.progress.beat):
@@ -116,12 +158,7 @@ def in_a_line(error: Exception) -> str:
 
 
 class Watch:
-    """Time that is left for trials of one kind, which take about equally long; the first is made in any case.
-
-    Args:
-        end: until when.
-        clock: the time.
-    """
+    """Time that is left for trials of one kind, which take about equally long; the first is made in any case."""
 
     def __init__(self, end: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.end, self._clock, self._longest = end, clock, 0.0
@@ -140,11 +177,7 @@ class Watch:
 
 
 def seconds_of(budget_seconds: float | None) -> float | None:
-    """Checks the option ``budget_seconds``, and returns it.
-
-    Raises:
-        ArgumentError: it is neither None nor a number above zero.
-    """
+    """Checks the option ``budget_seconds``, and returns it."""
     is_number = isinstance(budget_seconds, int | float) and not isinstance(budget_seconds, bool)
     if budget_seconds is None or (is_number and budget_seconds > 0):
         return budget_seconds
@@ -152,3 +185,45 @@ def seconds_of(budget_seconds: float | None) -> float | None:
         f"budget_seconds={budget_seconds!r} is no time to search for.",
         hint="Give seconds above zero, or None for a number of steps that follows from the size of the program.",
     )
+
+
+# Lets Ctrl-C and SIGTERM end a search, which then returns the best plan so far.
+
+
+class Stop:
+    """The signal that ended a search."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None  # the number of the signal; None if there was none
+
+    def deliver(self) -> None:
+        """Raises SIGTERM again if its default action was replaced. Called if the search has nothing to return."""
+        if self.number == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.raise_signal(signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[Stop]:
+    """Makes SIGTERM raise ``KeyboardInterrupt`` inside, as Ctrl-C does, and restores the former handler afterwards.
+
+    A handler of the user's own is called first. Python handles signals in the main thread. In other threads, or if the
+    process ignores SIGTERM or handles it outside of Python, nothing changes.
+    """
+    stop = Stop()
+    former: Any = signal.getsignal(signal.SIGTERM)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+
+    def on_term(number: int, frame: Any) -> None:
+        stop.number = number
+        if callable(former):
+            former(number, frame)
+        raise KeyboardInterrupt
+
+    installs = in_main_thread and former is not None and former is not signal.SIG_IGN
+    if installs:
+        signal.signal(signal.SIGTERM, on_term)
+    try:
+        yield stop
+    finally:
+        if installs:
+            signal.signal(signal.SIGTERM, former)

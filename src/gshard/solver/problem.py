@@ -38,40 +38,25 @@ class ProblemError(GShardError):
 
 
 class Load(NamedTuple):
-    """Memory that a node holds.
+    """Memory that a node holds."""
 
-    Attributes:
-        node: the node whose state decides the bytes.
-        start: the first moment.
-        end: the moment after the last.
-        bytes: float64 [states of the node], whole numbers.
-    """
-
-    node: int
-    start: int
-    end: int
-    bytes: Floats
+    node: int  # the node whose state decides the bytes
+    start: int  # the first moment
+    end: int  # the moment after the last
+    bytes: Floats  # float64 [states of the node], whole numbers
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """Costs, tables and loads. ``Problem.of`` makes and checks a problem.
+    """Costs, tables and loads. ``Problem.of`` makes and checks a problem."""
 
-    Attributes:
-        costs: for each node, float64 [states].
-        ends: int64 [edges, 2], the two nodes of each edge, the smaller first; no pair twice, in lexicographic order.
-        tables: for each edge, float64 [states of the first, states of the second]. Equal arrays may be one object.
-        loads: the loads, without empty ones.
-        limit: bytes at any moment, or None.
-        names: names of the nodes, for messages; may be empty.
-    """
-
-    costs: tuple[Floats, ...]
-    ends: Ints
+    costs: tuple[Floats, ...]  # for each node, float64 [states]
+    ends: Ints  # int64 [edges, 2], the two nodes of each edge, the smaller first; no pair twice, in lexicographic order
+    # for each edge, float64 [states of the first, states of the second]. Equal arrays may be one object.
     tables: tuple[Floats, ...]
-    loads: tuple[Load, ...] = ()
-    limit: float | None = None
-    names: tuple[str, ...] = ()
+    loads: tuple[Load, ...] = ()  # the loads, without empty ones
+    limit: float | None = None  # bytes at any moment, or None
+    names: tuple[str, ...] = ()  # names of the nodes, for messages; may be empty
 
     @classmethod
     def of(
@@ -82,11 +67,7 @@ class Problem:
         limit: float | None = None,
         names: Sequence[str] = (),
     ) -> Problem:
-        """Makes a problem from plain lists. Tables of equal nodes are added; one of a node with itself is its cost.
-
-        Raises:
-            ProblemError: shapes disagree, or there are NaNs, negative numbers, or fractions of bytes.
-        """
+        """Makes a problem from plain lists. Tables of equal nodes are added; one of a node with itself is its cost."""
         node_names = _Names(tuple(names))
         numbers = _Numbers(node_names)
         node_costs = [numbers(cost, "the cost of", i) for i, cost in enumerate(costs)]
@@ -124,11 +105,7 @@ class Problem:
         )
 
     def restricted(self, states: Mapping[int, int]) -> Problem:
-        """The problem in which some nodes may have one state only.
-
-        Args:
-            states: the state of each of these nodes.
-        """
+        """The problem in which some nodes may have one state only."""
         costs = list(self.costs)
         for node, state in states.items():
             costs[node] = np.where(np.arange(costs[node].size) == state, costs[node], np.inf)

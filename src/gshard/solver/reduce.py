@@ -1,47 +1,279 @@
-"""Makes a problem smaller without changing its best solution.
-
-Each rule keeps at least one best solution, and memory is exact to the byte:
-
-* remove a state that every state of some neighbour forbids (arc consistency), or whose bytes do not fit beside the
-  least bytes of all other nodes;
-* remove a moment that even the largest bytes do not fill, and a load without moments;
-* merge a node whose state follows from a neighbour's state into the neighbour, with its loads;
-* eliminate a node without loads and with at most two neighbours (node and edge elimination of Jia, Lin, Qi and Aiken,
-  Exploring Hidden Dimensions in Parallelizing Convolutional Neural Networks, ICML 2018);
-* remove an edge whose table is the sum of a row and a column;
-* remove a state that another state of its node beats whatever the neighbours choose, with no more bytes (dead-end
-  elimination; Goldstein, Biophysical Journal 1994).
-
-Equal layers of a model are equal nodes with equal tables, and each result for one of them serves all (``done``).
-
-    >>> p = Problem.of([[0, 3], [1, 0], [2, 5]], [(0, 1, [[0, 9], [9, 0]]), (1, 2, [[0, np.inf], [np.inf, 0]])])
-    >>> small = reduce(p)
-    >>> len(small.problem.tables), small.lift([0] * len(small.problem.costs)).tolist()
-    (0, [0, 0, 0])
-"""
+"""Makes a problem smaller without changing its best solution, and lifts solutions to the whole problem."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from gshard.core.deadline import check_deadline
-from gshard.solver.done import Done
-from gshard.solver.moments import fullest_moments
+from gshard.core.phases import check_deadline
 from gshard.solver.problem import Floats, Ints, Load, Problem, ProblemError, accumulated
-from gshard.solver.reduced import DoesNotFit, Dominated, Reduced, Step
-from gshard.solver.table_functions import (
-    all_states,
-    allowed_entries,
-    best_costs,
-    dominated_states,
-    finite_states,
-    least_excess,
-    merged_costs,
-    row_and_column_costs,
-)
+
+# Computes on the cost tables of one node or edge: allowed entries, sums, merged, dominated and best states.
+
+
+def all_states(cost: Floats) -> Ints:
+    """int64 [states]: the numbers of all states."""
+    return np.arange(cost.size)
+
+
+def finite_states(cost: Floats) -> np.ndarray | None:
+    """bool [states]: the allowed states; None if all are."""
+    finite = np.isfinite(cost)
+    return None if finite.all() else finite
+
+
+def allowed_entries(table: Floats) -> tuple[np.ndarray | None, np.ndarray | None, bool, Ints | None, Ints | None]:
+    """Finds the allowed entries of a table."""
+    allowed = np.isfinite(table)
+    count = np.count_nonzero(allowed)
+    if count == table.size:
+        return None, None, _is_sum(table), None, None
+    rows, columns = np.asarray(allowed.any(1)), np.asarray(allowed.any(0))
+    by_column = allowed.argmax(0) if count == table.shape[1] else None
+    by_row = allowed.argmax(1) if count == table.shape[0] else None
+    return None if rows.all() else rows, None if columns.all() else columns, False, by_column, by_row
+
+
+def _is_sum(table: Floats) -> bool:
+    if 1 in table.shape or table[0, 0] + table[-1, -1] != table[0, -1] + table[-1, 0]:
+        return 1 in table.shape
+    return bool((table + table[0, 0] == table[:1] + table[:, :1]).all())
+
+
+def row_and_column_costs(table: Floats) -> tuple[Floats, Floats]:
+    """The costs of rows and of columns that add up to a table."""
+    least = int(table[:, 0].argmin())  # the least row in every column, so that no cost becomes negative
+    return table[:, 0] - table[least, 0], table[least]
+
+
+def merged_costs(cost: Floats, table: Floats, choice: Ints) -> Floats:
+    """The costs of the chosen states, plus their entries in a table."""
+    merged: Floats = cost[choice] + table[choice, np.arange(choice.size)]
+    return merged
+
+
+def least_excess(table: Floats) -> Floats:
+    """float64 [b, a]: the least amount by which an entry of row b exceeds that of row a."""
+    with np.errstate(invalid="ignore"):
+        apart = table[:, None, :] - table[None, :, :]
+    if np.isinf(table).any():
+        apart[np.isnan(apart)] = np.inf  # forbidden for both
+    least: Floats = apart.min(2)
+    return least
+
+
+def dominated_states(cost: Floats, apart: Sequence[Floats], amounts: Sequence[Floats]) -> tuple[tuple[int, int], ...]:
+    """Dominated states, the last first, each with a state that costs and holds no more for any neighbours' states."""
+    with np.errstate(invalid="ignore"):  # inf - inf: each is allowed where the other one is not
+        worse = sum(apart, start=cost[:, None] - cost[None, :]) >= 0
+    for amount in amounts:
+        worse &= amount[:, None] >= amount[None, :]
+    np.fill_diagonal(worse, False)
+    remaining, dominated = np.ones(cost.size, dtype=bool), []
+    for worse_state in np.flatnonzero(worse.any(1))[::-1].tolist():
+        better = np.flatnonzero(worse[worse_state] & remaining)
+        if better.size:
+            remaining[worse_state] = False
+            dominated.append((worse_state, int(better[0])))
+    return tuple(dominated)
+
+
+def best_costs(cost: Floats, *tables: Floats) -> Floats:
+    """The least cost of a node for its neighbours' states."""
+    return np.asarray(_total_costs(cost, tables).min(0))
+
+
+def best_state(cost: Floats, *rows: Floats) -> int:
+    """The state of the least cost, with these costs at the neighbours' states."""
+    for row in rows:
+        cost = cost + row
+    return int(cost.argmin())
+
+
+def extra_costs(cost: Floats, *tables: Floats) -> Floats:
+    """float64 [states, states of the neighbours]: the cost of each state of a node above the best."""
+    total = _total_costs(cost, tables)
+    best = np.asarray(total.min(0))
+    with np.errstate(invalid="ignore"):  # inf - inf: no state is allowed there
+        return np.where(np.isfinite(best), total - best, np.inf)
+
+
+def _total_costs(cost: Floats, tables: Sequence[Floats]) -> Floats:
+    total = cost.reshape(-1, *[1] * len(tables))
+    for axis, table in enumerate(tables):
+        total = total + table.reshape(-1, *[table.shape[1] if a == axis else 1 for a in range(len(tables))])
+    return total
+
+
+# Represents a reduced problem, and lifts its solutions to the whole problem.
+
+
+class DoesNotFit(ProblemError):
+    """No choice of states is within the limit of memory."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """An eliminated node, and how its state follows from those of others."""
+
+    node: int  # the node
+    kept: Ints  # its remaining states at that time, increasing
+    given: tuple[int, ...]  # the nodes from which its state follows; none, one or two
+    given_kept: tuple[Ints, ...]  # their remaining states at that time
+    # int [states of the given node], the index in ``kept`` of the only state that it allows; None if it may have
+    # several
+    choice: Ints | None
+    # the cost of its states, and its tables with the given nodes, if it may have several states
+    costs: tuple[Floats, ...] = ()
+
+    def best(self, given: Sequence[int]) -> int:
+        """The index in ``kept`` of the best state, for the indices of the states of the given nodes."""
+        if self.choice is not None:
+            return self.choice.item(*given)
+        cost, *tables = self.costs
+        return best_state(cost, *(table[:, k] for table, k in zip(tables, given)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dominated:
+    """State ``state`` of ``node`` is never better than ``by``."""
+
+    node: int
+    state: int
+    by: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reduced:
+    """A reduced problem, with the steps that made it."""
+
+    whole: Problem  # the original problem
+    # the reduced problem. Its last node may have a single state, with the cost and bytes of everything that is decided.
+    problem: Problem
+    nodes: tuple[int, ...]  # for each node of ``problem``, the node of ``whole``; -1 for the node of what is decided
+    kept: tuple[Ints, ...]  # for each node of ``problem``, the remaining states of that node
+    moments: Ints  # for each moment of ``problem``, the index of the moment of ``whole``
+    steps: tuple[Step | Dominated, ...]  # the steps of the reduction, in order
+
+    def lift(self, states: Sequence[int] | Ints) -> Ints:
+        """The states of all nodes of ``whole``, with the same value."""
+        states_of_nodes = [0] * len(self.whole.costs)
+        for node, kept, state in zip(self.nodes, self.kept, states):
+            if node >= 0:
+                states_of_nodes[node] = int(kept[state])
+        places: dict[int, dict[int, int]] = {}  # by identity of ``kept``: the index of each state in it
+        for step in reversed(self.steps):
+            if isinstance(step, Step):
+                for kept in step.given_kept:
+                    if id(kept) not in places:
+                        places[id(kept)] = {state: k for k, state in enumerate(kept.tolist())}
+                indices = [places[id(kept)][states_of_nodes[j]] for j, kept in zip(step.given, step.given_kept)]
+                states_of_nodes[step.node] = step.kept.item(step.best(indices))
+        return np.array(states_of_nodes, dtype=np.int64)
+
+    def lower(self, states: Sequence[int] | Ints) -> Ints:
+        """The states of ``problem`` for a solution of ``whole``; the first state of a node whose own was removed."""
+        indices = []
+        for node, kept in zip(self.nodes, self.kept):
+            index = int(np.searchsorted(kept, states[node])) if node >= 0 else 0
+            indices.append(index if index < kept.size and (node < 0 or kept[index] == states[node]) else 0)
+        return np.array(indices, dtype=np.int64)
+
+    def lift_alternatives(self, values: Sequence[Floats], least: float) -> list[Floats]:
+        """Lower bounds of the value with each state of each node of ``whole``, from those of ``problem``.
+
+        Args:
+            values: for each node of ``problem``, float64 [states].
+            least: a lower bound of all values.
+        """
+        bounds = [np.full(cost.size, np.inf) for cost in self.whole.costs]
+        for node, kept, value in zip(self.nodes, self.kept, values):
+            if node >= 0:
+                bounds[node][kept] = value
+        for step in reversed(self.steps):
+            if isinstance(step, Dominated):
+                bounds[step.node][step.state] = bounds[step.node][step.by]
+                continue
+            context = np.full([kept.size for kept in step.given_kept], least)
+            for axis, (j, kept) in enumerate(zip(step.given, step.given_kept)):
+                shape = [-1 if a == axis else 1 for a in range(context.ndim)]
+                context = np.maximum(context, bounds[j][kept].reshape(shape))
+            if step.choice is not None:
+                np.minimum.at(bounds[step.node], step.kept[step.choice], context)
+            else:
+                axes = tuple(range(1, 1 + context.ndim))
+                bounds[step.node][step.kept] = np.min(extra_costs(*step.costs) + context, axis=axes)
+        return bounds
+
+
+# Computes functions of equal arrays once.
+
+
+class Done:
+    """Interned arrays and the results of functions of them, as long as this object is kept."""
+
+    def __init__(self) -> None:
+        self._ones: dict[tuple[object, ...], list[np.ndarray]] = {}
+        self._found: dict[tuple[object, ...], Any] = {}
+
+    def one(self, array: Any) -> Any:
+        """The first array that had these contents; any other object unchanged."""
+        if not isinstance(array, np.ndarray):
+            return array
+        data = array.tobytes()
+        equal = self._ones.setdefault((array.shape, array.dtype, hash(data)), [])
+        for other in equal:
+            if other is array or other.tobytes() == data:
+                return other
+        equal.append(array)
+        return array
+
+    def __call__(self, work: Callable[..., Any], *arrays: Any) -> Any:
+        """``work(*arrays)``: an interned array, or a tuple that may contain some."""
+        key = (work, *map(id, arrays))
+        try:
+            return self._found[key]
+        except KeyError:
+            found = work(*arrays)
+        self._found[key] = tuple(map(self.one, found)) if isinstance(found, tuple) else self.one(found)
+        return self._found[key]
+
+    def part(self, work: Callable[..., Any], array: Any) -> Any:
+        """``work(array)``, as computed the first time: equal results for other arrays are other objects."""
+        key = work, id(array)
+        if key not in self._found:
+            self._found[key] = work(array)
+        return self._found[key]
+
+
+# Selects the moments at which memory can be fullest, so that the solver can ignore the others.
+
+
+def fullest_moments(spans: Sequence[tuple[int, tuple[int, int], Floats]], count: int) -> Ints:
+    """The moments that matter: at any other moment, every state takes at most what it takes at one of these."""
+    starts: list[list[tuple[int, Floats]]] = [[] for _ in range(count + 1)]
+    for node, (first, last), amount in spans:
+        starts[first].append((node, amount))
+        starts[last].append((node, -amount))
+    kept: list[int] = []
+    difference: dict[int, Floats] = {}  # by node: bytes now minus bytes at the last kept moment
+    for moment in range(count):
+        for node, amount in starts[moment]:
+            difference[node] = difference[node] + amount if node in difference else amount
+        difference = {node: amount for node, amount in difference.items() if amount.any()}
+        if kept and all((amount <= 0).all() for amount in difference.values()):
+            continue
+        if kept and all((amount >= 0).all() for amount in difference.values()):
+            kept.pop()
+        kept.append(moment)
+        difference = {}
+    return np.array(kept, dtype=np.int64)
+
 
 TABLE = 4096  # the most entries of a table that replaces a node with two neighbours
 GROWTH = 100_000  # the most entries that a merge may add to the tables
@@ -50,12 +282,7 @@ _DominatedStates = tuple[tuple[tuple[int, int], ...], np.ndarray | None]
 
 
 def reduce(problem: Problem) -> Reduced:
-    """Applies all rules until none applies.
-
-    Raises:
-        ProblemError: forbidden choices leave a node without a state.
-        DoesNotFit: only memory leaves a node without a state.
-    """
+    """Applies all rules until none applies."""
     work = _Work(problem)
     work.settle()
     while work.fewer_loads() | work.fewer_states():
@@ -64,52 +291,38 @@ def reduce(problem: Problem) -> Reduced:
 
 
 class _Work:
-    """The problem while it shrinks. All containers are ordered.
-
-    Attributes:
-        whole: the original problem.
-        cost: for each node, float64 [remaining states].
-        kept: for each node, its remaining states.
-        tables_of: for each node, the tables of its edges by neighbour, with its own states first.
-        loads: for each node, the bytes of its states by range of moments.
-        alive: whether each node remains.
-        constant: the cost of what is decided.
-        fixed: float64 [moments], the bytes of what is decided.
-        by_memory: whether a state was removed for its bytes.
-        steps: the reduction so far.
-        changed: nodes that changed since their states were compared.
-        edges: edges whose tables changed.
-        nodes: nodes at which something changed.
-        done: computes functions of equal arrays once.
-        transposed: the transposes of tables, by identity.
-        known_dominated: the dominated states of equal nodes without loads.
-    """
+    """The problem while it shrinks. All containers are ordered."""
 
     def __init__(self, problem: Problem):
         n = len(problem.costs)
-        self.whole = problem
-        done = self.done = Done()
+        self.whole = problem  # the original problem
+        done = self.done = Done()  # computes functions of equal arrays once
         given = {id(array): array for array in (*problem.costs, *problem.tables)}
         interned = {i: done.one(array) for i, array in given.items()}
-        self.transposed: dict[int, Floats] = {}
+        self.transposed: dict[int, Floats] = {}  # the transposes of tables, by identity
+        # the dominated states of equal nodes without loads
         self.known_dominated: dict[tuple[int, ...], _DominatedStates] = {}
+        # for each node, float64 [remaining states]
         self.cost: list[Floats] = [interned[id(cost)] for cost in problem.costs]
-        self.kept: list[Ints] = [done(all_states, cost) for cost in self.cost]
+        self.kept: list[Ints] = [done(all_states, cost) for cost in self.cost]  # for each node, its remaining states
+        # for each node, the tables of its edges by neighbour, with its own states first
         self.tables_of: list[dict[int, Floats]] = [{} for _ in range(n)]
+        # for each node, the bytes of its states by range of moments
         self.loads: list[dict[tuple[int, int], Floats]] = [{} for _ in range(n)]
-        self.alive = [True] * n
-        self.constant = 0.0
-        self.by_memory = False
-        self.fixed = np.zeros(len(problem.moments))
-        self.steps: list[Step | Dominated] = []
+        self.alive = [True] * n  # whether each node remains
+        self.constant = 0.0  # the cost of what is decided
+        self.by_memory = False  # whether a state was removed for its bytes
+        self.fixed = np.zeros(len(problem.moments))  # float64 [moments], the bytes of what is decided
+        self.steps: list[Step | Dominated] = []  # the reduction so far
         for (u, v), table in zip(problem.ends.tolist(), problem.tables):
             self._set_table(u, v, interned[id(table)])
         if problem.limit is not None:
             for load, (first, last) in zip(problem.loads, problem.rows.tolist()):
                 self._add_load(load.node, (first, last), load.bytes)
-        self.changed: dict[int, None] = dict.fromkeys(range(n))
+        self.changed: dict[int, None] = dict.fromkeys(range(n))  # nodes that changed since their states were compared
+        # edges whose tables changed
         self.edges: dict[tuple[int, int], None] = dict.fromkeys(map(tuple, problem.ends.tolist()))
-        self.nodes: dict[int, None] = dict.fromkeys(range(n))
+        self.nodes: dict[int, None] = dict.fromkeys(range(n))  # nodes at which something changed
         for i in range(n):
             self._restrict(i, done(finite_states, self.cost[i]))
 

@@ -1,32 +1,185 @@
-"""Finds good states of a problem, and a bound on their distance from the best.
-
-    >>> p = Problem.of([[0, 3], [1, 0]], [(0, 1, [[0, 9], [9, 0]])], loads=[(0, 0, 2, [8, 4])], limit=6)
-    >>> found = solve(p)
-    >>> found.states.tolist(), found.value, found.gap
-    ([1, 1], 3.0, 0.0)
-    >>> solve(Problem.of([[1, 2]], loads=[(0, 0, 2, [8, 4])], limit=3)).fits
-    False
-
-The steps are: ``reduce`` the problem; enumerate the rest if it is small (``exact``); otherwise alternate rounds of
-messages and prices, and leaps (``descent``). Without ``budget_seconds``, the number of steps depends on the sizes only,
-and the answer is the same at every call and in every process.
-"""
+"""Finds good states of a problem, exactly if there are few, and a bound on their distance from the best."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gshard.core.deadline import OutOfTime, check_deadline
-from gshard.solver.descent import Descent
-from gshard.solver.exact import exact
-from gshard.solver.peak import least_peak
+from gshard.core.phases import OutOfTime, check_deadline
+from gshard.solver.descent import Descent, Forest, Walk
+from gshard.solver.messages import Flat, Messages, ragged
 from gshard.solver.problem import Floats, Ints, Problem
-from gshard.solver.reduce import reduce
-from gshard.solver.reduced import DoesNotFit, Reduced
+from gshard.solver.reduce import DoesNotFit, Reduced, reduce
+
+# Minimises the peak of memory, for problems without a known solution that fits.
+
+ROUNDS = 60
+TRIES = 40
+REPAIRS = 400  # changes in one try
+
+
+def least_peak(problem: Problem, seed: int, deadline: float = np.inf) -> tuple[Ints | None, float]:
+    """The states of the lowest peak found (None if only forbidden states were found), and a lower bound of all peaks.
+
+    >>> least_peak(Problem.of([[0, 0], [0, 0]], loads=[(0, 0, 2, [8, 4]), (1, 1, 2, [5, 9])]), seed=0)
+    (array([1, 0]), 9.0)
+    """
+    reduced = reduce(_memory_only(problem))
+    flat, generator = Flat(reduced.problem), np.random.default_rng(seed)
+    messages = Messages(flat, generator.permutation(flat.size.size))
+    weights = np.full(len(flat.problem.moments), 1.0 / max(1, len(flat.problem.moments)))
+    best: Ints | None = None
+    best_peak, bound = np.inf, 0.0
+    for round_index in range(ROUNDS):
+        if round_index and time.monotonic() > deadline:
+            break
+        costs = flat.priced(weights)
+        messages.sweep(costs, forward=True)
+        sweep_bound, states = messages.sweep(costs, forward=False, choose=True)
+        bound = max(bound, sweep_bound)
+        states = Forest(flat, generator).improve(costs, states)
+        usage = flat.usage(states)
+        peak = float(usage.max(initial=0.0))
+        if np.isfinite(flat.value(states)) and peak < best_peak:
+            best, best_peak = states, peak
+        weights *= np.exp(3.0 / (1.0 + round_index / 10.0) * (usage / max(peak, 1.0) - 1.0))
+        weights /= max(weights.sum(), 1e-300)
+    for _ in range(TRIES):
+        if best is None or best_peak <= bound + 1.0:
+            break
+        walk = Walk(flat, best)
+        flat.limit = best_peak - 1.0
+        if time.monotonic() > deadline or not walk.repair(REPAIRS):
+            break
+        best, best_peak = walk.states, float(walk.usage.max(initial=0.0))
+    # Bytes are whole numbers, and so is every peak.
+    return (None if best is None else reduced.lift(best)), min(float(np.ceil(bound)), best_peak)
+
+
+def _memory_only(problem: Problem) -> Problem:
+    """The problem with costs of 0 for allowed choices, and a limit of 0, so that no state is removed for its bytes."""
+    return Problem(
+        costs=tuple(np.where(np.isfinite(cost), 0.0, np.inf) for cost in problem.costs),
+        ends=problem.ends,
+        tables=tuple(np.where(np.isfinite(table), 0.0, np.inf) for table in problem.tables),
+        loads=problem.loads,
+        limit=0.0,
+        names=problem.names,
+    )
+
+
+# Makes a problem in which all nodes of a class have one state.
+
+
+def tied(problem: Problem, classes: Ints) -> Problem:
+    """The problem with one node for each class. Its states ``s`` cost as much as ``s[classes]`` in the whole problem.
+
+    Args:
+        problem: a problem without loads.
+        classes: int64 [nodes], numbers from 0; nodes of one class have equally many states.
+    """
+    costs: dict[int, Floats] = {}
+    for group, cost in zip(classes.tolist(), problem.costs, strict=True):
+        costs[group] = costs[group] + cost if group in costs else cost
+    count_of: Counter[tuple[int, int, int]] = Counter()
+    tables = {id(table): table for table in problem.tables}
+    for (u, v), table in zip(classes[problem.ends].tolist(), problem.tables, strict=True):
+        count_of[u, v, id(table)] += 1
+    edges = [(u, v, times * tables[table_id]) for (u, v, table_id), times in count_of.items()]
+    return Problem.of([costs[group] for group in range(len(costs))], edges)
+
+
+# Finds the best solution by enumeration, if there are few enough states.
+
+TABLE = 1_000_000  # entries of the largest table
+NODES = 500  # eliminated nodes; for more, messages are faster
+EXACT_WORK = 30_000_000  # entries of all tables, and the choices of nodes with loads times the moments
+
+
+def exact(problem: Problem) -> list[Ints] | None:
+    """The cheapest states that fit, in a list, which is empty if nothing fits; None if the problem is too large.
+
+    >>> exact(Problem.of([[0, 3], [1, 0]], [(0, 1, [[9, 9], [0, 9]])]))
+    [array([1, 0])]
+    """
+    order = _order(problem)
+    if order is None:
+        return None
+    tables: list[tuple[tuple[int, ...], Floats]] = [((i,), cost) for i, cost in enumerate(problem.costs)]
+    tables += [((u, v), table) for (u, v), table in zip(problem.ends.tolist(), problem.tables)]
+    eliminations: list[tuple[int, tuple[int, ...], Floats]] = []
+    for node in order:
+        tables_of_node = [entry for entry in tables if node in entry[0]]
+        scope = tuple(sorted({i for nodes, _ in tables_of_node for i in nodes}))
+        total = _sum(tables_of_node, scope)
+        axis = scope.index(node)
+        tables = [entry for entry in tables if node not in entry[0]]
+        other_nodes = tuple(i for i in scope if i != node)
+        tables.append((other_nodes, total.min(axis)))
+        eliminations.append((node, other_nodes, total.argmin(axis)))
+    eliminated = set(order)
+    remaining = tuple(i for i in range(len(problem.costs)) if i not in eliminated)
+    total = _sum(tables, remaining, tuple(problem.costs[i].size for i in remaining))
+    if problem.limit is not None:
+        for moment in range(len(problem.moments)):
+            used = _sum(
+                [((load.node,), load.bytes) for load, (a, b) in zip(problem.loads, problem.rows) if a <= moment < b],
+                remaining,
+                total.shape,
+            )
+            total = np.where(used <= problem.limit, total, np.inf)
+    best = np.unravel_index(int(total.argmin()), total.shape) if remaining else ()
+    if not np.isfinite(total[best]):
+        return []
+    states = np.zeros(len(problem.costs), dtype=np.int64)
+    states[list(remaining)] = best
+    for node, other_nodes, choice in reversed(eliminations):
+        states[node] = choice[tuple(states[list(other_nodes)])] if other_nodes else int(choice)
+    return [states]
+
+
+def _order(problem: Problem) -> list[int] | None:
+    """The nodes without loads in the order of their elimination; None if tables become too large."""
+    size = problem.states.tolist()
+    loaded = {load.node for load in problem.loads} if problem.limit is not None else set()
+    loaded_choices = math.prod(size[i] for i in sorted(loaded))
+    if loaded_choices > TABLE or loaded_choices * max(1, len(problem.moments)) > EXACT_WORK:
+        return None
+    neighbours: list[set[int]] = [set() for _ in size]
+    for u, v in problem.ends.tolist():
+        neighbours[u].add(v)
+        neighbours[v].add(u)
+    remaining, order, work = [i for i in range(len(size)) if i not in loaded], [], 0
+    if len(remaining) > NODES:
+        return None
+    table_of = {i: math.prod(size[j] for j in neighbours[i]) * size[i] for i in remaining}
+    while table_of:
+        table, node = min((table, i) for i, table in table_of.items())
+        work += table
+        if table > TABLE or work > EXACT_WORK or len(neighbours[node]) > 24:
+            return None
+        del table_of[node]
+        for j in neighbours[node]:
+            neighbours[j] |= neighbours[node]
+            neighbours[j] -= {j, node}
+        table_of |= {i: math.prod(size[j] for j in neighbours[i]) * size[i] for i in neighbours[node] if i in table_of}
+        order.append(node)
+    return order
+
+
+def _sum(tables: list[tuple[tuple[int, ...], Floats]], scope: tuple[int, ...], shape: tuple[int, ...] = ()) -> Floats:
+    """The sum of tables as one table over the nodes of ``scope``. Nodes increase in ``scope`` and in each table."""
+    total = np.zeros(shape)
+    for nodes, table in tables:
+        extents = dict(zip(nodes, table.shape))
+        total = total + table.reshape([extents.get(i, 1) for i in scope])
+    return total
+
 
 TOLERANCE = 1e-6  # a gap that counts as none
 WORK = 1e8  # entries of tables that rounds go through, if no time is given
@@ -41,31 +194,18 @@ ENDLESS = 1 << 60
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Solution:
-    """States, with their cost and bounds.
+    """States, with their cost and bounds."""
 
-    Attributes:
-        problem: the problem.
-        states: int64 [nodes].
-        value: the cost of the states; ``inf`` if no allowed states were found.
-        bound: no states that fit cost less.
-        peak: bytes at the fullest moment.
-        prices: float64 [moments], the price of a byte at each moment.
-        steps: the number of rounds and leaps.
-        peak_bound: no states have a lower peak; 0 if the search did not minimise the peak.
-        cut: whether the time was over before all planned steps.
-        interrupted: whether Ctrl-C ended the search.
-    """
-
-    problem: Problem
-    states: Ints
-    value: float
-    bound: float
-    peak: float
-    prices: Floats
-    steps: int = 0
-    peak_bound: float = 0.0
-    cut: bool = False
-    interrupted: bool = False
+    problem: Problem  # the problem
+    states: Ints  # int64 [nodes]
+    value: float  # the cost of the states; ``inf`` if no allowed states were found
+    bound: float  # no states that fit cost less
+    peak: float  # bytes at the fullest moment
+    prices: Floats  # float64 [moments], the price of a byte at each moment
+    steps: int = 0  # the number of rounds and leaps
+    peak_bound: float = 0.0  # no states have a lower peak; 0 if the search did not minimise the peak
+    cut: bool = False  # whether the time was over before all planned steps
+    interrupted: bool = False  # whether Ctrl-C ended the search
     _alternatives: tuple[Floats, ...] = ()
 
     @property
@@ -122,26 +262,7 @@ def solve(
     effort: float = 1.0,
     most_seconds: float = np.inf,
 ) -> Solution:
-    """Searches for the best states. An interrupt (Ctrl-C) ends the search early.
-
-    Args:
-        problem: costs, tables and loads.
-        budget_seconds: the time of the search. A step that has begun is finished; ``reduce`` is one step. If None, the
-            number of steps depends on the sizes of the problem.
-        start: states to begin with. The result is no worse than the best of those that fit.
-        on_better: called with each solution that is better than all before.
-        tolerance: the gap at which to stop.
-        seed: the seed of the random numbers.
-        effort: a factor on the number of steps, if no time is given.
-        most_seconds: ends these steps too; only ``core.deadline`` cuts ``reduce``.
-
-    Returns:
-        a solution. If nothing fits, its ``fits`` is False, and it has the lowest peak that was found.
-
-    Raises:
-        ProblemError: a node has no state that its neighbours allow.
-        OutOfTime: the deadline (``core.deadline``) passed before there was a result.
-    """
+    """Searches for the best states. An interrupt (Ctrl-C) ends the search early."""
     search = _Search(problem, on_better, seed)
     by_size = budget_seconds is None
     deadline = time.monotonic() + (most_seconds if budget_seconds is None else budget_seconds)
@@ -292,3 +413,93 @@ class _Search:
             interrupted=self.interrupted,
             _alternatives=alternatives,
         )
+
+
+# Solves a problem again with only the few most promising states of each node, which takes a small part of the time.
+
+FEW = 12  # states of each node and ranking; with so few, ``reduce`` still compares all pairs
+LARGE = 1_000_000  # entries above which a round takes longer than all rounds over a few states
+_ROUNDS = 8  # rounds of messages over the few states
+_ENOUGH = 1e-4  # of the cost: a smaller gap over the few states is not worth another round
+
+
+def entries(problem: Problem) -> int:
+    """The entries of all tables.
+
+    >>> entries(Problem.of([[0, 3], [1, 0, 2]], [(0, 1, [[0, 9, 1], [9, 0, 1]])]))
+    6
+    """
+    return sum(table.size for table in problem.tables)
+
+
+def best_of_few(descent: Descent) -> bool:
+    """Offers the best states among the most promising few to a search. True if the best solution improves."""
+    if descent.states is None:
+        return False
+    flat, problem = descent.flat, descent.flat.problem
+    rank, best = ragged(flat.size), flat.first[:-1] + descent.states
+    chosen = np.zeros(flat.cost.size, dtype=bool)
+    chosen[best] = True
+    for values in (descent.messages.belief, flat.given(descent.states)):
+        order = np.lexsort((values, flat.owner))
+        chosen[order[rank < FEW]] = True
+    kept = np.split(rank[chosen], np.cumsum(np.add.reduceat(chosen.astype(np.int64), flat.first[:-1]))[:-1])
+    reduced = reduce(
+        Problem(
+            costs=tuple(cost[node_states] for cost, node_states in zip(problem.costs, kept)),
+            ends=problem.ends,
+            tables=tuple(
+                table[np.ix_(kept[u], kept[v])] for table, (u, v) in zip(problem.tables, problem.ends.tolist())
+            ),
+        )
+    )
+    start = [int(np.searchsorted(node_states, state)) for node_states, state in zip(kept, descent.states.tolist())]
+    solution = _solved(reduced.problem, reduced.lower(start))
+    if solution is None:
+        return False
+    return descent.offer(
+        np.array([node_states[k] for node_states, k in zip(kept, reduced.lift(solution).tolist())], dtype=np.int64)
+    )
+
+
+def _solved(problem: Problem, begin: Ints) -> Ints | None:
+    """Good states of a small problem, starting from some states; None if no allowed states were found."""
+    if found := exact(problem):
+        return found[0]
+    inner = Descent(problem, 0)
+    inner.offer(begin)
+    for _ in range(_ROUNDS):
+        inner.round()
+        if inner.value - inner.prices.bound <= _ENOUGH * inner.value:
+            break
+    return inner.states
+
+
+# Solves the rest of a problem exactly, once the bound is close to the best solution.
+
+
+def best_of_rest(descent: Descent, tolerance: float) -> Ints | None:
+    """States that no others improve on; None if too many choices are left."""
+    flat, found = descent.flat, descent.states
+    assert found is not None
+    best, problem, sent = found.copy(), flat.problem, descent.messages.sent.copy()
+    possible = np.concatenate(descent.alternatives()) <= descent.value * (1 + tolerance)
+    descent.messages.sent[:] = sent
+    possible[flat.first[:-1] + best] = True
+    has_choice = np.add.reduceat(possible.astype(np.int64), flat.first[:-1]) > 1
+    nodes, edges = np.flatnonzero(has_choice), np.flatnonzero(has_choice[problem.ends].all(1))
+    states = {i: np.flatnonzero(possible[flat.first[i] : flat.first[i + 1]]) for i in nodes.tolist()}
+    given, ends = flat.given_outside(flat.cost, best, has_choice), problem.ends[edges]
+    rest = reduce(
+        Problem(
+            costs=tuple(given[flat.first[i] + node_states] for i, node_states in states.items()),
+            ends=np.searchsorted(nodes, ends),
+            tables=tuple(problem.tables[k][np.ix_(states[u], states[v])] for k, (u, v) in zip(edges, ends.tolist())),
+        )
+    )
+    chosen = exact(rest.problem)
+    if not chosen:
+        return None
+    for (i, node_states), state in zip(states.items(), rest.lift(chosen[0]).tolist()):
+        best[i] = node_states[state]
+    return best

@@ -1,46 +1,58 @@
-"""Rule checks: checks a rule by simulating every split of its equation.
-
-    gshard.testing.check_rule(f, *args, primitive="my_primitive")
-
-An equation is taken out of a program with the values of its operands. It runs split, in every way that its rule allows,
-simulated for all devices of a small mesh; what comes out is compared with what the primitive computes whole. Parts of
-a dimension that does not divide are padded with values that spoil whatever they are mixed into. Where a rule lets parts
-of a sum pass uncombined (``linear``, ``finite``), operands come as such parts too, of both signs.
-"""
+"""Rule checks: checks a rule, or the two functions of a ``gshard.kernel``, by simulating every split."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gshard.api.kernel_function import KernelFunction
+from gshard.comm.collectives import collectives_of
 from gshard.comm.steps import identity
-from gshard.core.device_order import positions_of_parts
-from gshard.core.errors import RuleError
-from gshard.core.jax_adapter import bind
-from gshard.core.keywords import keywords
+from gshard.core.errors import ArgumentError, RuleError, keywords
+from gshard.core.jax_adapter import bind, user_line
+from gshard.core.mark import positions_of_parts
 from gshard.core.mesh import Mesh
-from gshard.core.plan import Plan
+from gshard.core.plan import Boundary, Plan
 from gshard.core.program import Block, Equation, Program, Value
-from gshard.core.program_boundary import Boundary
-from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE, Rule
+from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE, Rule, Split, is_valid, operand_sharding, passing
 from gshard.core.sharding import Sharding
-from gshard.core.split import Split, is_valid, operand_sharding, passing
-from gshard.core.spmd import SpmdProgram
-from gshard.device.jaxpr_collectives import emitted, reported
+from gshard.core.spmd import Collective, SpmdProgram
 from gshard.emit.partition import partition
-from gshard.language.interpret import value_of
-from gshard.planning.io_shardings import at_boundary
-from gshard.planning.on_mesh import on_mesh
+from gshard.language.kernel_primitive import kernel_p
+from gshard.language.region import value_of
+from gshard.planning.demands import at_boundary
+from gshard.planning.settled import on_mesh
 from gshard.simulator.simulate import simulate
 from gshard.tracing.permitted import permitted
 from gshard.tracing.trace import trace
+
+# Counts the collectives of a per-device program in its jaxpr, independently of the partitioner's notes.
+
+
+def emitted(jaxpr: Any, sizes: Mapping[str, int]) -> Counter[str]:
+    """Bytes that each device sends in one call, by kind. The body of a loop of unknown length counts once."""
+    found: Counter[str] = Counter()
+    for kind, _, sent, _ in collectives_of(jaxpr, sizes):
+        found[kind] += sent
+    return +found
+
+
+def reported(collectives: Iterable[Collective]) -> Counter[str]:
+    """The bytes that a program reports, in the same form."""
+    found: Counter[str] = Counter()
+    for c in collectives:
+        found[c.kind] += c.total_bytes
+    return +found
+
 
 SMALL = Mesh.abstract(a=2, b=3)
 
@@ -107,19 +119,12 @@ def check_rule(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Alone:
-    """One equation as a program of its own.
+    """One equation as a program of its own."""
 
-    Attributes:
-        program: it.
-        equation: its only equation.
-        arguments: the values of the operands that are not constants.
-        expected: what the primitive computes from them; None for results that the program does not read.
-    """
-
-    program: Program
-    equation: Equation
-    arguments: tuple[Any, ...]
-    expected: tuple[Any, ...]
+    program: Program  # it
+    equation: Equation  # its only equation
+    arguments: tuple[Any, ...]  # the values of the operands that are not constants
+    expected: tuple[Any, ...]  # what the primitive computes from them; None for results that the program does not read
 
     @staticmethod
     def of(program: Program, equation: Equation, leaves: Sequence[Any]) -> Alone:
@@ -172,11 +177,7 @@ class Alone:
                 yield by_value[value]
 
     def compare(self, results: Sequence[Sequence[Any]], split: Split, mesh: Mesh, tolerance: float) -> None:
-        """Compares the results on every device with the expected ones.
-
-        Raises:
-            RuleError: an element differs.
-        """
+        """Compares the results on every device with the expected ones."""
         for i, (per_device, whole) in enumerate(zip(results, self.expected, strict=True)):
             if whole is None:
                 continue
@@ -189,11 +190,7 @@ class Alone:
                     raise self._lie(split, mesh, f"result {i}: {one} ({(~right).sum()} of {right.size} differ)")
 
     def compare_sent(self, spmd: SpmdProgram, split: Split) -> None:
-        """Compares what the devices send with what the rule's ``local`` reports of it.
-
-        Raises:
-            RuleError: it sends something else, so explanations would not be true.
-        """
+        """Compares what the devices send with what the rule's ``local`` reports of it."""
         sent, said = emitted(spmd.jaxpr, spmd.mesh.atom_sizes), reported(spmd.collectives)
         if sent != said:
             assert self.equation.rule is not None
@@ -371,3 +368,92 @@ def are_close(got: np.ndarray, want: np.ndarray, tolerance: float) -> np.ndarray
         return np.asarray(got == want)
     wide = np.complex128 if jnp.issubdtype(want.dtype, jnp.complexfloating) else np.float64
     return np.isclose(got.astype(wide), want.astype(wide), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+# Kernel checks: checks that the two functions of a ``gshard.kernel`` compute the same, whole and on shards.
+
+
+def check_kernel(
+    kernel: KernelFunction[..., Any],
+    *args: Any,
+    mesh: Any = None,
+    most: int | None = None,
+    tolerance: float = 1e-5,
+    gradient: bool = True,
+    **kwargs: Any,
+) -> tuple[str, ...]:
+    """Checks that the fast function of a kernel computes what the plain one computes, whole and on shards.
+
+    gshard proves of the plain function that it may be split. It cannot prove that the fast function computes the same.
+
+    Args:
+        kernel: what ``gshard.kernel`` returned. Its fast function must run on this computer: write a Pallas kernel with
+            ``interpret=True`` for a test on CPU.
+        args: its arrays: numbers that vary in sign, dimensions that the mesh divides and some that it does not.
+        kwargs: its static arguments.
+        mesh: devices to simulate, as ``gshard.jit`` takes them or an abstract mesh; by default 2 x 3 of them.
+        most: check no more than so many splits, drawn with a fixed seed.
+        tolerance: relative and absolute.
+        gradient: whether to check the gradient with respect to all arguments of floating-point numbers, too.
+
+    Returns:
+        the splits that were checked, as text; those of the gradient after those of the kernel.
+
+    Raises:
+        RuleError: the two functions, or a split, compute something else; with the first element that differs.
+        ArgumentError: this is no kernel.
+
+    >>> import gshard
+    >>> double = gshard.kernel(lambda x: x + x, like=lambda x: 2 * x)
+    >>> check_kernel(double, np.float32([1, -2, 3]), mesh=2)
+    ('a@devices', 'a@devices', 'a@devices')
+    """
+    if not isinstance(kernel, KernelFunction):
+        hint = "Give what gshard.kernel(fast, like=plain) returns."
+        raise ArgumentError(f"check_kernel takes a kernel, not {type(kernel).__name__}.", user_line(), hint=hint)
+
+    def value(function: Callable[..., Any], *arrays: Any) -> Any:
+        return function(*arrays, **kwargs)
+
+    def slope(function: Callable[..., Any], *arrays: Any) -> Any:
+        leaves, tree = jax.tree.flatten(arrays)
+        at = [i for i, x in enumerate(leaves) if _is_float(x)]
+
+        def weighed(some: list[Any]) -> Any:
+            every = list(leaves)
+            for i, x in zip(at, some, strict=True):
+                every[i] = x
+            results = jax.tree.leaves(value(function, *jax.tree.unflatten(tree, every)))
+            return sum(jnp.sum(jnp.sin(x)) for x in results if _is_float(x))
+
+        return jax.grad(weighed)([leaves[i] for i in at])
+
+    checked: list[str] = []
+    has_gradient = gradient and any(map(_is_float, jax.tree.leaves(args)))
+    for compute, what in ((value, ""), (slope, "the gradient: "))[: 2 if has_gradient else 1]:
+        _compare(kernel, what, compute, args, tolerance)
+        of_kernel = functools.partial(compute, kernel)
+        checked += check_rule(of_kernel, *args, primitive=kernel_p, mesh=mesh, most=most, tolerance=tolerance)
+    return tuple(checked)
+
+
+def _is_float(x: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))
+
+
+def _compare(
+    kernel: KernelFunction[..., Any], what: str, compute: Callable[..., Any], arguments: Any, tolerance: float
+) -> None:
+    fast, plain = (jax.tree.leaves(jax.jit(compute, static_argnums=0)(f, *arguments)) for f in (kernel, kernel.like))
+    for i, (got, want) in enumerate(zip(fast, plain, strict=True)):
+        first, second = numbers_of(got), numbers_of(want)
+        right = are_close(first, second, tolerance)
+        if not right.all():
+            at = tuple(map(int, np.argwhere(~right)[0]))
+            raise RuleError(
+                f"the two functions of kernel {kernel} do not compute the same.",
+                user_line(),
+                f"{what}result {i}: element {list(at)} is {first[at]} of fast, and {second[at]} of like "
+                f"({(~right).sum()} of {right.size} differ)",
+                "Both must compute the same for arrays of all sizes; tolerance= allows for rounding.",
+            )

@@ -1,4 +1,4 @@
-"""Converts jaxprs to blocks: opens calls, merges equal equations, and finds the rule of each equation."""
+"""Converts jaxprs to blocks: opens calls, merges equal equations, and finds marks and nested shardings."""
 
 from __future__ import annotations
 
@@ -7,91 +7,180 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import Literal
 
-from gshard.core.context import NO_CONTEXT, Context
-from gshard.core.dropped import Dropped
-from gshard.core.fired import Fired
+from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import (
     as_if_at,
+    bind,
     closed,
+    function_of,
     in_scopes_of,
     optimization_barrier_p,
+    retyped,
+    shapes_of,
+    sub_jaxprs,
     user_line,
 )
 from gshard.core.jax_adapter_context import context_of, context_of_body, with_settings_of
+from gshard.core.jax_adapter_jit import bound_without_shardings, has_default_layout
 from gshard.core.layout import Layout, Named
 from gshard.core.mark import Mark
 from gshard.core.memory_kinds import is_on_host
-from gshard.core.program import Block, Constant, Equation, Value
+from gshard.core.program import NO_CONTEXT, Block, Constant, Context, Dropped, Equation, Fired, Value
 from gshard.core.rule import Rule
-from gshard.language.ledger import check_arrays, dropped
-from gshard.language.mark_primitive import mark_p, name_p
+from gshard.language.batch import same
+from gshard.language.ledger import RESULT_SHARDINGS, check_arrays, dropped
+from gshard.language.mark_primitive import bind_mark, mark_p, name_p
 from gshard.language.region import REGIONS, with_edges
-from gshard.language.registry import Call, rule_of
-from gshard.rewrite.constant_indices import KnownValues, makes_indices
-from gshard.rewrite.cse import common_key
-from gshard.rewrite.dce import without_dead_code
+from gshard.language.registry import Call, has_rule, rule_of
 from gshard.rewrite.driver import Rewrite, run
-from gshard.rewrite.look_up import simpler
+from gshard.rewrite.equation_graph import common_key, without_dead_code
+from gshard.rewrite.look_up import KnownValues, makes_indices, simpler
 from gshard.rewrite.rewrites import TRACE
 from gshard.rewrite.scale_in_rounds import added_in_rounds
-from gshard.rewrite.segments import in_segments
-from gshard.tracing.demanded import demanded
+from gshard.rewrite.widening import in_segments
 from gshard.tracing.expand import (
     expansion,
+    mark_of_any_sharding,
     mark_of_equation,
     mark_of_result,
+    mark_of_type,
     marks_of_parts,
     needs_barrier,
     without_shardings,
 )
-from gshard.tracing.nested_shardings import with_shardings_as_marks
-from gshard.tracing.opened import may_be_opened, opened
 from gshard.tracing.partly_manual import opened_region
 from gshard.tracing.permitted import permit_from
+
+# Splits an operation with ``out_sharding=`` into the operation and a mark on its result.
+
+
+def demanded(eqn: Any) -> Any | None:
+    """The closed jaxpr that replaces an equation with a sharding of its (last) result; None for other equations."""
+    sharding = next((eqn.params[k] for k in RESULT_SHARDINGS if eqn.params.get(k) is not None), None)
+    spec = getattr(sharding, "spec", None)
+    if spec is None or eqn.effects or getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+        return None  # the type of the result also states unreduced and reduced axes (expand.marks_of_parts)
+    shape = eqn.outvars[-1].aval.shape
+    mark = mark_of_type(sharding, len(shape))
+    if mark is None or mark_of_equation(eqn.primitive.name, eqn.params, shape) is not None:
+        return None
+    params = {k: None if k in RESULT_SHARDINGS else v for k, v in eqn.params.items()}
+
+    def marked(*arrays: Any) -> list[Any]:
+        *others, last = bind(eqn.primitive, params, arrays)
+        return [*others, mark_p.bind(last, mark=mark)]
+
+    return jax.make_jaxpr(marked)(*shapes_of([v.aval for v in eqn.invars]))
+
+
+# Opens a primitive without a rule: replaces it by the equations of its lowering function.
+
+
+def may_be_opened(primitive: Any, params: dict[str, Any]) -> bool:
+    """Whether an equation has no rule and is neither a loop nor a branch."""
+    return primitive.name not in REGIONS and not has_rule(primitive.name, params)
+
+
+def opened(primitive: Any, params: dict[str, Any], in_avals: Sequence[Any], out_avals: Sequence[Any]) -> Any | None:
+    """The jaxpr that replaces an equation for which ``may_be_opened`` is true; None if the equation stays."""
+    function = function_of(primitive)
+    if function is None:
+        return None
+
+    def typed(*arrays: Any) -> list[Any]:
+        return [retyped(x, aval) for x, aval in zip(function(*arrays, **params), out_avals, strict=True)]
+
+    try:
+        jaxpr = jax.make_jaxpr(typed)(*shapes_of(in_avals))
+    except Exception:  # the function cannot be traced here, so the equation stays
+        return None
+    return None if jaxpr.effects or _is_inside(jaxpr, primitive, params, in_avals) else jaxpr
+
+
+def _is_inside(jaxpr: Any, primitive: Any, params: dict[str, Any], avals: Sequence[Any]) -> bool:
+    """Whether a jaxpr contains the same equation again, for example because the function applies the primitive.
+
+    The primitive may occur with other shapes: a solver may solve a smaller system with the same primitive.
+    """
+    shapes = [(a.shape, a.dtype) for a in avals]
+    return any(
+        (
+            e.primitive is primitive
+            and [(v.aval.shape, v.aval.dtype) for v in e.invars] == shapes
+            and same(params, e.params)
+        )
+        or any(_is_inside(inner, primitive, params, avals) for inner in sub_jaxprs(e.params))
+        for e in closed(jaxpr)[0].eqns
+    )
+
+
+# Converts the shardings of a nested ``jax.jit`` to marks on its operands and results.
+
+
+def with_shardings_as_marks(primitive: Any, params: Mapping[str, Any], in_avals: Sequence[Any]) -> Any | None:
+    """The closed jaxpr of a call of ``jit`` with marks instead of shardings; None for other equations."""
+    if primitive.name not in ("jit", "pjit"):
+        return None
+    _refuse_layouts(params, in_avals)
+    shardings_of = {name: params[name] for name in ("in_shardings", "out_shardings")}
+    if not any(isinstance(s, jax.sharding.Sharding) for shardings in shardings_of.values() for s in shardings):
+        return None
+
+    def marked(name: str, arrays: Sequence[Any]) -> list[Any]:
+        results = list(arrays)
+        for i, (x, sharding) in enumerate(zip(arrays, shardings_of[name], strict=True)):
+            if isinstance(sharding, jax.sharding.Sharding):
+                mark = mark_of_any_sharding(sharding, x.shape, f"{name}[{i}] of {params['name']}")
+                results[i] = bind_mark(x, mark)
+        return results
+
+    def called(*arrays: Any) -> list[Any]:
+        return marked("out_shardings", bound_without_shardings(primitive, params, marked("in_shardings", arrays)))
+
+    return jax.make_jaxpr(called)(*shapes_of(in_avals))
+
+
+def _refuse_layouts(params: Mapping[str, Any], in_avals: Sequence[Any]) -> None:
+    for side, avals in (("in", in_avals), ("out", params["jaxpr"].out_avals)):
+        arguments = zip(params[f"{side}_layouts"], params[f"{side}_shardings"], avals, strict=True)
+        for i, (layout, sharding, aval) in enumerate(arguments):
+            if layout is None or has_default_layout(layout, sharding, aval):
+                continue
+            raise ShardingError(
+                f"{side}_shardings[{i}] of {params['name']} has a layout in memory, which gshard does not keep.",
+                user_line(),
+                f"{layout}",
+                "Give the sharding without jax.experimental.layout.Format.",
+            )
 
 
 @dataclasses.dataclass
 class _Body:
-    """The equations of a block under construction.
+    """The equations of a block under construction."""
 
-    Attributes:
-        equations: the equations so far.
-        known: the equation for each key of ``common_key``, to merge equal equations.
-    """
-
-    equations: list[Equation] = dataclasses.field(default_factory=list)
+    equations: list[Equation] = dataclasses.field(default_factory=list)  # the equations so far
+    # the equation for each key of ``common_key``, to merge equal equations
     known: dict[Any, Equation] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
 class Builder:
-    """Converts jaxprs to blocks. All blocks of one builder share the numbering of values.
+    """Converts jaxprs to blocks. All blocks of one builder share the numbering of values."""
 
-    Attributes:
-        counter: the numbers of new values.
-        rules: the rule of each call, which equal calls share.
-        bodies: the jaxpr of each opened equation, which equal equations share.
-        layout: the layout for names of dimensions.
-        context: the context of the current equation.
-        dropped: features that the program does not keep.
-        rewrites: the rewrites to run.
-        fired: the rewrites that have changed the program.
-        named: the values whose dimensions have names.
-        known_values: the known values of constant indices.
-    """
-
-    counter: Iterator[int] = dataclasses.field(default_factory=itertools.count)
-    rules: dict[Any, Rule] = dataclasses.field(default_factory=dict)
+    counter: Iterator[int] = dataclasses.field(default_factory=itertools.count)  # the numbers of new values
+    rules: dict[Any, Rule] = dataclasses.field(default_factory=dict)  # the rule of each call, which equal calls share
+    # the jaxpr of each opened equation, which equal equations share
     bodies: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    layout: Layout | None = None
-    context: Context = NO_CONTEXT
-    dropped: list[Dropped] = dataclasses.field(default_factory=list)
-    rewrites: Sequence[Rewrite] = TRACE
-    fired: list[Fired] = dataclasses.field(default_factory=list)
-    named: list[Named] = dataclasses.field(default_factory=list)
-    known_values: KnownValues = dataclasses.field(default_factory=KnownValues)
+    layout: Layout | None = None  # the layout for names of dimensions
+    context: Context = NO_CONTEXT  # the context of the current equation
+    dropped: list[Dropped] = dataclasses.field(default_factory=list)  # features that the program does not keep
+    rewrites: Sequence[Rewrite] = TRACE  # the rewrites to run
+    fired: list[Fired] = dataclasses.field(default_factory=list)  # the rewrites that have changed the program
+    named: list[Named] = dataclasses.field(default_factory=list)  # the values whose dimensions have names
+    known_values: KnownValues = dataclasses.field(default_factory=KnownValues)  # the known values of constant indices
 
     def block(
         self,
@@ -100,14 +189,7 @@ class Builder:
         captured: Sequence[Any] = (),
         same: Iterable[Value | Constant] = (),
     ) -> Block:
-        """The block of a jaxpr.
-
-        Args:
-            jaxpr: the jaxpr.
-            consts: the values of its constants, which become literals. Without them the constants are the first inputs.
-            captured: the known values of constants that are inputs.
-            same: for each argument the value outside that it is equal to.
-        """
+        """The block of a jaxpr."""
         env: dict[Any, Value | Constant] = {}
         inputs: list[Value] = []
         for i, var in enumerate(jaxpr.constvars):
@@ -146,13 +228,7 @@ class Builder:
         return body.equations, [_read(env, v) for v in jaxpr.outvars]
 
     def marked_by_type(self, block: Block, variables: Sequence[Any], as_typed: bool) -> Block:
-        """The block with marks on results whose types (with explicit axes) contain a sharding.
-
-        Args:
-            block: the block.
-            variables: the variables of its results in the jaxpr.
-            as_typed: whether to mark also results whose types name no axis.
-        """
+        """The block with marks on results whose types (with explicit axes) contain a sharding."""
         marks: list[Equation] = []
         outputs = list(block.outputs)
         for i, (v, variable) in enumerate(zip(block.outputs, variables, strict=True)):
@@ -165,14 +241,7 @@ class Builder:
         return Block(block.inputs, (*block.equations, *marks), tuple(outputs))
 
     def _equations(self, jaxpr: Any, env: dict[Any, Any], out: _Body, line: Any) -> None:
-        """Appends the equations of a jaxpr.
-
-        Args:
-            jaxpr: the jaxpr.
-            env: the value of each variable so far; the variables of results are added.
-            out: the block under construction.
-            line: the source information of the call that contains the jaxpr; None outside of calls.
-        """
+        """Appends the equations of a jaxpr."""
         outer = self.context
         for eqn in jaxpr.eqns:
             self.context = context_of(eqn).inside(outer)
@@ -244,12 +313,7 @@ class Builder:
         env.update({v: _read(env_inner, w) for v, w in zip(eqn.outvars, inner.outvars, strict=True)})
 
     def equation(self, primitive: Any, params: dict[str, Any], inputs: Any, outputs: Any, source: Any) -> Equation:
-        """An equation with its rule or its region.
-
-        Args:
-            primitive, params, inputs, outputs: of the equation.
-            source: the source information with the user's line.
-        """
+        """An equation with its rule or its region."""
         region = REGIONS.get(primitive.name)
         if region is not None:
             same = itertools.chain(region.same(params), itertools.repeat(range(0)))

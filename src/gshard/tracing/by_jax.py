@@ -16,11 +16,7 @@ from gshard.core.jax_adapter_transformations import arrays_alone
 
 
 def closed_of(f: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """The closed jaxpr of a function of pytrees, over its flat arguments, and the pytree of its results.
-
-    Raises:
-        TraceError: as for ``trace``. The error is also of the type of JAX's error, so ``except`` clauses still match.
-    """
+    """The closed jaxpr of a function of pytrees, over its flat arguments, and the pytree of its results."""
     try:
         jaxpr, shapes = jax.make_jaxpr(f, return_shape=True)(*args, **kwargs)
     except (

@@ -31,11 +31,7 @@ def has_objects(structure: Any) -> bool:
 
 
 def with_kept_objects(f: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The function with a check that it returns every array of an argument that it changes.
-
-    Raises:
-        ArgumentError: when the returned function is called; the message names the changed arrays.
-    """
+    """The function with a check that it returns every array of an argument that it changes."""
 
     @functools.wraps(f)
     def checked(*args: Any, **kwargs: Any) -> Any:

@@ -19,10 +19,6 @@ def first_difference(one: Any, other: Any, *, constants: bool = True) -> str:
 
     Functions in the parameters of calls do not count: they are rules for derivatives of what the body computes.
 
-    Args:
-        one, other: the jaxprs.
-        constants: whether their own constants must be equal.
-
     >>> import jax, jax.numpy as jnp
     >>> two, three = (jax.make_jaxpr(jnp.sin)(jnp.zeros(n)) for n in (2, 3))
     >>> first_difference(two, two), first_difference(two, three)
@@ -50,12 +46,7 @@ def first_difference(one: Any, other: Any, *, constants: bool = True) -> str:
 
 
 def _of_equations(e: Any, f: Any, matching: dict[Any, Any]) -> str:
-    """Where two equations differ; empty if they do not.
-
-    Args:
-        e, f: the equations.
-        matching: for each variable that ``e`` can read the variable that ``f`` can.
-    """
+    """Where two equations differ; empty if they do not."""
     if e.primitive is not f.primitive or _types(e.outvars) != _types(f.outvars) or len(e.invars) != len(f.invars):
         return f"one has {_text(e)}, the other {_text(f)}"
     for v, w in zip(e.invars, f.invars, strict=True):
@@ -86,12 +77,7 @@ def _jaxprs(value: Any) -> Sequence[Any]:
 
 
 def same_operand(v: Any, w: Any, matching: Mapping[Any, Any]) -> bool:
-    """Whether two operands are the same.
-
-    Args:
-        v, w: variables or literals.
-        matching: the variable that ``w`` must be for a variable ``v``; ``v`` itself if it is not there.
-    """
+    """Whether two operands are the same."""
     if isinstance(v, Literal) and isinstance(w, Literal):
         return _types([v]) == _types([w]) and _equal(v.val, w.val)
     return not isinstance(v, Literal) and matching.get(v, v) is w

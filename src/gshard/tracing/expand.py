@@ -1,39 +1,225 @@
-"""Expands equations to simpler ones before rules are looked up, and converts JAX's shardings to marks.
-
-A call (jit, a custom derivative, rematerialisation) becomes its body. Random bits become counters and integer
-arithmetic, and the counters can be split like any array without operands. A custom linear solve becomes its solver. A
-sum over an axis that ``vmap`` named becomes a sum over a dimension.
-"""
+"""Expands equations to simpler ones before rules are looked up, and converts those that mark or move arrays."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Sharding as JaxSharding
 
+from gshard.comm.shards import mask
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import (
     body_of_call,
     closed,
     expand_high_primitive,
     expand_random_bits,
+    named_axes,
     shapes_of,
+    sub_jaxprs,
     user_line,
 )
 from gshard.core.jax_adapter_context import compute_on_p
-from gshard.core.mark import Mark
-from gshard.core.partition_spec import words_of
-from gshard.core.program import Block
+from gshard.core.mark import Mark, words_of
+from gshard.core.memory_kinds import is_in_host_space, is_on_host
+from gshard.core.program import Block, Edge, Equation, Value
+from gshard.core.sharding import Sharding
+from gshard.language.mark_primitive import bind_mark
+from gshard.language.region import REGIONS, Crossing, Emitter, Region, ShardingOf, crossing, edge, moved_to
+from gshard.language.transfer import is_transfer, transferred
 from gshard.rules.callback import WITH_A_DEVICE
-from gshard.rules.sorted_search import sorted_search
-from gshard.tracing.mapped_while import written_out
-from gshard.tracing.put import put_apart
+from gshard.rules.sort import sorted_search
+
+# Separates ``jax.device_put`` inside a program into a mark and a transfer.
+
+
+def put_apart(params: dict[str, Any], in_avals: list[Any], mark_of: Callable[..., Mark]) -> Any | None:
+    """The closed jaxpr of marks and transfers that replaces a ``device_put``; None if it is a single transfer."""
+    if is_transfer(params, in_avals):
+        return None
+    targets = zip(params["devices"], in_avals, strict=True)
+    marks_and_memories = [_mark_and_memory(target, aval, mark_of) for target, aval in targets]
+
+    def put(*arrays: Any) -> list[Any]:
+        results = []
+        for x, (mark, to_host) in zip(arrays, marks_and_memories, strict=True):
+            if mark is not None and to_host:
+                x = bind_mark(x, mark)
+            if is_on_host(x) != to_host:
+                x = transferred(x, to_host)
+            results.append(x if mark is None or to_host else bind_mark(x, mark))
+        return results
+
+    return jax.make_jaxpr(put)(*shapes_of(in_avals))
+
+
+def _mark_and_memory(target: Any, aval: Any, mark_of: Callable[..., Mark]) -> tuple[Mark | None, bool]:
+    """The mark of one operand, and whether its result is in host memory."""
+    on_host = is_on_host(aval)
+    if target is None or isinstance(target, jax.Device):
+        return None, on_host  # inside a program JAX ignores a single device
+    if isinstance(target, jax.memory.Space):
+        if target not in (jax.memory.Space.Host, jax.memory.Space.Device):
+            raise _refused(f"memory space {target.name} is none that an array can be put in.", target)
+        return None, target is jax.memory.Space.Host
+    if not isinstance(target, JaxSharding):
+        raise _refused(f"jax.device_put inside a program does not read a {type(target).__name__}.", target)
+    to_host = on_host if target.memory_kind is None else is_in_host_space(target.memory_kind)
+    if isinstance(target, NamedSharding):
+        return mark_of(target, len(aval.shape)), to_host
+    if isinstance(target, SingleDeviceSharding):
+        (device,) = target.device_set
+        whole = (None,) * len(aval.shape)
+        return Mark("spec", spec=whole, axes=(("device", 1),), devices=(device,)), to_host
+    raise _refused(f"jax.device_put inside a program does not read a {type(target).__name__}.", target)
+
+
+def _refused(what: str, target: Any) -> ShardingError:
+    return ShardingError(
+        what, user_line(), f"{target}"[:200], "Give a jax.sharding.NamedSharding, or a jax.memory.Space (Device, Host)."
+    )
+
+
+# Rewrites a while loop under ``vmap`` whose examples end at different times.
+
+mapped_while_p = Primitive("mapped_while")
+mapped_while_p.multiple_results = True
+
+
+@mapped_while_p.def_effectful_abstract_eval
+def _results(*avals: Any, body: Any, consts: int) -> tuple[list[Any], Any]:
+    return [v.aval for v in closed(body)[0].outvars], closed(body)[0].effects
+
+
+def written_out(params: dict[str, Any], in_avals: Sequence[Any]) -> Any | None:
+    """The jaxpr that replaces a ``while`` with one flag for each example; None for a ``while`` with a single flag."""
+    condition = params["cond_jaxpr"]
+    if not closed(condition)[0].outvars[0].aval.shape:
+        return None
+    cond_consts = params["cond_nconsts"]
+    count = cond_consts + params["body_nconsts"]  # of all constants
+    condition_function = jaxpr_as_fun(condition)
+    body_function = jaxpr_as_fun(params["body_jaxpr"])
+
+    def flags_of(consts: Sequence[Any], carry: Sequence[Any]) -> Any:
+        return condition_function(*consts[:cond_consts], *carry)[0]
+
+    def step(*arrays: Any) -> list[Any]:
+        consts, flags, carry = arrays[:count], arrays[count], arrays[count + 1 :]
+        results = body_function(*consts[cond_consts:], *carry)
+        new_carry = [_selected(flags, new, old) for new, old in zip(results, carry, strict=True)]
+        return [flags_of(consts, new_carry), *new_carry]
+
+    def loop(*arrays: Any) -> list[Any]:
+        consts, start = arrays[:count], arrays[count:]
+        flags = flags_of(consts, start)
+        body = jax.make_jaxpr(step)(*shapes_of(in_avals[:count]), flags, *shapes_of(in_avals[count:]))
+        return list(mapped_while_p.bind(*consts, flags, *start, body=body, consts=count))[1:]
+
+    return jax.make_jaxpr(loop)(*shapes_of(in_avals))
+
+
+def _selected(flags: Any, new: Any, old: Any) -> Any:
+    """``new`` for examples whose flag is set, ``old`` for the others. The examples are the leading dimensions."""
+    if new is old:
+        return old
+    return lax.select(lax.broadcast_in_dim(flags, old.shape, range(flags.ndim)), new, old)
+
+
+def _edges(equation: Equation) -> list[Edge]:
+    (body,), consts = equation.blocks, equation.params["consts"]
+    edges: list[Edge] = []
+    for outer, inner in zip(equation.inputs, body.inputs, strict=True):
+        edges += edge(outer, inner)
+    for inner, end, result in zip(body.inputs[consts:], body.outputs, equation.outputs, strict=True):
+        edges += edge(inner, end) + edge(result, inner)
+    return edges
+
+
+def _entry(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
+    return [sharding(v) for v in equation.blocks[0].inputs]
+
+
+def _leave(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
+    return [sharding(v) for v in equation.blocks[0].inputs[equation.params["consts"] :]]
+
+
+def _crossings(equation: Equation) -> list[Crossing]:
+    (body,), consts = equation.blocks, equation.params["consts"]
+    crossings = [crossing(x, v) for x, v in zip(equation.inputs, body.inputs, strict=True)]
+    crossings += [crossing(x, v, each_round=True) for x, v in zip(body.outputs, body.inputs[consts:], strict=True)]
+    crossings += [crossing(x, v, inward=False) for x, v in zip(equation.outputs, body.inputs[consts:], strict=True)]
+    return [c for of_values in crossings for c in of_values]
+
+
+def _emit(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequence[Any]:
+    (body,), consts = equation.blocks, equation.params["consts"]
+    carried = body.inputs[consts:]
+    flags = carried[0]
+    sharding = emitter.sharding(flags)
+    atoms = tuple(a for dim in sharding.dims for a in dim)
+
+    def step(*carry: Any) -> list[Any]:
+        out = emitter.run(body, [*arrays[:consts], *carry])
+        return moved_to(equation, emitter, body.outputs, out, carried)
+
+    local_body = jax.make_jaxpr(step)(*arrays[consts:])
+    all_iterate = bool(sharding.unreduced) or _communicates(local_body, frozenset(atoms))
+
+    def go_on(carry: Any) -> Any:
+        local_flags = emitter.move(flags, carry[0], Sharding(sharding.dims), equation)
+        any_flag = jnp.any(_without_padding(local_flags, flags, sharding))
+        return emitter.combine(any_flag, "or", atoms, equation) if all_iterate else any_flag
+
+    return list(
+        lax.while_loop(
+            go_on,  # type: ignore[arg-type]
+            lambda carry: jaxpr_as_fun(local_body)(*carry),
+            list(arrays[consts:]),
+        )
+    )
+
+
+def _without_padding(flags: Any, value: Value, sharding: Sharding) -> Any:
+    for d, (n, atoms) in enumerate(zip(value.shape, sharding.dims, strict=True)):
+        if atoms and n != flags.shape[d] * lax.axis_size(atoms):
+            flags = mask(flags, d, n, atoms, False)
+    return flags
+
+
+def _communicates(jaxpr: Any, atoms: frozenset[str]) -> bool:
+    """Whether a per-device body communicates over some of these atoms, or has other effects."""
+    for eqn in closed(jaxpr)[0].eqns:
+        inner = sub_jaxprs(eqn.params)
+        if any(_communicates(body, atoms) for body in inner):
+            return True
+        axes = named_axes(eqn)
+        axis_name = eqn.params.get("axis_name", ())  # the effects of a permute do not contain its axes
+        all_axes = axes.union(axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,))
+        if not inner and eqn.primitive.name != "axis_index" and all_axes & atoms:
+            return True
+        if len(eqn.effects) > len(axes):
+            return True
+    return False
+
+
+REGIONS[mapped_while_p.name] = Region(
+    lambda params: [params["body"]],
+    _edges,
+    _entry,
+    _leave,
+    _emit,
+    _crossings,
+    decided=lambda equation: (equation.blocks[0].inputs[equation.params["consts"]],),
+)
+
 
 _DEVICE = jax.memory.Space.Device
 
@@ -70,10 +256,6 @@ def _adds_no_mark(destination: Any, aval: Any) -> bool:
 
     If arguments are on a mesh, JAX adds reshards to constants, such as the 1.0 with which a gradient begins. Such a
     reshard names no axis, so the program is the same whether or not its arguments are on a mesh.
-
-    Args:
-        destination: the sharding that the reshard names.
-        aval: the type of its operand.
     """
     mark = mark_of_type(destination, len(aval.shape))
     if mark is None:
@@ -156,14 +338,6 @@ def mark_of_any_sharding(sharding: Any, shape: tuple[int, ...], leaf: str = "") 
 
     A ``NamedSharding`` is read by its axes. Other shardings (``SingleDeviceSharding``, XLA's own) are read by the
     devices that hold each part.
-
-    Args:
-        sharding: the sharding.
-        shape: the shape of the array.
-        leaf: the name of the leaf, for messages.
-
-    Raises:
-        ShardingError: the sharding has unreduced axes that a mark cannot state.
     """
     if isinstance(sharding, NamedSharding):
         return mark_of_named_sharding(sharding, len(shape), leaf)
@@ -179,11 +353,7 @@ def mark_of_any_sharding(sharding: Any, shape: tuple[int, ...], leaf: str = "") 
 
 
 def mark_of_result(aval: Any, i: int, block: Block) -> Mark | None:
-    """The mark for the type of result ``i`` of a program (``mark_of_type``).
-
-    Raises:
-        ShardingError: the type is unreduced or reduced, which an array outside of a program cannot be.
-    """
+    """The mark for the type of result ``i`` of a program (``mark_of_type``)."""
     mark = mark_of_type(getattr(aval, "sharding", None), len(block.outputs[i].shape))
     if mark is not None and (mark.unreduced or mark.reduced):
         raise ShardingError(
@@ -200,9 +370,6 @@ def marks_of_parts(eqn: Any, source: Any) -> Iterator[tuple[Any, Mark]]:
 
     Such types come from an ``out_sharding`` of a product, or from the derivative of a look-up. Equations that are marks
     are skipped.
-
-    Raises:
-        ShardingError: a ``shard_map`` takes or returns unreduced values.
     """
     if "out_specs" in eqn.params:
         _refuse_unreduced((*eqn.params["in_specs"], *eqn.params["out_specs"]), source)
@@ -238,11 +405,7 @@ def _unreduced_axes(aval: Any) -> frozenset[str]:
 
 
 def mark_of_named_sharding(sharding: NamedSharding, ndim: int, leaf: str = "") -> Mark:
-    """The mark for a ``NamedSharding``. It is resolved by the names of its axes, or by the devices along them.
-
-    Raises:
-        ShardingError: the sharding has unreduced axes that a mark cannot state.
-    """
+    """The mark for a ``NamedSharding``. It is resolved by the names of its axes, or by the devices along them."""
     entries, unreduced_and_reduced = words_of(sharding.spec)
     spec = (*entries, *(None,) * (ndim - len(entries)))
     axes = tuple((str(name), int(size)) for name, size in sharding.mesh.shape.items())

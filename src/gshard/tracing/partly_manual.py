@@ -1,35 +1,149 @@
-"""Opens a ``shard_map`` with automatic axes to equations of the program.
-
-The equations are: the entry of the operands, the body, and the exit of the results (``language.manual_primitives``). In
-the body each collective over manual axes becomes an equation, and each sharding constraint becomes a mark. So gshard
-plans the automatic axes together with the rest of the program, with all marks, and runs the manual part unchanged
-(``core.manual_axes``). A ``shard_map`` in the body, over automatic axes of the outer one, is opened in the same way.
-"""
+"""Opens a ``shard_map`` with automatic axes to equations of the program, and the sums with which it ends."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
 from gshard.core.errors import ShardingError
-from gshard.core.jax_adapter import closed, shapes_of, user_line
-from gshard.core.mark import Mark
+from gshard.core.jax_adapter import as_if_at, as_weak, bind, closed, jaxpr_without_dead_code, shapes_of, user_line
+from gshard.core.jax_adapter_context import context_of, in_context
+from gshard.core.mark import Mark, axes_of_entry, words_of
 from gshard.core.mesh import automatic_mesh
-from gshard.language.manual_primitives import (
+from gshard.language.mark_primitive import bind_mark
+from gshard.language.per_device import (
+    IGNORED,
     MANUAL_COLLECTIVES,
     Collective,
     RegionBoundary,
+    Rewritten,
+    check_known,
     enter_manual_p,
     leave_manual_p,
+    names_of,
+    renamed,
+    summed_axes,
 )
-from gshard.language.mark_primitive import bind_mark
-from gshard.language.per_device import Rewritten, check_known, names_of, renamed
+from gshard.language.traits import traits_of
 from gshard.rules.manual import axes_of_mesh, sum_of_devices_p
-from gshard.tracing.expand import mark_of_equation
-from gshard.tracing.region_sums import Ending, without_sums
+from gshard.tracing.expand import mark_of_equation, without_shardings
+
+# Finds the sums over devices with which a ``shard_map`` ends, so that they can leave it.
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """The last equations of a region for one result."""
+
+    total: Any  # the equation of the sum
+    after: tuple[Any, ...]  # the elementwise equations behind it
+    source: int  # the position of the first result that is computed from the sum
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes over which addends are added."""
+        return summed_axes(self.total)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutSums:
+    """A region without its last sums."""
+
+    body: Any  # the jaxpr of the body. Where a sum has left, it returns the addends.
+    endings: tuple[Ending | None, ...]  # for each result what has left; None for a result that the body still returns
+
+    def results(self, arrays: Sequence[Any], add: Callable[[int, Any, Ending], Any]) -> list[Any]:
+        """The results of the whole region."""
+        sums: dict[int, Any] = {}
+        results = []
+        for x, end in zip(arrays, self.endings, strict=True):
+            if end is not None:
+                if end.source not in sums:
+                    with _like(end.total):
+                        sums[end.source] = add(end.source, arrays[end.source], end)
+                x = sums[end.source]
+                for eqn in end.after:
+                    with _like(eqn):
+                        x = _applied(eqn, x)
+            results.append(x)
+        return results
+
+
+@contextlib.contextmanager
+def _like(eqn: Any) -> Iterator[None]:
+    """Equations traced inside get the source line, the scopes and the context of another equation."""
+    with as_if_at(eqn.source_info), in_context(context_of(eqn)):
+        yield
+
+
+def _applied(eqn: Any, x: Any) -> Any:
+    """The result of an elementwise equation of one array."""
+    if eqn.primitive.name in IGNORED:
+        return x
+    operands = [np.asarray(v.val, jax.typeof(v.val).dtype) if isinstance(v, Literal) else x for v in eqn.invars]
+    (x,) = bind(eqn.primitive, without_shardings(eqn.primitive.name, eqn.params), operands)
+    return as_weak(x, eqn.outvars[0].aval.weak_type)
+
+
+def without_sums(params: Mapping[str, Any], manual: Collection[str]) -> WithoutSums | None:
+    """A ``shard_map`` without its last sums; None if it ends with none."""
+    body, specs = params["jaxpr"], params["out_specs"]
+    made = {v: eqn for eqn in body.eqns for v in eqn.outvars}
+    readers: dict[Any, list[Any]] = {}
+    for eqn in body.eqns:
+        for v in _arrays(eqn.invars):
+            readers.setdefault(v, []).append(eqn)
+
+    def leaves(eqn: Any) -> bool:
+        return all(_is_elementwise(e) and leaves(e) for e in readers.get(eqn.outvars[0], ()))
+
+    results: dict[Any, list[int]] = {}
+    after: list[tuple[Any, ...]] = []
+    for i, v in enumerate(body.outvars):
+        chain: list[Any] = []
+        while (made_by := made.get(v) if _arrays([v]) else None) is not None and _is_elementwise(made_by):
+            chain.insert(0, made_by)
+            (v,) = _arrays(made_by.invars)
+        after.append(tuple(chain))
+        results.setdefault(v if _arrays([v]) else i, []).append(i)
+    endings: list[Ending | None] = [None] * len(specs)
+    for v, positions in results.items():
+        total = made.get(v)
+        axes = () if total is None else summed_axes(total)
+        if _may_leave(axes, [specs[i] for i in positions], manual, params["mesh"].shape) and leaves(total):
+            for i in positions:
+                endings[i] = Ending(total, after[i], positions[0])
+    if not any(endings):
+        return None
+    returned = [v if end is None else end.total.invars[0] for v, end in zip(body.outvars, endings, strict=True)]
+    return WithoutSums(jaxpr_without_dead_code(body.replace(outvars=returned)), tuple(endings))
+
+
+def _may_leave(axes: Sequence[str], specs: Sequence[Any], manual: Collection[str], sizes: Mapping[str, int]) -> bool:
+    """Whether a sum over some axes may leave a region, if the results that are computed from it have these specs."""
+    if not set(axes) <= set(manual) or math.prod(sizes[a] for a in axes) == 1 or set(specs) != {specs[0]}:
+        return False
+    entries, others = words_of(specs[0])
+    return not others and set(axes).isdisjoint(a for entry in entries for a in axes_of_entry(entry))
+
+
+def _arrays(operands: Sequence[Any]) -> list[Any]:
+    return [v for v in operands if not isinstance(v, Literal)]
+
+
+def _is_elementwise(eqn: Any) -> bool:
+    """Whether an equation changes each element of one array by itself. Its other operands are numbers."""
+    name, shapes = eqn.primitive.name, [np.shape(v.val) for v in eqn.invars if isinstance(v, Literal)]
+    is_of_one = len(_arrays(eqn.invars)) == len(eqn.outvars) == 1 and not any(shapes)
+    return is_of_one and (name in IGNORED or traits_of(name).elementwise)
 
 
 def opened_region(name: str, params: dict[str, Any], in_avals: Sequence[Any]) -> tuple[Any, tuple[Any, ...]] | None:
@@ -86,13 +200,7 @@ class _Region(Rewritten):
         self._axes, self._devices, self._manual = axes, devices, manual
 
     def run(self, params: dict[str, Any], arrays: Sequence[Any], line: str) -> list[Any]:
-        """Traces a ``shard_map`` over the mesh of this region.
-
-        Args:
-            params: the parameters of the ``shard_map``.
-            arrays: its operands.
-            line: the user's source line, for error messages.
-        """
+        """Traces a ``shard_map`` over the mesh of this region."""
         new_manual = _manual_axes(params)
         inside = _Region(self._axes, self._devices, (*self._manual, *new_manual))
 
@@ -122,11 +230,7 @@ class _Region(Rewritten):
         return rest.results(whole, leave)
 
     def shard_map(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        """Opens a ``shard_map`` in the body. Its axes become manual in addition.
-
-        Raises:
-            ShardingError: it has another mesh than the outer one.
-        """
+        """Opens a ``shard_map`` in the body. Its axes become manual in addition."""
         axes, _ = axes_of_mesh(eqn.params["mesh"])
         line = user_line(eqn.source_info)
         if axes != self._axes:
@@ -139,11 +243,7 @@ class _Region(Rewritten):
         return self.run(eqn.params, operands, line)
 
     def collective(self, eqn: Any, name: str, axes: tuple[Any, ...], operands: list[Any]) -> Sequence[Any]:
-        """Binds a collective as an equation of the program.
-
-        Raises:
-            RuleError: gshard does not support the collective.
-        """
+        """Binds a collective as an equation of the program."""
         check_known(eqn, name, axes)
         params = tuple((key, _hashable(value)) for key, value in sorted(eqn.params.items()))
         results = tuple((tuple(v.aval.shape), v.aval.dtype) for v in eqn.outvars)
@@ -151,11 +251,7 @@ class _Region(Rewritten):
         return MANUAL_COLLECTIVES[name].bind(*operands, collective=collective)
 
     def constraint(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        """Binds a sharding constraint as a mark over automatic axes.
-
-        Raises:
-            ShardingError: the constraint names a manual axis.
-        """
+        """Binds a sharding constraint as a mark over automatic axes."""
         (x,) = operands
         line = user_line(eqn.source_info)
         mark = mark_of_equation(eqn.primitive.name, eqn.params, jax.numpy.shape(x))

@@ -3,7 +3,7 @@
     gshard.jit(f, mesh=mesh, finite=True)                 for a whole program
     gshard.shard(x, P(None, unreduced={"model"}))         for a value, over some axes, and for values computed from it
 
-Without this statement gshard reduces a sum of floats before a product (``language.passing``). ``Rule.finite`` lists the
+Without this statement gshard reduces a sum of floats before a product (``language.traits``). ``Rule.finite`` lists the
 further ways in which an equation is linear. If they are permitted, they are added to ``Rule.linear``, and a plan may
 use them. From a mark on they are limited to the axes of the mark (``Rule.over``). They apply to all values that are
 linear in the marked value, also across the iterations of a loop and after the loop. They do not apply inside a loop or
@@ -30,15 +30,7 @@ _SUM = "add"
 
 
 def permitted(block: Block, *, finite: bool) -> Block:
-    """The block with rules that contain the permitted ways.
-
-    Args:
-        block: the block of a whole program. It is returned unchanged if nothing is permitted.
-        finite: whether the user states that parts of all sums of floats are finite.
-
-    Raises:
-        ShardingError: a mark requires unreduced values of a dtype that its monoid cannot combine.
-    """
+    """The block with rules that contain the permitted ways."""
     marks = [e for e in block.walk() if e.mark is not None and e.mark.unreduced]
     if not finite and not marks:
         return block
@@ -69,13 +61,7 @@ def permitted(block: Block, *, finite: bool) -> Block:
 
 
 def permit_from(first: int, equations: list[Equation], target: Any) -> None:
-    """Permits all ways for the equations from position ``first`` on, if their partitioned function has ``finite=True``.
-
-    Args:
-        first: the position of the first equation.
-        equations: the equations, which are replaced.
-        target: the partitioned function, or None.
-    """
+    """Permits all ways for the equations from position ``first`` on, if the function has ``finite=True``."""
     if getattr(target, "finite", False):
         equations[first:] = permitted(Block((), tuple(equations[first:]), ()), finite=True).equations
 

@@ -33,16 +33,11 @@ _DERIVED = (
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class StageCall:
-    """A call of a stage.
+    """A call of a stage."""
 
-    Attributes:
-        equation: the equation.
-        operands: its operands, and the constants of its body as literals.
-        schedule: the schedule of the pipeline; None if JAX left out all results with the mark of the stage.
-    """
-
-    equation: Any
-    operands: Sequence[Any]
+    equation: Any  # the equation
+    operands: Sequence[Any]  # its operands, and the constants of its body as literals
+    # the schedule of the pipeline; None if JAX left out all results with the mark of the stage
     schedule: Schedule | None
 
     @property
@@ -81,9 +76,6 @@ def chains_of(calls: Sequence[StageCall]) -> list[list[StageCall]]:
 
     A call without a mark that reads no result of another call is in no chain: JAX moved operations on weights alone out
     of a loop.
-
-    Raises:
-        ShardingError: a call has no equal call directly before or after it.
     """
     chains: list[list[StageCall]] = []
     ending_in: dict[Any, list[StageCall]] = {}  # for each result of the last call of a chain, the chain
@@ -127,17 +119,12 @@ def _difference(before: StageCall, call: StageCall) -> str:
 
 
 class StageChain:
-    """The loop of a chain of calls.
-
-    Attributes:
-        calls: the calls in their order.
-        carried: for each operand that is a result of the call before, the number of this result.
-        shared: the operands that are the same in all calls.
-        stacked: all other operands.
-    """
+    """The loop of a chain of calls."""
 
     def __init__(self, calls: Sequence[StageCall]):
-        self.calls = calls
+        self.calls = calls  # the calls in their order
+        # carried: for each operand that is a result of the call before, the number of this result; shared: the operands
+        # that are the same in all calls; stacked: all other operands
         self.carried, self.shared, self.stacked = dict[int, int](), list[int](), list[int]()
         for i in range(len(calls[0].operands)):
             own = [call.operands[i] for call in calls]
@@ -159,15 +146,7 @@ class StageChain:
         return tuple(call.operands[i] for call in self.calls)
 
     def run(self, reverse: bool, *operands: Any) -> list[Any]:
-        """The loop.
-
-        Args:
-            reverse: whether the first call has the last slices of the stacks.
-            operands: the carry before the first call, the constants, and the stacks.
-
-        Returns:
-            the carry after the last call, and stacks of the carry before each call and of the results of each call.
-        """
+        """The loop."""
         order = [*self.carried, *self.shared, *self.stacked]
         first, last = len(self.carried), len(self.carried) + len(self.shared)
         body = unmarked(self.calls[0].body)

@@ -37,13 +37,7 @@ _INSIDE = (
 
 
 def with_stage_loops(whole: Any) -> Any:
-    """The (closed) jaxpr with loops in place of the calls of ``gshard.stage``; the same object if there are none.
-
-    Raises:
-        ShardingError: a call has no equal call before or after it, equations between two calls need the first one and
-            are needed by the second one, a call reads a result of an earlier one that is not directly before it, or
-            all operands of the calls are the same.
-    """
+    """The (closed) jaxpr with loops in place of the calls of ``gshard.stage``; the same object if there are none."""
     staged = list(_staged(closed(whole)[0], set()))
     if not staged:
         return whole
@@ -74,15 +68,11 @@ def _staged(jaxpr: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
 
 
 class _StageLoops(EachJaxpr):
-    """Converts the chains of a jaxpr and of the jaxprs inside of it.
-
-    Attributes:
-        looped: the identities of the bodies of calls that are in loops.
-    """
+    """Converts the chains of a jaxpr and of the jaxprs inside of it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.looped: set[int] = set()
+        self.looped: set[int] = set()  # the identities of the bodies of calls that are in loops
 
     def body(self, body: Any) -> Any:
         """The body with loops in place of its chains."""
@@ -108,16 +98,11 @@ class _StageLoops(EachJaxpr):
 
 
 class _Writer:
-    """Writes the equations of a body.
-
-    Attributes:
-        equations: the equations so far.
-        pending: the variables of calls and equations that are not written so far.
-    """
+    """Writes the equations of a body."""
 
     def __init__(self) -> None:
-        self.equations = list[Any]()
-        self.pending = set[Any]()
+        self.equations = list[Any]()  # the equations so far
+        self.pending = set[Any]()  # the variables of calls and equations that are not written so far
         self._delayed = list[Any]()
         self._renamed = dict[Any, Any]()
         self._stacks = dict[tuple[int, ...], Any]()  # by the identities of their slices
@@ -144,11 +129,7 @@ class _Writer:
         self.equations.append(e.replace(invars=inputs))
 
     def loop(self, chain: StageChain) -> None:
-        """Writes the loop of a chain in place of its last call.
-
-        Raises:
-            ShardingError: an operand is not known before the loop, or no operand is stacked.
-        """
+        """Writes the loop of a chain in place of its last call."""
         self._check(chain)
         call = chain.calls[0]
         keys = [tuple(map(id, chain.slices(i))) for i in chain.stacked]

@@ -1,23 +1,30 @@
-"""Traces a function and its arguments to a ``Program``.
-
-JAX traces the function to a jaxpr. gshard then opens calls (jit, custom derivatives, remat), removes dead code, merges
-equal equations, and expands random bits to counters and arithmetic. Each variable becomes a separate value, and each
-equation gets its rule or its region.
-"""
+"""Traces a function and its arguments to a ``Program``, also functions of references, and finds unread marks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from gshard import rules as _rules
-from gshard.core.garbage import collected_seldom
+from gshard.core.errors import TraceError
 from gshard.core.jax_adapter import (
     closed,
     jaxpr_without_dead_code,
     no_mesh_set,
+    sub_jaxprs,
+    user_line,
+    user_place,
+)
+from gshard.core.jax_adapter_context import dtypes_in, wide_enough_for
+from gshard.core.jax_adapter_references import (
+    discharged,
+    is_discharged,
+    is_reference_type,
+    with_references_as_arguments,
 )
 from gshard.core.jax_adapter_retracing import as_traced_here
 from gshard.core.jax_adapter_tracebacks import without_our_frames
@@ -25,17 +32,143 @@ from gshard.core.layout import Layout
 from gshard.core.mark import Mark
 from gshard.core.memory_kinds import is_on_host, kind_in_space
 from gshard.core.paths import leaf_names
+from gshard.core.phases import collected_seldom
 from gshard.core.planning_tables import tabulated, with_tables
-from gshard.core.program import Block, Program
+from gshard.core.program import Block, Equation, Program
 from gshard.core.rule import Rule
-from gshard.core.wide import dtypes_in, wide_enough_for
+from gshard.language.mark_primitive import mark_p, name_p
 from gshard.tracing.builder import Builder
 from gshard.tracing.by_jax import closed_of, name_of
-from gshard.tracing.files import with_names_of_files
 from gshard.tracing.permitted import permitted
-from gshard.tracing.references import without_references
 from gshard.tracing.stage_loops import with_stage_loops
-from gshard.tracing.unread_marks import unread_marks
+
+# Chooses short printed names for the user's source files.
+
+
+def names_of_files(paths: Iterable[str]) -> dict[str, str]:
+    """The shortest end of each path that is not an end of another path.
+
+    >>> names_of_files(["/a/data/utils.py", "/a/model/utils.py", "/a/train.py"])
+    {'/a/data/utils.py': 'data/utils.py', '/a/model/utils.py': 'model/utils.py', '/a/train.py': 'train.py'}
+    """
+    names: dict[str, str] = {}
+    count = 1  # components of the path in the name
+    unnamed = dict.fromkeys(paths)
+    while unnamed:
+        paths_of: dict[str, list[str]] = {}
+        for path in unnamed:
+            paths_of.setdefault("/".join(path.split("/")[-count:]), []).append(path)
+        for end, same in paths_of.items():
+            if len(same) == 1 or count > max(path.count("/") for path in same):
+                names.update(dict.fromkeys(same, end))
+        unnamed = {path: None for path in unnamed if path not in names}
+        count += 1
+    return dict(sorted(names.items()))
+
+
+def with_names_of_files(block: Block, beside: Block | None = None) -> Block:
+    """Sets the printed file names of equations whose files share their name with another file."""
+    files = _files(block)
+    all_files = [*files, *(_files(beside) if beside is not None else [])]
+    names = names_of_files({path for _, path in all_files})
+    for e, path in files:
+        if "/" in names[path].strip("/"):
+            e.call_file(names[path])
+    return block
+
+
+def _files(block: Block) -> list[tuple[Equation, str]]:
+    """The equations that have a user's file, each with the path of the file."""
+    return [(e, place[0]) for e in block.walk() if (place := user_place(e.source_info)) is not None]
+
+
+# Converts a function of mutable arrays (``jax.new_ref``) to a function of arrays.
+
+
+def without_references(whole: Any, name: str) -> tuple[Any, tuple[int, ...]]:
+    """The closed jaxpr of arrays for a closed jaxpr of references."""
+    if is_discharged(whole):
+        return whole, ()
+    whole = with_references_as_arguments(whole)
+    references = tuple(i for i, a in enumerate(whole.in_avals) if is_reference_type(a))
+    try:
+        converted = discharged(whole)
+    except NotImplementedError as error:
+        primitive = re.search(r"primitive: (\w+)", str(error))
+        line = _line_of(whole, primitive[1]) if primitive else ""
+        raise TraceError.like(
+            error,
+            f"{name} uses a reference (jax.new_ref) where JAX cannot replace it by arrays.",
+            line,
+            f"JAX: {error}",
+            "Read the reference before, give the operation the array, and write its result back after.",
+        ) from error
+    if len(converted.out_avals) != len(whole.out_avals) + len(references):
+        raise TraceError(
+            f"{name} freezes a reference that it was given.",
+            _line_of(whole, "freeze"),
+            hint="Read it with ref[...], and call jax.freeze outside of the function.",
+        )
+    return converted, references
+
+
+def _line_of(jaxpr: Any, primitive: str) -> str:
+    """The user's line of the first equation of a primitive."""
+    for e in closed(jaxpr)[0].eqns:
+        if e.primitive.name == primitive:
+            return user_line(e.source_info)
+        for body in sub_jaxprs(e.params):
+            if line := _line_of(body, primitive):
+                return line
+    return ""
+
+
+# Finds marks without effect, in all calls of their source line.
+
+
+def unread_marks(whole: Any) -> tuple[str, ...]:
+    """A text for each source line of a jaxpr with marks whose results nothing reads, or only a mark that undoes it."""
+    found: dict[tuple[str, str], str] = {}
+    for line, text, why in _marks(closed(whole)[0], set()):
+        found[line, text] = why and found.get((line, text), why)
+    return tuple(f"{line}: {why}" for (line, _), why in found.items() if line and why)
+
+
+def _marks(jaxpr: Any, seen: set[int]) -> Iterator[tuple[str, str, str]]:
+    """For each mark its line, its text, and why it has no effect, if it has none. Each body is visited once."""
+    readers: dict[int, list[Any]] = defaultdict(list)
+    for reader, values in ((None, jaxpr.outvars), *((eqn, eqn.invars) for eqn in jaxpr.eqns)):
+        for v in values:
+            readers[id(v)].append(reader)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive in (mark_p, name_p):
+            mark = eqn.params["mark"]
+            text = str(mark) if isinstance(mark, Mark) else f"name(x, {str(mark)!r})"
+            yield user_line(eqn.source_info), text, _without_effect(mark, text, readers[id(eqn.outvars[0])])
+        for inner in sub_jaxprs(eqn.params):
+            if id(inner) not in seen:
+                seen.add(id(inner))
+                yield from _marks(closed(inner)[0], seen)
+
+
+def _without_effect(mark: Any, text: str, readers: list[Any]) -> str:
+    """Why a mark has no effect; an empty string if it has one."""
+    if not readers:
+        return f"nothing reads the result of {text}: write x = {text}, or leave it out"
+    if len(readers) > 1 or readers[0] is None or readers[0].primitive is not mark_p:
+        return ""
+    after, axes = readers[0].params["mark"], [_axes_of_split(m) for m in (mark, readers[0].params["mark"])]
+    if not all(axes) or mark.dim == after.dim or set(axes[0]) & set(axes[1]):
+        return ""  # to move an axis to another dimension is a reshard
+    both = dict(sorted([(mark.dim, mark.partitions), (after.dim, after.partitions)]))
+    return f"{after} makes dimension {mark.dim} of {text} whole again: write split(x, {both})"
+
+
+def _axes_of_split(mark: Any) -> tuple[str, ...]:
+    if not isinstance(mark, Mark) or mark.kind != "split" or isinstance(mark.partitions, int):
+        return ()
+    return (mark.partitions,) if isinstance(mark.partitions, str) else mark.partitions
+
 
 assert _rules  # the import registers the rules
 
@@ -83,19 +216,7 @@ def program_of(
     layout: Layout | None = None,
     finite: bool = False,
 ) -> Program:
-    """The program of a closed jaxpr.
-
-    Args:
-        whole: the jaxpr. Its constants become the first inputs of the program.
-        out_tree: the pytree structure of its results.
-        name: the name of the function.
-        names: the names of its flat arguments.
-        argument_marks: for each flat argument a mark or None.
-        as_typed: whether results must have the shardings of their types also if these name no axis. JAX's
-            transformations rely on these types.
-        layout: the layout for names of dimensions; without a layout names have no effect.
-        finite: whether the user states that parts of sums of floats are finite.
-    """
+    """The program of a closed jaxpr."""
     whole, references = without_references(whole, name)
     closed_over = len(whole.in_avals) - len(names)
     if argument_marks is None:
@@ -136,12 +257,7 @@ def program_of(
 
 @no_mesh_set()
 def block_of(jaxpr: Any, program: Program | None) -> Block:
-    """The block of an existing jaxpr, such as the jaxpr of a per-device program.
-
-    Args:
-        jaxpr: the jaxpr.
-        program: the program that it belongs to, whose printed file names it shares; None if there is none.
-    """
+    """The block of an existing jaxpr, such as the jaxpr of a per-device program."""
     block = Builder(rules=_shared_rules()).block(jaxpr_without_dead_code(jaxpr))
     return with_names_of_files(block, None if program is None else program.block)
 

@@ -18,27 +18,22 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from gshard.core.mesh import Mesh
-from gshard.device.hardware import compiler_of, kind_of_devices, memory_of
-from gshard.device.machine import Dimension, Machine, MachineError
-from gshard.device.machine_kinds import KINDS, SWITCH
+from gshard.device.machine import (
+    KINDS,
+    SWITCH,
+    Dimension,
+    Machine,
+    MachineError,
+    compiler_of,
+    kind_of_devices,
+    memory_of,
+)
 
 _RUNS = 5
 
 
 def calibrate(devices: Sequence[Any] | None = None, *, side: int = 1024, elements: int = 1 << 24) -> Machine:
-    """Measures the devices; takes some seconds.
-
-    Args:
-        devices: all of ``jax.devices()`` by default.
-        side: rows and columns of the matrices that are multiplied.
-        elements: float32 elements of the arrays that are copied and sent, on each device.
-
-    Returns:
-        a machine to give to ``cost`` and ``explain``; ``Machine.dump`` writes it.
-
-    Raises:
-        MachineError: nothing tells how much memory the devices have.
-    """
+    """Measures the devices; takes some seconds."""
     devices = tuple(jax.devices() if devices is None else devices)
     mesh = Mesh.of(devices)
     kind = kind_of_devices(mesh)

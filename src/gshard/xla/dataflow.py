@@ -37,37 +37,23 @@ _MOST = 4000  # arrays that are followed from one: what is further away names no
 
 
 class Array(NamedTuple):
-    """One array of a program: an instruction's result, or an element of it.
+    """One array of a program: an instruction's result, or an element of it."""
 
-    Attributes:
-        computation, name: of the instruction.
-        element: which element of a tuple; None for the whole result.
-    """
-
-    computation: str
+    computation: str  # computation, name: of the instruction
     name: str
-    element: int | None = None
+    element: int | None = None  # which element of a tuple; None for the whole result
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reach:
-    """What an array becomes by operations on single elements.
+    """What an array becomes by operations on single elements."""
 
-    Attributes:
-        results: elements of the program's result.
-        beside: numbers of the arguments that it is combined with.
-    """
-
-    results: frozenset[int]
-    beside: frozenset[int]
+    results: frozenset[int]  # elements of the program's result
+    beside: frozenset[int]  # numbers of the arguments that it is combined with
 
 
 class Dataflow:
-    """The arrays of one module.
-
-    Args:
-        module: a compiled program.
-    """
+    """The arrays of one module."""
 
     def __init__(self, module: Module) -> None:
         self.module = module

@@ -42,32 +42,22 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompiledCollective:
-    """One collective instruction of a compiled program.
+    """One collective instruction of a compiled program."""
 
-    Attributes:
-        kind: all_gather, all_reduce, reduce_scatter, all_to_all, collective_permute, ragged_all_to_all (counted
-            as if all devices received the same) and the rarer collective_broadcast (as if everything were sent).
-        name: the instruction's.
-        operand_bytes, result_bytes: on one device, all operands of a combined collective together.
-        group_size: how many devices communicate (the largest group; all devices for a permutation).
-        bytes_moved: bytes that each device sends in one execution.
-        executions: how often it runs in one call of the program.
-        exact: False if ``executions`` depends on data: inside a conditional (counted as taken) or a loop whose
-            length the text does not tell (counted as one round).
-        line: the user's ``file:line``, or empty.
-        groups: the devices that communicate, each group in rising order; none for a permutation.
-    """
-
+    # all_gather, all_reduce, reduce_scatter, all_to_all, collective_permute, ragged_all_to_all (counted as if all
+    # devices received the same) and the rarer collective_broadcast (as if everything were sent)
     kind: str
-    name: str
-    operand_bytes: int
+    name: str  # the instruction's
+    operand_bytes: int  # operand_bytes, result_bytes: on one device, all operands of a combined collective together
     result_bytes: int
-    group_size: int
-    bytes_moved: int
-    executions: int
+    group_size: int  # how many devices communicate (the largest group; all devices for a permutation)
+    bytes_moved: int  # bytes that each device sends in one execution
+    executions: int  # how often it runs in one call of the program
+    # False if ``executions`` depends on data: inside a conditional (counted as taken) or a loop whose length the text
+    # does not tell (counted as one round)
     exact: bool
-    line: str
-    groups: Groups = ()
+    line: str  # the user's ``file:line``, or empty
+    groups: Groups = ()  # the devices that communicate, each group in rising order; none for a permutation
 
     @property
     def group(self) -> tuple[int, ...]:
@@ -82,23 +72,14 @@ class CompiledCollective:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sent:
-    """One collective where it runs.
+    """One collective where it runs."""
 
-    Attributes:
-        collective: what it sends, and how often it runs.
-        computation: where it is scheduled;
-        made: the instruction there, which may be a fusion;
-        ends: and the one with which it ends; the same for one that stops everything.
-        inside: the computation that lists the collective itself;
-        itself: and the collective.
-    """
-
-    collective: CompiledCollective
-    computation: str
-    made: Instruction
-    ends: Instruction
-    inside: str
-    itself: Instruction
+    collective: CompiledCollective  # what it sends, and how often it runs
+    computation: str  # where it is scheduled;
+    made: Instruction  # the instruction there, which may be a fusion;
+    ends: Instruction  # and the one with which it ends; the same for one that stops everything
+    inside: str  # the computation that lists the collective itself;
+    itself: Instruction  # and the collective
 
     @property
     def is_asynchronous(self) -> bool:
@@ -164,11 +145,7 @@ def executed(
 
 
 def computations_run(module: Module) -> Iterator[tuple[str, int, bool]]:
-    """The computations that run as programs of their own, loops' bodies and branches.
-
-    Returns:
-        the name of each, how often it runs in one call, and whether that is certain.
-    """
+    """The computations that run as programs of their own, loops' bodies and branches."""
 
     def walk(name: str, times: int, exact: bool) -> Iterator[tuple[str, int, bool]]:
         yield name, times, exact
@@ -183,12 +160,7 @@ def computations_run(module: Module) -> Iterator[tuple[str, int, bool]]:
 
 
 def sent_in(module: Module, name: str, times: int = 1, exact: bool = True) -> list[Sent]:
-    """The collectives that start in one computation, in order.
-
-    Args:
-        module, name: the computation.
-        times, exact: how often it runs, and whether that is certain.
-    """
+    """The collectives that start in one computation, in order."""
     computation = module.computations[name]
     rows = [
         (made, inside, itself, channel)
@@ -219,11 +191,7 @@ def sent_in(module: Module, name: str, times: int = 1, exact: bool = True) -> li
 
 
 def _held(module: Module, name: str, made: Instruction) -> Iterator[tuple[str, Instruction, str]]:
-    """The collectives that an instruction is, or that a fusion or an asynchronous call holds.
-
-    Returns:
-        the computation that lists each, it, and the channel by which other fusions carry it on; empty without.
-    """
+    """The collectives that an instruction is, or that a fusion or an asynchronous call holds."""
     if OPCODE.fullmatch(made.opcode):
         yield name, made, ""
     elif made.opcode in ("fusion", "async-start"):
@@ -251,13 +219,7 @@ def _calls(module: Module, computation: Computation, instruction: Instruction) -
 def collective_of(
     module: Module, computation: Computation, made: Instruction, opcode: str, starts: bool, times: int, exact: bool
 ) -> CompiledCollective:
-    """One collective instruction: ``opcode`` without the suffix of those that only start it, and whether that is there.
-
-    Args:
-        module, computation, made: the instruction and where it stands.
-        opcode, starts: as ``OPCODE`` parts it.
-        times, exact: how often it runs, and whether that is certain.
-    """
+    """One collective instruction. ``opcode`` is without the suffix of a start; ``starts`` is whether it was there."""
     kind = opcode.replace("-", "_")
     types = [computation.instructions[o].type for o in made.operands if o in computation.instructions]
     sizes = sent_sizes(kind, list(map(type_bytes, types)))
@@ -286,9 +248,6 @@ def groups_of(made: Instruction, module: Module) -> Groups:
     """The groups of devices of a collective, each in rising order.
 
     Without ``use_global_device_ids``, groups consist of replicas: of all their partitions if there is a channel.
-
-    Raises:
-        ValueError: the notation of the groups is unknown.
     """
     _, given, text = made.attributes.partition("replica_groups=")
     groups, partitions = _read_groups(text) if given else (), module.devices // module.replicas

@@ -1,8 +1,4 @@
-"""HLO parser: reads the instructions of a compiled program, and the iterations of its loops.
-
-Only what the text says about structure is read: names, types, operation codes, operands, attributes and the
-table of source lines. What a collective costs is in ``hlo_collectives``.
-"""
+"""HLO parser: reads the instructions of a compiled program, and which operator in which module each is of."""
 
 from __future__ import annotations
 
@@ -28,23 +24,14 @@ _ARRAY = re.compile(r"\b([a-z]+)(\d*)[a-z0-9]*\[([\d,<=]*)\]")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruction:
-    """One line of a computation.
+    """One line of a computation."""
 
-    Attributes:
-        name: without ``%``.
-        type: as printed: ``f32[8,4]{1,0}``, or several in parentheses.
-        opcode: ``all-reduce``, ``while``, ...
-        operands: names; a constant or a parameter has none.
-        literal: what stands between the parentheses.
-        attributes: everything after them.
-    """
-
-    name: str
-    type: str
-    opcode: str
-    operands: tuple[str, ...]
-    literal: str
-    attributes: str
+    name: str  # without ``%``
+    type: str  # as printed: ``f32[8,4]{1,0}``, or several in parentheses
+    opcode: str  # ``all-reduce``, ``while``, ..
+    operands: tuple[str, ...]  # names; a constant or a parameter has none
+    literal: str  # what stands between the parentheses
+    attributes: str  # everything after them
 
     def called(self, attribute: str) -> tuple[str, ...]:
         """The computations that an attribute names, one or a list in braces."""
@@ -93,24 +80,15 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program.
+    """A compiled program."""
 
-    Attributes:
-        computations: by name.
-        entry: the name of the one that runs.
-        devices: how many devices it runs on.
-        replicas: how many replicas of the program these run, each on ``devices / replicas`` partitions.
-        places: the user's line, with the whole path of its file, by the number that instructions call
-            ``stack_frame_id``.
-        header: the first line, with attributes of the module.
-    """
-
-    computations: Mapping[str, Computation]
-    entry: str
-    devices: int
-    replicas: int
+    computations: Mapping[str, Computation]  # by name
+    entry: str  # the name of the one that runs
+    devices: int  # how many devices it runs on
+    replicas: int  # how many replicas of the program these run, each on ``devices / replicas`` partitions
+    # the user's line, with the whole path of its file, by the number that instructions call ``stack_frame_id``
     places: Mapping[int, str]
-    header: str = ""
+    header: str = ""  # the first line, with attributes of the module
 
     def place_of(self, made: Instruction) -> str:
         """The user's line of an instruction with the whole path of its file, or empty."""
@@ -302,3 +280,85 @@ def _value(
             operands = tuple(map(value, made.operands))
             return _value(module, module.computations[inner], None, operands, depth - 1)
     return None
+
+
+# Op names: reads which operator, in which module, an instruction of a compiled program comes from.
+
+# Parts of a name stack that name a call, a loop or a transformation of JAX's, and no module of the user's.
+_CALLS = frozenset(
+    "while body cond closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr checkpoint remat "
+    "remat2 rematted_computation shard_map pjit jit xla_call eval_jaxpr branch_0_fun branch_1_fun".split()
+)
+_NUMBERED = re.compile(r"\.\d+$")  # how XLA calls what it makes itself: broadcast.32
+_RECOMPUTED = "rematted_computation"
+_WRAPPED = re.compile(r"^([\w.\-]+)\((.*)\)$")
+_TRANSFORMATIONS = frozenset("jvp transpose vmap remat checkpoint custom_jvp custom_vjp linearize".split())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an instruction comes from."""
+
+    operation: str = ""  # the operator, by JAX's name of its primitive; empty if nothing tells
+    module: str = ""  # the named scopes around it, joined by ``/``; empty without any
+    is_backward: bool = False  # whether it is part of a gradient
+    is_recomputed: bool = False  # whether ``jax.checkpoint`` computes it once more
+
+
+def origin_of(op_name: str) -> Origin:
+    """Reads the ``op_name`` of an instruction's metadata.
+
+    >>> origin_of("jit(step)/jvp()/attn/reshape;attn/transpose")
+    Origin(operation='reshape', module='attn', is_backward=False, is_recomputed=False)
+    >>> origin_of("jit(f)/vmap(mlp)/(rematted_computation/up/dot_general:up/dot_general)").module
+    'mlp/up'
+    """
+    words = _split(_first_alternative(op_name))
+    if not words:
+        return Origin()
+    *scopes, operation = words
+    found: list[str] = []
+    is_backward = False
+    for word in scopes:
+        inner, transposed = _unwrapped(word)
+        is_backward |= transposed
+        # An einsum names its scope by its subscripts: ab,bc->ac.
+        found += [part for part in _split(inner) if part not in _CALLS and "->" not in part]
+    return Origin(_NUMBERED.sub("", operation.partition("[")[0]), "/".join(found), is_backward, _RECOMPUTED in scopes)
+
+
+def _first_alternative(op_name: str) -> str:
+    """One of the names that XLA merged: ``a;b`` are two, and so are ``x/(a/c:b/c)``."""
+    text = op_name.partition(";")[0]
+    start = text.find("/(")
+    if start < 0:
+        return text
+    return f"{text[:start]}/{text[start + 2 :].partition(':')[0].rstrip(')')}"
+
+
+def _split(text: str) -> list[str]:
+    """The parts between slashes; a slash in parentheses or brackets separates nothing."""
+    parts, depth, start = [], 0, 0
+    for i, character in enumerate(text):
+        if character in "([":
+            depth += 1
+        elif character in ")]":
+            depth -= 1
+        elif character == "/" and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+    return [part for part in (*parts, text[start:]) if part]
+
+
+def _unwrapped(word: str) -> tuple[str, bool]:
+    """What is inside of the transformations around a scope, and whether one of them transposes.
+
+    Of ``jit(f)`` nothing is left: it is a call.
+    """
+    transposed = False
+    while match := _WRAPPED.match(word):
+        if match[1] not in _TRANSFORMATIONS:
+            return ("", transposed) if match[1] in _CALLS else (word, transposed)
+        transposed |= match[1] == "transpose"
+        word = match[2]
+    return word, transposed

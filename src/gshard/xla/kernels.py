@@ -1,22 +1,24 @@
-"""Kernels: the operations and memory traffic of each instruction of a compiled program that runs by itself.
-
-A fusion computes what its instructions compute, and reads and writes its operands and results once: of an operand that
-it only cuts a slice from, that slice, and of a result that it updates in place, the update. A product counts two
-operations for each pair that is multiplied, however the compiler writes it: as ``dot``, as ``convolution`` (TPU), or as
-a call of a library (GPU and CPU).
-"""
+"""Kernels: operations, memory traffic, time and buffers of each instruction of a compiled program."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from gshard.xla.dataflow import ELEMENTWISE
-from gshard.xla.hlo_parser import Computation, Instruction, Module
+from gshard.device.cost import PricedKernel
+from gshard.device.fusion_model import COLLECTIVE, OPERATOR, PRODUCT
+from gshard.device.machine import Machine
+from gshard.device.memory import MemoryTotals
+from gshard.device.roofline import roofline
+from gshard.xla.dataflow import ELEMENTWISE, Array
+from gshard.xla.hlo_collectives import OPCODE, CompiledCollective, Sent, sent_in
+from gshard.xla.hlo_parser import Computation, Instruction, Module, trip_count
 
 # Take no time of their own: names for what is there, or the other half of what started before.
 FREE = frozenset(
@@ -36,38 +38,23 @@ _FORMS = ("bitcast", "copy", "convert", "reshape", "transpose")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """What one run of an instruction takes.
+    """What one run of an instruction takes."""
 
-    Attributes:
-        products: operations of matrix products and convolutions.
-        others: operations of everything else.
-        moved: bytes that it reads from and writes to the device's memory.
-        dtype: in which products are computed: that of their first operand.
-        is_known: False for a custom call whose operations the text does not tell.
-    """
-
-    products: int = 0
-    others: int = 0
-    moved: int = 0
-    dtype: str = "f32"
-    is_known: bool = True
+    products: int = 0  # operations of matrix products and convolutions
+    others: int = 0  # operations of everything else
+    moved: int = 0  # bytes that it reads from and writes to the device's memory
+    dtype: str = "f32"  # in which products are computed: that of their first operand
+    is_known: bool = True  # False for a custom call whose operations the text does not tell
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayType:
-    """One array of a printed type.
+    """One array of a printed type."""
 
-    Attributes:
-        dtype: ``f32``.
-        shape: its dimensions.
-        bytes: of all of it.
-        is_on_chip: whether it is in a memory on the chip, and not in the device's own memory.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    bytes: int
-    is_on_chip: bool
+    dtype: str  # ``f32``
+    shape: tuple[int, ...]  # its dimensions
+    bytes: int  # of all of it
+    is_on_chip: bool  # whether it is in a memory on the chip, and not in the device's own memory
 
     @property
     def elements(self) -> int:
@@ -239,3 +226,324 @@ def _convolution(made: Instruction, operands: list[Instruction]) -> tuple[int, i
 def _setting(settings: Mapping[str, str], name: str, d: int) -> int:
     """What a window has along one of its dimensions; 1 if it is not told."""
     return int(settings[name].split("x")[d]) if name in settings else 1
+
+
+# Elapsed: the modelled time of a compiled program on a machine, instruction by instruction.
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ran(PricedKernel):
+    """One instruction that takes time, with all its runs in one call."""
+
+    computation: str  # computation, made: which
+    made: Instruction
+    work: Work | None = None  # of a kernel
+    collective: Sent | None = None  # of a collective where it runs
+    start: float = 0.0  # when it begins, in seconds from the beginning of a run of its computation
+
+    @property
+    def duration(self) -> float:
+        """Seconds of one run; of a collective all that the network takes."""
+        return self.seconds + self.overlapped
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Inner:
+    """An instruction that runs computations: a loop, a branch or a call."""
+
+    made: Instruction  # which
+    start: float  # when it begins, in seconds from the beginning of a run of its computation
+    rounds: int  # how often it runs the bodies
+    bodies: tuple[Elapsed, ...]  # what it runs, one after the other
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Elapsed:
+    """One computation in time."""
+
+    seconds: float  # of one run
+    rows: tuple[Ran, ...] = ()  # its own instructions that take time, in the order in which they begin
+    inner: tuple[Inner, ...] = ()  # those that run other computations, in order
+
+    def in_order(self) -> list[Ran | Inner]:
+        """What takes time here, in the order in which it begins."""
+        every: list[Ran | Inner] = [*self.rows, *self.inner]
+        return sorted(every, key=lambda one: one.start)
+
+    def ran(self) -> Iterator[Ran]:
+        """All instructions that take time, each body once, in the order in which they begin."""
+        for at in self.in_order():
+            if isinstance(at, Ran):
+                yield at
+            else:
+                for body in at.bodies:
+                    yield from body.ran()
+
+
+Network = Callable[[CompiledCollective, Instruction], float]
+"""The seconds of one run of a collective."""
+
+
+def elapsed(module: Module, machine: Machine, network: Network) -> Elapsed:
+    """One call of a program in time."""
+    return _Clock(module, machine, network).run(module.entry, 1) if module.entry else Elapsed(0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Clock:
+    """Runs the computations of a program on a machine."""
+
+    module: Module
+    machine: Machine
+    network: Network
+
+    def run(self, name: str, times: int) -> Elapsed:
+        """One computation, which runs so often in a call."""
+        computation = self.module.computations[name]
+        starts: dict[str, list[Sent]] = {}
+        ends: dict[str, list[Sent]] = {}
+        for sent in sent_in(self.module, name, times, True):
+            starts.setdefault(sent.made.name, []).append(sent)
+            ends.setdefault(sent.ends.name, []).append(sent)
+        now, network_free = 0.0, 0.0
+        rows: list[Ran] = []
+        inner: list[Inner] = []
+        on_links: list[tuple[float, float, Sent]] = []  # from when to when each collective has the network
+        exposed: dict[int, float] = {}
+        for made in computation.instructions.values():
+            for sent in starts.get(made.name, ()):
+                begins = max(now, network_free)
+                network_free = begins + self.network(sent.collective, sent.itself)
+                on_links.append((begins, network_free, sent))
+            if (kernel := self._kernel(computation, name, made, times, now)) is not None:
+                rows.append(kernel)
+                now += kernel.seconds
+            if (runs := self._inner(computation, made, times, now)) is not None:
+                inner.append(runs)
+                now += runs.rounds * sum(body.seconds for body in runs.bodies)
+            for sent in ends.get(made.name, ()):
+                arrived = next(until for _, until, known in on_links if known is sent)
+                for begins, until, other in on_links if arrived > now else ():
+                    waited = max(0.0, min(until, arrived) - max(begins, now))
+                    exposed[id(other)] = exposed.get(id(other), 0.0) + waited
+                now = max(now, arrived)
+        for begins, until, sent in on_links:
+            waited = min(until - begins, exposed.get(id(sent), 0.0))
+            rows.append(self._of_collective(sent, name, times, begins, until - begins, waited))
+        return Elapsed(now, tuple(sorted(rows, key=lambda row: row.start)), tuple(inner))
+
+    def _of_collective(self, sent: Sent, name: str, times: int, begins: float, taken: float, waited: float) -> Ran:
+        """One collective; of what is waited for it, latency has the share that it has of all of it."""
+        first = self.network(dataclasses.replace(sent.collective, operand_bytes=1), sent.itself) if taken else 0.0
+        latency = waited * min(1.0, first / taken) if taken else 0.0
+        parts = (("network", waited - latency), ("latency", latency))
+        return Ran(
+            computation=name, made=sent.made, kind=COLLECTIVE, times=times, sent=sent.collective.bytes_moved,
+            seconds=waited, overlapped=taken - waited, parts=parts, collective=sent, start=begins,
+        )  # fmt: skip
+
+    def _kernel(self, computation: Computation, name: str, made: Instruction, times: int, now: float) -> Ran | None:
+        if OPCODE.fullmatch(made.opcode) or made.bodies:
+            return None
+        work = work_of(self.module, computation, made)
+        if work is None:
+            return None
+        one = roofline(self.machine, work.dtype, work.products, work.others, work.moved)
+        parts = ((one.bound, one.work), ("launch", one.launch))
+        return Ran(
+            computation=name, made=made, kind=PRODUCT if work.products else OPERATOR, times=times,
+            flops=work.products + work.others, moved=work.moved, seconds=one.seconds, parts=parts, work=work, start=now,
+        )  # fmt: skip
+
+    def _inner(self, computation: Computation, made: Instruction, times: int, now: float) -> Inner | None:
+        if made.opcode == "while":
+            rounds = trip_count(self.module, computation, made) or 1
+            bodies = [self.run(body, times * rounds) for body in made.bodies]
+            return Inner(made, now, rounds, tuple(bodies))
+        if made.opcode == "conditional":  # one of the branches runs; the longest counts
+            branches = [self.run(b, times) for b in made.bodies]
+            return Inner(made, now, 1, (max(reversed(branches), key=lambda b: b.seconds),) if branches else ())
+        if made.opcode == "call":
+            return Inner(made, now, 1, tuple(self.run(body, times) for body in made.bodies))
+        return None
+
+
+# Buffers: what a device holds while a compiled program runs, and which arrays make the peak.
+
+_ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{")
+_Buffers = tuple[int, ...]  # one for each element of a result; -1 for what takes no memory here
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """An array that a device holds."""
+
+    array: Array  # which
+    bytes: int  # of it
+    type: str  # ``f32[8,4]``
+
+
+class Moment(NamedTuple):
+    """What is held while an instruction runs."""
+
+    bytes: int  # of temporaries
+    computation: str  # computation, name: of the instruction
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Peak:
+    """The most bytes of temporaries in a computation, those of the computations that it runs included."""
+
+    bytes: int = 0
+    alive: Sequence[Held] = ()
+    moments: Sequence[Moment] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldMemory(MemoryTotals):
+    """What a device holds in one call."""
+
+    alive: tuple[Held, ...]  # what makes the moment with most temporaries, largest first
+    # the bytes of temporaries while each instruction runs, in order; each body of a loop once
+    moments: tuple[Moment, ...] = ()
+
+
+def held_by(module: Module) -> HeldMemory:
+    """Reads what a scheduled program holds; arrays on the chip and on the host do not count."""
+    entry = module.computations[module.entry]
+    arguments = {i.number: bytes_in_memory(i.type) for i in entry.instructions.values() if i.opcode == "parameter"}
+    results = [a.bytes for a in arrays_of(entry.instructions[entry.root].type)]
+    shared = sum(results[out] for out in aliased_results(module) if out < len(results))
+    peak = _peak(module, module.entry, is_entry=True)
+    ordered = tuple(sorted(peak.alive, key=lambda h: -h.bytes))
+    return HeldMemory(sum(arguments.values()), sum(results), shared, peak.bytes, ordered, tuple(peak.moments))
+
+
+def aliased_results(module: Module) -> dict[int, int]:
+    """The results that take the memory of an argument, by number, with the number of the argument."""
+    start = module.header.find("input_output_alias={")
+    if start < 0:
+        return {}
+    end = module.header.find("entry_computation_layout", start)
+    found = _ALIAS.findall(module.header[start : end if end > 0 else None])
+    return {int(out or 0): int(argument) for out, argument in found}
+
+
+def _peak(module: Module, name: str, *, is_entry: bool = False) -> _Peak:
+    """What one computation holds."""
+    computation = module.computations[name]
+    order = list(computation.instructions.values())
+    held: list[Held] = []
+    of: dict[str, _Buffers] = {}
+    last: dict[int, int] = {}
+    made_at: list[int] = []
+    for i, made in enumerate(order):
+        of[made.name] = _buffers(module, name, computation, made, of, held)
+        last |= {buffer: i for buffer in range(len(made_at), len(held))}
+        made_at += [i] * (len(held) - len(made_at))
+        for operand in made.operands:
+            last.update(dict.fromkeys(of.get(operand, ()), i))
+    # The results of the whole program count by themselves; those of a body are the state that its caller holds.
+    returned = set(of.get(computation.root, ()))
+    ends: dict[int, list[int]] = {}
+    for buffer, i in last.items():
+        ends.setdefault(i, []).append(buffer)
+    now, most = 0, _Peak()
+    live: set[int] = set()
+    moments: list[Moment] = []
+    counted = 0
+    for i, made in enumerate(order):
+        while counted < len(held) and made_at[counted] == i:
+            if not (is_entry and counted in returned):
+                if made.opcode == "fusion" or made.opcode in ELEMENTWISE:
+                    # Each element is read before it is written: an operand of that size that nothing else reads is the
+                    # buffer of the result.
+                    size = held[counted].bytes
+                    ending = (b for b in ends.get(i, ()) if b in live and held[b].bytes == size)
+                    for taken in itertools.islice((b for b in ending if is_entry or b not in returned), 1):
+                        live.discard(taken)
+                        now -= size
+                live.add(counted)
+                now += held[counted].bytes
+            counted += 1
+        inside = _peak_inside(module, made)
+        if now + inside.bytes > most.bytes:
+            most = _Peak(now + inside.bytes, [*(held[b] for b in live), *inside.alive])
+        if inside.moments:
+            moments += [moment._replace(bytes=moment.bytes + now) for moment in inside.moments]
+        elif made.opcode not in FREE:
+            moments.append(Moment(now, name, made.name))
+        for buffer in ends.get(i, ()):
+            if buffer in live and (is_entry or buffer not in returned):
+                live.discard(buffer)
+                now -= held[buffer].bytes
+    return dataclasses.replace(most, moments=moments)
+
+
+def _peak_inside(module: Module, made: Instruction) -> _Peak:
+    """The most that the computations hold that an instruction runs."""
+    # The body of a loop, if its condition holds as much.
+    return max((_peak(module, name) for name in reversed(made.bodies)), key=lambda found: found.bytes, default=_Peak())
+
+
+def _buffers(
+    module: Module, name: str, computation: Computation, made: Instruction, of: dict[str, _Buffers], held: list[Held]
+) -> _Buffers:
+    """The buffers of an instruction's result: those of its operands where it passes them on, and new ones."""
+    operands = [of.get(operand, ()) for operand in made.operands]
+    match made.opcode:
+        case "parameter":
+            return (-1,) * max(1, len(arrays_of(made.type)))
+        case "tuple":
+            return tuple(b for buffers in operands for b in buffers)
+        case "get-tuple-element":
+            return _elements(computation, made, operands[0])
+        case "while" | "bitcast" | "opt-barrier" | "add-dependency" | "domain" | "copy-done" | "async-update":
+            return operands[0]
+        case "constant" | "after-all" | "partition-id" | "replica-id":
+            return (-1,)
+        case "dynamic-update-slice" | "scatter":
+            return operands[0]
+    if made.opcode.endswith("-done"):
+        return operands[0][-1:] if len(arrays_of(made.type)) == 1 else operands[0]
+    types = arrays_of(made.type)
+    kept = types[-1:] if made.opcode.endswith("-start") else types  # what starts lists its operands, too
+    updated = _updated(module, made) if made.opcode in ("fusion", "fusion-start") else {}
+    found = []
+    for i, array in enumerate(kept):
+        given = updated.get(i)
+        if given is not None and given < len(operands) and operands[given]:
+            found.append(operands[given][0])
+        elif array.is_on_chip or not array.bytes:
+            found.append(-1)
+        else:
+            held.append(Held(Array(name, made.name, i if len(kept) > 1 else None), array.bytes, str(array)))
+            found.append(len(held) - 1)
+    return tuple(found)
+
+
+def _elements(computation: Computation, made: Instruction, buffers: _Buffers) -> _Buffers:
+    """Those of one element of a tuple, which may be a tuple itself."""
+    source = computation.instructions[made.operands[0]]
+    if len(buffers) <= 1 or "((" in source.type:
+        return buffers[-1:]
+    return buffers[made.number : made.number + 1]
+
+
+def _updated(module: Module, made: Instruction) -> dict[int, int]:
+    """The results of a fusion that update an operand in place: the number of the operand."""
+    (name,) = made.called("calls")
+    inner = module.computations[name]
+    root = inner.instructions[inner.root]
+    roots = [inner.instructions[o] for o in root.operands] if root.opcode == "tuple" else [root]
+    found = {}
+    for i, part in enumerate(roots):
+        while part.opcode in ("bitcast", "copy", "convert") and part.operands[0] in inner.instructions:
+            part = inner.instructions[part.operands[0]]
+        while part.opcode in ("dynamic-update-slice", "scatter", "bitcast"):
+            part = inner.instructions[part.operands[0]]
+            if part.opcode == "parameter":
+                found[i] = part.number
+                break
+    return found

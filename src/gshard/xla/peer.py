@@ -18,10 +18,10 @@ from gshard.core.mark import resolve
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Constant, Equation, Program, Value
+from gshard.core.rule import operand_sharding, result_sharding
 from gshard.core.sharding import Sharding
-from gshard.core.split import operand_sharding, result_sharding
-from gshard.language.interpret import Interpreter
 from gshard.language.mark_primitive import mark_p
+from gshard.language.region import Interpreter
 
 
 def xla_function(
@@ -32,23 +32,7 @@ def xla_function(
     turns_only: bool = False,
     ignored: Collection[Value] = (),
 ) -> Callable[..., list[Any]]:
-    """A function of the program's flat inputs (captured arrays first) that XLA's partitioner can be given.
-
-    Args:
-        program: a traced function.
-        mesh: the devices; must be concrete for the function to be compiled.
-        plan: constrains the result of every equation to the sharding planned for it, as far as it divides evenly;
-            otherwise only marks are constraints.
-        turns_only: constrains only values whose users split them along other dimensions: once with the sharding of
-            the value, once with that of the user. Experts write all-to-alls this way: with one constraint XLA gathers.
-        ignored: the results of marks of gshard's that are the identity, as they are under ``jax.jit``.
-
-    Returns:
-        a function of global arrays to the flat results, to be compiled with ``jax.jit``.
-
-    Raises:
-        PlanError: a ``shard_map`` leaves axes automatic: its body is a part of the program here.
-    """
+    """A function of the program's flat inputs (captured arrays first) that XLA's partitioner can be given."""
     inside = [e for e in program.block.walk() if e.rule is not None and e.rule.manual is not None]
     if inside:
         raise PlanError(

@@ -1,39 +1,34 @@
-"""Compiled cost: the modelled time, FLOPs, bytes and memory of one call of a compiled program on a machine."""
+"""Compiled cost: the modelled time, FLOPs, bytes and memory of one call of a compiled program, and its verdict."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from gshard.core.mesh import Mesh
+from gshard.core.number_text import format_seconds
+from gshard.core.program import format_bytes
 from gshard.device.cost import CallTotals
-from gshard.device.machine import Machine, MachineError
+from gshard.device.machine import COMPILERS, Machine, MachineError
 from gshard.device.network import permutation_seconds, seconds, seconds_among
-from gshard.xla.elapsed import Elapsed, Ran, elapsed
+from gshard.explanation.verdict import CallVerdict, remedies
 from gshard.xla.hlo_collectives import CompiledCollective, Sent, pairs_of
 from gshard.xla.hlo_parser import Instruction
+from gshard.xla.kernels import Elapsed, Ran, elapsed
 from gshard.xla_programs.compiled_program import CompiledProgram
-from gshard.xla_programs.moved_parts import atoms_of
+from gshard.xla_programs.compiled_rows import CompiledRow, atoms_of
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCost(CallTotals):
-    """What one call of a compiled program takes on each device, as modelled.
+    """What one call of a compiled program takes on each device, as modelled."""
 
-    Attributes:
-        machine: what was assumed.
-        kernels: the instructions that take time, in order.
-        peak: the most bytes that a device holds.
-        unknown: custom calls whose operations the text does not tell: they count by their bytes.
-        elapsed: one call in time.
-    """
-
-    machine: Machine
-    kernels: tuple[Ran, ...]
-    peak: int
-    unknown: tuple[str, ...] = ()
-    elapsed: Elapsed = dataclasses.field(default=Elapsed(0.0), repr=False)
+    machine: Machine  # what was assumed
+    kernels: tuple[Ran, ...]  # the instructions that take time, in order
+    peak: int  # the most bytes that a device holds
+    unknown: tuple[str, ...] = ()  # custom calls whose operations the text does not tell: they count by their bytes
+    elapsed: Elapsed = dataclasses.field(default=Elapsed(0.0), repr=False)  # one call in time
 
     @property
     def products(self) -> int:
@@ -58,15 +53,7 @@ class CompiledCost(CallTotals):
 
 
 def compiled_cost(program: CompiledProgram, machine: Machine) -> CompiledCost:
-    """Prices a compiled program.
-
-    Args:
-        program: what was compiled.
-        machine: as many devices as it runs on.
-
-    Raises:
-        MachineError: the machine has another number of devices.
-    """
+    """Prices a compiled program."""
     mesh = program.mesh
     if machine.size != mesh.size:
         raise MachineError(
@@ -107,3 +94,70 @@ def _network_seconds(
         seconds_among(kind, read.operand_bytes, sorted(mesh.order[d] if mesh.order else d for d in group), machine)
         for group in read.groups
     )
+
+
+# Compiled verdict: what bounds a call of a compiled program, in a few sentences.
+
+_HIDDEN = 0.005  # of the network's seconds: less is not worth a sentence
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledVerdict(CallVerdict):
+    """What bounds one call of a compiled program on a machine, as modelled."""
+
+    cost: CompiledCost  # what it was read from
+    rows: Sequence[CompiledRow] = dataclasses.field(repr=False)  # the collectives, with their seconds on this machine
+    platform: str = ""  # what the program was compiled for; empty if that is not known
+
+    @property
+    def ideal(self) -> float:
+        """Seconds that the products take at the machine's peak rate."""
+        works = ((k.work, k.times) for k in self.cost.kernels)
+        return sum(w.products * times / self.cost.machine.peak(w.dtype) for w, times in works if w is not None)
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """The others."""
+        more = self._compute(), self._network(), self._memory(), self._unknown(), self._elsewhere()
+        return tuple(text for text in (*remedies(self.cost), *more) if text)
+
+    def _compute(self) -> str:
+        if not self.ideal:
+            return "There is no matrix product whose operations are known."
+        return (
+            f"The products of a device would take {format_seconds(self.ideal)} at the peak rate: "
+            f"{100 * self.share:.0f} % of the call."
+        )
+
+    def _network(self) -> str:
+        if not self.rows:
+            return "No device sends anything."
+        most, total = self.rows[0], max(self.cost.sent, 1)
+        text = (
+            f"Of {format_bytes(self.cost.sent)} that each device sends, {100 * most.bytes / total:.0f} % is the "
+            f"{most.kind} of {most.array} over {most.axes} at {most.line or most.module or 'no known line'}."
+        )
+        taken, hidden = sum(row.seconds for row in self.rows), self.cost.overlapped
+        if taken and hidden > _HIDDEN * taken:
+            text += f" {100 * hidden / taken:.0f} % of the network's {format_seconds(taken)} passes while kernels run."
+        longest = max(self.rows, key=lambda row: row.exposed)
+        if longest is not most and longest.exposed:
+            text += (
+                f" The call waits longest, {format_seconds(longest.exposed)}, for the {longest.kind} of "
+                f"{longest.array} at {longest.line or longest.module or 'no known line'}."
+            )
+        return text
+
+    def _unknown(self) -> str:
+        if not self.cost.unknown:
+            return ""
+        return f"Kernels whose operations are not known count by their bytes only: {', '.join(self.cost.unknown)}."
+
+    def _elsewhere(self) -> str:
+        machine = self.cost.machine
+        if not self.platform or machine.compiler == COMPILERS.get(self.platform, machine.compiler):
+            return ""
+        return (
+            f"XLA compiled this program for {self.platform}. For {machine.kind or machine.name} it fuses and combines "
+            "otherwise, and may choose other collectives: compile for the devices themselves to see those."
+        )

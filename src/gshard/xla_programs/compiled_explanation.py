@@ -26,26 +26,29 @@ from gshard.core.program import format_bytes
 from gshard.device.machine import Machine
 from gshard.explanation.comparable import Comparable, write_trace
 from gshard.explanation.report.page import framed
-from gshard.search.progress import Progress
-from gshard.xla_programs.compiled_cost import CompiledCost, compiled_cost
+from gshard.search.time_budget import Progress
+from gshard.xla_programs.compiled_cost import CompiledCost, CompiledVerdict, compiled_cost
 from gshard.xla_programs.compiled_program import CompiledArgument, CompiledProgram
 from gshard.xla_programs.compiled_report import CompiledReport
-from gshard.xla_programs.compiled_rows import CompiledRow, compiled_rows
-from gshard.xla_programs.compiled_text import (
+from gshard.xla_programs.compiled_rows import (
+    CompiledRow,
+    Part,
+    Regathered,
     argument_lines,
     collective_lines_of,
+    compiled_rows,
     memory_lines,
+    parts_of,
+    regathered,
     regathered_lines,
+    whole_arguments,
     whole_lines,
 )
-from gshard.xla_programs.compiled_verdict import CompiledVerdict
 from gshard.xla_programs.constraint_candidates import Planned, candidates_of
-from gshard.xla_programs.moved_parts import Part, parts_of
 from gshard.xla_programs.traced_expressions import expressions_of
 from gshard.xla_programs.tried_changes import Figures
 from gshard.xla_programs.tried_constraints import TriedConstraints, try_constraints
 from gshard.xla_programs.tried_shardings import SECONDS, Specs, TriedShardings, try_shardings
-from gshard.xla_programs.whole_arrays import Regathered, regathered, whole_arguments
 
 # What JAX and XLA raise for a program with a sharding that they do not support, or that jax.jit was given otherwise.
 _REFUSED = (jax.errors.JaxRuntimeError, ValueError, TypeError, NotImplementedError)
@@ -55,20 +58,15 @@ _OF_PROGRAM = ("parts", "arguments", "whole", "regathered", "bytes_by_kind", "ti
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CompiledAgain:
-    """What compiles an explained function once more, with other shardings or constraints.
+    """What compiles an explained function once more, with other shardings or constraints."""
 
-    Attributes:
-        leaves: for each argument of the program the array that the user gives, as ``jax.ShapeDtypeStruct`` with its
-            sharding; None if it is not known.
-        lower: traces and lowers the function, with other shardings of some arguments.
-        read: compiles and explains what is lowered.
-        planned: the shardings that gshard plans for values of the function, by the path of the file, the line, and the
-            shape. It takes the seconds after which it gives up.
-    """
-
+    # for each argument of the program the array that the user gives, as ``jax.ShapeDtypeStruct`` with its sharding;
+    # None if it is not known
     leaves: tuple[Any, ...]
-    lower: Callable[[Specs], Any]
-    read: Callable[[Any], CompiledExplanation]
+    lower: Callable[[Specs], Any]  # traces and lowers the function, with other shardings of some arguments
+    read: Callable[[Any], CompiledExplanation]  # compiles and explains what is lowered
+    # the shardings that gshard plans for values of the function, by the path of the file, the line, and the shape. It
+    # takes the seconds after which it gives up.
     planned: Callable[[float], Planned]
 
     def compiled(self, specs: Specs) -> CompiledExplanation | None:

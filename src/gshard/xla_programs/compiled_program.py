@@ -1,51 +1,151 @@
-"""Compiled program: what the text of a compiled program, and the objects of JAX it came from, tell of it."""
+"""Compiled program: what the text of a compiled program, and the objects beside it, tell of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import numpy as np
 
 from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.mesh import Atoms, Mesh
 from gshard.device.memory import MemoryTotals
 from gshard.naming.short_names import ShortName, short_names
-from gshard.xla.buffers import HeldMemory, aliased_results, held_by
 from gshard.xla.dataflow import PRODUCTS, Array, Dataflow
 from gshard.xla.hlo_collectives import Sent, sent_by
 from gshard.xla.hlo_parser import Instruction, Module, read_module
-from gshard.xla.kernels import arrays_of
-from gshard.xla_programs.read_shardings import ReadSharding, read_sharding
+from gshard.xla.kernels import HeldMemory, aliased_results, arrays_of, held_by
+
+# Read shardings: along which axes of the mesh the sharding in the text of a program cuts an array.
+
+WHOLE = "whole on each device"
+_TILES = re.compile(
+    r"\bsharding=\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))?([^{}]*(?:\{[^}]*\})?)"
+)
+_NAMED = re.compile(r"\bsharding=\{@?mesh\[[^\]]*\][^\[]*\[(.*?)\]\s*(?:,[^}]*)?\}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReadSharding:
+    """How an array is cut."""
+
+    parts: tuple[int, ...]  # in how many parts each dimension is cut; none where all of the array is on each device
+    dims: tuple[Atoms, ...] | None  # the atoms of the mesh that cut each dimension; None if the parts lie along no axes
+    text: str  # ``P(data, None)``; the parts if no axes are known
+
+    @property
+    def count(self) -> int:
+        """In how many parts the array is cut."""
+        return math.prod(self.parts)
+
+
+def read_sharding(attributes: str, mesh: Mesh) -> ReadSharding | None:
+    """The sharding in the attributes of an instruction; None if it has none, or one of another kind.
+
+    >>> mesh = Mesh.abstract(data=2, model=4)
+    >>> read_sharding("sharding={devices=[4,2]<=[2,4]T(1,0)}", mesh).text
+    'P(model, data)'
+    >>> read_sharding("sharding={devices=[1,4,2]<=[8] last_tile_dim_replicate}", mesh).dims
+    ((), ('data', 'model.0'))
+    >>> read_sharding("sharding={replicated}", mesh).text
+    'whole on each device'
+    """
+    if named := _NAMED.search(attributes):
+        return _named(named[0], named[1], mesh)
+    if tiles := _TILES.search(attributes):
+        return _tiled(tiles, mesh)
+    return ReadSharding((), (), WHOLE) if "sharding={replicated}" in attributes else None
+
+
+def sharding_of_spec(axes_of: Sequence[Sequence[str]], sizes: Mapping[str, int], mesh: Mesh) -> ReadSharding:
+    """The sharding that names axes for each dimension.
+
+    >>> sharding_of_spec([[], ["model", "data"]], {"data": 2, "model": 4}, Mesh.abstract(data=2, model=4)).text
+    'P(None, (model, data))'
+    """
+    parts = tuple(math.prod(sizes.get(axis, 1) for axis in axes) for axes in axes_of)
+    # The user may call the axes otherwise.
+    is_known = all(dict(mesh.axes).get(axis) == sizes.get(axis) for axes in axes_of for axis in axes)
+    dims = tuple(tuple(a for axis in axes for a in mesh.atoms_of[axis]) for axes in axes_of) if is_known else None
+    words = [axes[0] if len(axes) == 1 else f"({', '.join(axes)})" if axes else "None" for axes in axes_of]
+    return ReadSharding(parts, dims, f"P({', '.join(words)})" if math.prod(parts) > 1 else WHOLE)
+
+
+def _named(text: str, entries: str, mesh: Mesh) -> ReadSharding:
+    axes_of = [re.findall(r"'([^']*)'", entry) for entry in re.findall(r"\{([^{}]*)\}", entries)]
+    sizes = {axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", text)}
+    found = sharding_of_spec(axes_of, sizes, mesh)
+    # An axis may be cut in parts: 'a':(1)2.
+    return dataclasses.replace(found, dims=None) if ":(" in entries else found
+
+
+def _tiled(found: re.Match[str], mesh: Mesh) -> ReadSharding:
+    sizes, order, turned, listed, more = found.groups()
+    shape = _numbers(sizes)
+    beside = re.search(r"last_tile_dims=\{([^}]*)\}", more)  # dimensions that cut nothing
+    rank = len(shape) - (len(beside[1].split(",")) if beside else "last_tile_dim_replicate" in more)
+    parts = shape[:rank]
+    if math.prod(parts) == 1:
+        return ReadSharding(parts, ((),) * rank, WHOLE)
+    devices = np.arange(math.prod(shape)) if listed is None else np.array(_numbers(listed))
+    if order is not None:
+        devices = devices.reshape(_numbers(order))
+        devices = devices.transpose(_numbers(turned)) if turned else devices
+    dims = None
+    if devices.size == math.prod(shape) == mesh.size:
+        part_of = np.empty((rank, mesh.size), int)  # of each device, the number of its part along each dimension
+        part_of[:, devices.ravel()] = np.indices(shape)[:rank].reshape(rank, -1)
+        along = [_atoms(part, count, mesh) for part, count in zip(part_of, parts, strict=True)]
+        dims = None if None in along else tuple(atoms for atoms in along if atoms is not None)
+    if dims is None:
+        return ReadSharding(parts, None, f"in {' x '.join(map(str, parts))} parts")
+    return ReadSharding(parts, dims, f"P({', '.join(_word(mesh, atoms) for atoms in dims)})")
+
+
+def _atoms(part: np.ndarray, count: int, mesh: Mesh) -> Atoms | None:
+    """The atoms that number the parts of a dimension, the slowest first; None if none do."""
+    grid = part.reshape(tuple(mesh.atom_sizes.values()))
+    step = {atom: int(np.diff(grid, axis=i).flat[0]) for i, atom in enumerate(mesh.atom_sizes)}
+    atoms = tuple(sorted((atom for atom, by in step.items() if by), key=lambda atom: -step[atom]))
+    left = count
+    for atom in atoms:
+        left //= mesh.atom_sizes[atom]
+        if step[atom] != left:
+            return None
+    digits = np.indices(grid.shape)
+    told = sum(by * digits[i] for i, by in enumerate(step.values()))
+    return atoms if left == 1 and np.array_equal(told, grid) else None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(",") if n)
+
+
+def _word(mesh: Mesh, atoms: Atoms) -> str:
+    names = mesh.format_atoms(atoms).split(",") if atoms else []
+    return f"({', '.join(names)})" if len(names) > 1 else names[0] if names else "None"
+
 
 _MESH = re.compile(r"\bmesh\[((?:'[^']*'=\d+,?\s*)+)\]")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompiledArgument:
-    """One argument of a compiled program.
+    """One argument of a compiled program."""
 
-    Attributes:
-        name: its path, ``params['up']``; ``argument 3`` if the program does not tell.
-        short: what it is called in tables.
-        type: of one device's part, ``f32[8,4]``.
-        local_bytes: of this part;
-        bytes: and of the whole array; None if the program does not tell.
-        sharding: how it is cut, as text; empty if the program does not tell.
-        parts: in how many parts each dimension is cut; empty if each device has the whole array, or if it is unknown.
-        dims: the atoms of the mesh that cut each dimension; None if they are not known.
-    """
-
-    name: str
-    short: ShortName
-    type: str
-    local_bytes: int
-    bytes: int | None
-    sharding: str
+    name: str  # its path, ``params['up']``; ``argument 3`` if the program does not tell
+    short: ShortName  # what it is called in tables
+    type: str  # of one device's part, ``f32[8,4]``
+    local_bytes: int  # of this part;
+    bytes: int | None  # and of the whole array; None if the program does not tell
+    sharding: str  # how it is cut, as text; empty if the program does not tell
+    # in how many parts each dimension is cut; empty if each device has the whole array, or if it is unknown
     parts: tuple[int, ...] = ()
-    dims: tuple[Atoms, ...] | None = None
+    dims: tuple[Atoms, ...] | None = None  # the atoms of the mesh that cut each dimension; None if they are not known
 
     @property
     def is_whole(self) -> bool:
@@ -55,25 +155,15 @@ class CompiledArgument:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """A compiled program that can be explained.
+    """A compiled program that can be explained."""
 
-    Attributes:
-        name: of the function.
-        module: what was read.
-        mesh: the devices and the names of their axes.
-        arguments: in order.
-        results: names of the results in order, as far as they are known.
-        platform: ``cpu``, ``gpu`` or ``tpu``; empty if that is not known.
-        memory: the compiler's own figures, or None.
-    """
-
-    name: str
-    module: Module
-    mesh: Mesh
-    arguments: tuple[CompiledArgument, ...]
-    results: tuple[str, ...] = ()
-    platform: str = ""
-    memory: MemoryTotals | None = None
+    name: str  # of the function
+    module: Module  # what was read
+    mesh: Mesh  # the devices and the names of their axes
+    arguments: tuple[CompiledArgument, ...]  # in order
+    results: tuple[str, ...] = ()  # names of the results in order, as far as they are known
+    platform: str = ""  # ``cpu``, ``gpu`` or ``tpu``; empty if that is not known
+    memory: MemoryTotals | None = None  # the compiler's own figures, or None
 
     @functools.cached_property
     def flow(self) -> Dataflow:
@@ -147,22 +237,7 @@ def read_program(
     memory: MemoryTotals | None = None,
     names: Mapping[str, str] | None = None,
 ) -> CompiledProgram:
-    """Reads a compiled program.
-
-    Args:
-        text: what ``compiled.as_text()`` gives, or a dump of XLA's after optimisation.
-        mesh: its devices and their axes. None takes the axes that the text names, or one axis called ``devices``.
-        whole: of each argument the bytes of the whole array and its sharding as text, where they are known.
-        cuts: of each argument the axes that cut it, where they are known and the text may not tell.
-        results: names of the results.
-        platform: what it was compiled for.
-        memory: as ``CompiledProgram.memory``.
-        names: other names of arguments, by those in the text.
-
-    Raises:
-        ArgumentError: the text is no compiled program, or one from before the end of XLA's passes.
-        MeshError: the mesh has another number of devices than the program.
-    """
+    """Reads a compiled program."""
     if not text.lstrip().startswith("HloModule"):
         raise ArgumentError(
             "this is no compiled program.",

@@ -18,14 +18,10 @@ from gshard.core.planning_tables import with_tables
 from gshard.core.program import format_bytes
 from gshard.device.machine import Machine
 from gshard.emit.compile import compile_spmd
-from gshard.explanation.found import SearchResult
-from gshard.search.best import Best
-from gshard.search.meshes import axes_text
-from gshard.search.pipeline import as_run
-from gshard.search.planned import Planned
-from gshard.search.priced import PricedPlan
-from gshard.xla.cycles import estimated_cycles
-from gshard.xla.topology import topology_mesh
+from gshard.explanation.search_result import SearchResult
+from gshard.search.find import Best, axes_text
+from gshard.search.pipeline import Planned, PricedPlan, as_run
+from gshard.xla.tpu import estimated_cycles, topology_mesh
 from gshard.xla_programs.compiled_cost import CompiledCost, compiled_cost
 from gshard.xla_programs.compiled_program import memory_figures, read_program
 
@@ -34,21 +30,13 @@ _HIDDEN = 0.005  # of the network's seconds: less is not worth a column
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CompiledPlan:
-    """A plan as XLA compiled it.
+    """A plan as XLA compiled it."""
 
-    Attributes:
-        best: the search on its mesh;
-        priced: the plan, with what the cost model says of it.
-        cost: of the compiled program; None if XLA does not compile it.
-        cycles: the compiler's own estimate, where it notes one (TPU); 0 elsewhere.
-        refused: what XLA says if it does not compile it: that it does not fit, for example.
-    """
-
-    best: Best
-    priced: PricedPlan
-    cost: CompiledCost | None
-    cycles: int = 0
-    refused: str = ""
+    best: Best  # the search on its mesh;
+    priced: PricedPlan  # the plan, with what the cost model says of it
+    cost: CompiledCost | None  # of the compiled program; None if XLA does not compile it
+    cycles: int = 0  # the compiler's own estimate, where it notes one (TPU); 0 elsewhere
+    refused: str = ""  # what XLA says if it does not compile it: that it does not fit, for example
 
     @property
     def error(self) -> float:
@@ -65,17 +53,11 @@ class CompiledPlan:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CompiledRanking:
-    """The best plans of a search, as XLA compiled them; the best first.
+    """The best plans of a search, as XLA compiled them; the best first."""
 
-    Attributes:
-        plans: those that were compiled.
-        platform: what they were compiled for.
-        machine: what their times are modelled on.
-    """
-
-    plans: tuple[CompiledPlan, ...]
-    platform: str
-    machine: str
+    plans: tuple[CompiledPlan, ...]  # those that were compiled
+    platform: str  # what they were compiled for
+    machine: str  # what their times are modelled on
 
     @property
     def best(self) -> CompiledPlan:
@@ -103,12 +85,7 @@ class CompiledRanking:
 
 
 def ranked(found: SearchResult, k: int) -> SearchResult:
-    """A search with the plan that is the best as XLA compiled it, of the best ``k``.
-
-    Raises:
-        MeshError: there are fewer devices than the mesh has.
-        PlanningError: the machine is a TPU, and libtpu does not describe it.
-    """
+    """A search with the plan that is the best as XLA compiled it, of the best ``k``."""
     ranking = compiled_ranking(found, k, devices_for(found))
     best, priced = ranking.best.best, ranking.best.priced
     if priced is not best.chosen:  # nothing is proven about a plan that the simplified model did not choose
@@ -117,20 +94,12 @@ def ranked(found: SearchResult, k: int) -> SearchResult:
 
 
 def devices_for(found: SearchResult) -> Sequence[object]:
-    """What plans are compiled for: the mesh's devices, those of a TPU by libtpu, or the first that JAX has.
-
-    Raises:
-        MeshError, PlanningError: as ``ranked``.
-    """
+    """What plans are compiled for: the mesh's devices, those of a TPU by libtpu, or the first that JAX has."""
     return devices_on(found.plan.mesh, found.cost.machine)
 
 
 def devices_on(mesh: Mesh, machine: Machine) -> Sequence[object]:
-    """What plans on a mesh of a machine are compiled for: as ``devices_for``.
-
-    Raises:
-        MeshError, PlanningError: as ``ranked``.
-    """
+    """What plans on a mesh of a machine are compiled for: as ``devices_for``."""
     on = topology_mesh(machine) if mesh.devices is None and machine.topology else mesh.on_first_devices()
     assert on.devices is not None, "both have devices"
     return on.devices
@@ -138,13 +107,7 @@ def devices_on(mesh: Mesh, machine: Machine) -> Sequence[object]:
 
 @with_tables
 def compiled_ranking(found: SearchResult, k: int, devices: Sequence[object]) -> CompiledRanking:
-    """Compiles the best plans that a search priced, on all meshes that it tried.
-
-    Args:
-        found: the search.
-        k: how many plans at most; plans that are equal count once.
-        devices: what to compile for, in the order of the mesh; as many as it has.
-    """
+    """Compiles the best plans that a search priced, on all meshes that it tried."""
     made = [
         _compiled(best, priced, found.donated, devices) for best, priced in _best_plans(found.tried or (found.best,), k)
     ]

@@ -1,24 +1,22 @@
-"""Compiled report: everything that the page and ``--json`` show of a compiled program.
-
-The data has the format of ``explanation.report.data``, so that one page shows both, and a program of XLA's partitioner
-is compared line by line with one of gshard's. Without a machine it has bytes, memory and operations, and no times.
-"""
+"""Compiled report: everything that the page and ``--json`` show of a compiled program, with the user's lines."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gshard.core.partition_spec import text_of_spec
+from gshard.core.mark import text_of_spec
 from gshard.device.cost import BOUNDS
 from gshard.device.fusion_model import COLLECTIVE, FUSED, OPERATOR
 from gshard.device.network import groups
 from gshard.explanation.difference import FORMAT
 from gshard.explanation.report.data import (
     LISTS,
+    Places,
     groups_text,
     layers_data,
     machine_data,
@@ -28,19 +26,101 @@ from gshard.explanation.report.data import (
     timeline_data,
 )
 from gshard.explanation.timeline import COMPUTE, NETWORK, Event, Loop, Run, Timeline, complete_event, trace_events
+from gshard.naming.short_names import equal_layers
+from gshard.tracing.trace import names_of_files
 from gshard.xla.dataflow import Array
-from gshard.xla.elapsed import Elapsed, Ran
 from gshard.xla.hlo_collectives import pairs_of
-from gshard.xla.hlo_parser import Instruction
-from gshard.xla.kernels import arrays_of
-from gshard.xla_programs.compiled_cost import CompiledCost
-from gshard.xla_programs.compiled_places import CompiledPlaces
+from gshard.xla.hlo_parser import Instruction, Origin, origin_of
+from gshard.xla.kernels import Elapsed, Ran, arrays_of
+from gshard.xla_programs.compiled_cost import CompiledCost, CompiledVerdict
 from gshard.xla_programs.compiled_program import CompiledArgument, CompiledProgram
-from gshard.xla_programs.compiled_rows import CompiledRow
-from gshard.xla_programs.compiled_text import regathered_lines, whole_lines
-from gshard.xla_programs.compiled_verdict import CompiledVerdict
-from gshard.xla_programs.moved_parts import Part, atoms_of
-from gshard.xla_programs.whole_arrays import Regathered
+from gshard.xla_programs.compiled_rows import CompiledRow, Part, Regathered, atoms_of, regathered_lines, whole_lines
+
+# Compiled places: the user's lines of the instructions of a compiled program, and what the instructions are called.
+
+
+class CompiledPlaces:
+    """The lines of one program; those that were named are what the page shows of its files."""
+
+    def __init__(self, program: CompiledProgram) -> None:
+        self.program = program
+        self._named = Places()
+        self._origins: dict[str, Origin] = {}
+
+    def files(self) -> list[dict[str, Any]]:
+        """Of each file the lines that were named, with the text around them."""
+        return self._named.files()
+
+    def short(self, place: str) -> str:
+        """A line, given with the whole path of its file, as the page names it; empty if none is given."""
+        path, _, line = place.rpartition(":")
+        return self._named.at(path, int(line), self._names.get(path, "")) if path and line.isdigit() else ""
+
+    def line(self, made: Instruction) -> str:
+        """The line of an instruction, as the page names it."""
+        return self.short(self.program.module.place_of(self.told(made)))
+
+    def line_near(self, computation: str, made: Instruction) -> str:
+        """The same; of a copy that the compiler made, the line of what is copied, or else of what reads the copy."""
+        if line := self.line(made):
+            return line
+        array, flow = Array(computation, made.name), self.program.flow
+        copied = flow.made(flow.source(array))
+        if copied is not None and (line := self.line(copied)):
+            return line
+        reader = next(flow.readers(array), None)
+        return "" if reader is None else self.line(reader[1])
+
+    def origin(self, made: Instruction) -> Origin:
+        """The operator that an instruction comes from."""
+        name = self.told(made).op_name
+        if name not in self._origins:
+            self._origins[name] = origin_of(name)
+        return self._origins[name]
+
+    def called(self, made: Instruction) -> str:
+        """What an instruction computes: the operator, or what XLA calls it."""
+        return self.origin(made).operation or self.told(made).opcode
+
+    def described(self, computation: str, name: str, folded: Mapping[str, str] | None = None) -> tuple[str, str]:
+        """What an instruction computes, with its module; and its line."""
+        made = self.program.module.computations[computation].instructions[name]
+        what, module = self.called(made), self.origin(made).module
+        module = (folded or {}).get(module, module)
+        return f"{what} in {module}" if module else what, self.line(made)
+
+    def folded(self, arrays: Iterable[Array]) -> dict[str, str]:
+        """The modules of what makes arrays, those of equal layers under one name: ``layers_*/mlp``."""
+        computations = self.program.module.computations
+        modules = (self.origin(computations[a.computation].instructions[a.name]).module for a in arrays)
+        # A layer is one if something is inside: here the array.
+        paths = {(*module.split("/"), "array"): None for module in modules if module}
+        return {"/".join(own[:-1]): "/".join(one[:-1]) for own, one in equal_layers(paths, same_inside=False).items()}
+
+    def told(self, made: Instruction) -> Instruction:
+        """The instruction whose metadata tell of one: of a fusion without any the first inside that has some."""
+        if self.program.module.place_of(made) or not made.opcode.startswith("fusion"):
+            return made
+        inside = (
+            part
+            for name in made.called("calls")
+            for part in self.program.module.computations[name].instructions.values()
+            if self.program.module.place_of(part)
+        )
+        return next(inside, made)
+
+    @functools.cached_property
+    def _names(self) -> Mapping[str, str]:
+        """What each file is called."""
+        numbers = {
+            int(found[1])
+            for computation in self.program.module.computations.values()
+            for made in computation.instructions.values()
+            if (found := re.search(r"\bstack_frame_id=(\d+)", made.attributes)) is not None
+        }
+        places = {self.program.module.places.get(number, "") for number in numbers}
+        return names_of_files(place.rpartition(":")[0] for place in sorted(places))
+
 
 NO_MACHINE = (
     'No machine is named, so that no times are modelled. Name one: machine="h100:1x8", '
@@ -52,26 +132,16 @@ _READERS = 40  # lines that read an argument, at most
 
 @dataclasses.dataclass(frozen=True)
 class CompiledReport:
-    """What is shown of a compiled program.
+    """What is shown of a compiled program."""
 
-    Attributes:
-        program: what was read.
-        rows: its collectives, most bytes first;
-        parts: and the arrays that they move, one by one.
-        arguments: largest first.
-        whole: those that every device holds whole.
-        regathered: what is gathered only to be cut again.
-        cost: what it takes.
-        verdict: what bounds a call; None without a machine: then the seconds of ``cost`` are those of no device.
-    """
-
-    program: CompiledProgram
-    rows: Sequence[CompiledRow]
-    parts: Sequence[Part]
-    arguments: Sequence[CompiledArgument]
-    whole: Sequence[CompiledArgument]
-    regathered: Sequence[Regathered]
-    cost: CompiledCost
+    program: CompiledProgram  # what was read
+    rows: Sequence[CompiledRow]  # its collectives, most bytes first;
+    parts: Sequence[Part]  # and the arrays that they move, one by one
+    arguments: Sequence[CompiledArgument]  # largest first
+    whole: Sequence[CompiledArgument]  # those that every device holds whole
+    regathered: Sequence[Regathered]  # what is gathered only to be cut again
+    cost: CompiledCost  # what it takes
+    # what bounds a call; None without a machine: then the seconds of ``cost`` are those of no device
     verdict: CompiledVerdict | None
 
     def data(self) -> dict[str, Any]:

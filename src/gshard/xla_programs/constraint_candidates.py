@@ -18,7 +18,7 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.core.jax_adapter_operations import Expression
-from gshard.core.partition_spec import axes_of_entry, spec_of_axes
+from gshard.core.mark import axes_of_entry, spec_of_axes
 from gshard.xla_programs.compiled_rows import CompiledRow
 from gshard.xla_programs.traced_expressions import Constraint, TracedExpression
 
@@ -31,19 +31,12 @@ Planned = Mapping[tuple[str, int, tuple[int, ...]], Sequence[PartitionSpec]]
 
 @dataclasses.dataclass(frozen=True)
 class Candidates:
-    """The constraints to try.
+    """The constraints to try."""
 
-    Attributes:
-        constraints: the most promising first.
-        matched: how many collectives move a value of an expression;
-        collectives: of how many.
-        unmatched_bytes: that each device sends in the others.
-    """
-
-    constraints: tuple[Constraint, ...]
-    matched: int
-    collectives: int
-    unmatched_bytes: int
+    constraints: tuple[Constraint, ...]  # the most promising first
+    matched: int  # how many collectives move a value of an expression;
+    collectives: int  # of how many
+    unmatched_bytes: int  # that each device sends in the others
 
 
 def candidates_of(
@@ -53,15 +46,7 @@ def candidates_of(
     sizes: Mapping[str, int],
     planned: Planned,
 ) -> Candidates:
-    """The constraints to try on the values that collectives move.
-
-    Args:
-        rows: the collectives.
-        expressions: of the function.
-        leaves: the arguments, those that have a sharding with it.
-        sizes: of the axes of the mesh that constraints may name.
-        planned: what gshard plans for values.
-    """
+    """The constraints to try on the values that collectives move."""
     by_place = {expression.place: expression for expression in expressions}
     stakes: dict[TracedExpression, float] = {}
     matched = unmatched = 0
@@ -109,15 +94,10 @@ def _end(place: Expression) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Given:
-    """How arguments are split.
+    """How arguments are split."""
 
-    Attributes:
-        by_size: the axes over which most of them split a dimension, by its size.
-        groups: the axes over which they split a dimension, the most frequent first.
-    """
-
-    by_size: Mapping[int, Axes]
-    groups: tuple[Axes, ...]
+    by_size: Mapping[int, Axes]  # the axes over which most of them split a dimension, by its size
+    groups: tuple[Axes, ...]  # the axes over which they split a dimension, the most frequent first
 
     @staticmethod
     def of(leaves: Iterable[Any]) -> _Given:

@@ -28,15 +28,24 @@ from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program, format_bytes
 from gshard.core.spmd import SpmdProgram
-from gshard.explanation.found import SearchResult
+from gshard.explanation.search_result import SearchResult
 from gshard.planning.added_marks import spec_of_cut
 from gshard.search.as_marks import FoundMark
 from gshard.xla.peer import xla_function
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
-from gshard.xla_programs.exported_arguments import ExportedArgument, arguments_of, less_split
-from gshard.xla_programs.exported_module import exported_module
 from gshard.xla_programs.marks_as_constraints import constrained, constraint_text, own_marks
-from gshard.xla_programs.plan_compiler import NEAR, PlanCompiler, WorseLine, has_explicit_axes, mesh_for_jit, worse_text
+from gshard.xla_programs.plan_compiler import (
+    NEAR,
+    ExportedArgument,
+    PlanCompiler,
+    WorseLine,
+    arguments_of,
+    exported_module,
+    has_explicit_axes,
+    less_split,
+    mesh_for_jit,
+    worse_text,
+)
 
 _ALONE, _OWN, _FEW, _EVERYWHERE = (
     "shardings alone",
@@ -215,16 +224,7 @@ class ExportedPlan:
 
 @with_tables
 def exported_plan(found: SearchResult, spmd: SpmdProgram, devices: Sequence[object]) -> ExportedPlan:
-    """Makes the shardings of a plan for ``jax.jit``, and compiles the program with them.
-
-    Args:
-        found: the search.
-        spmd: the per-device program of its plan.
-        devices: what to compile for, as many as the mesh has.
-
-    Raises:
-        ArgumentError: the function writes references.
-    """
+    """Makes the shardings of a plan for ``jax.jit``, and compiles the program with them."""
     plan = found.plan
     program = plan.program
     if program.references:

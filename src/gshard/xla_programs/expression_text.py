@@ -7,7 +7,7 @@ import linecache
 from collections.abc import Sequence
 
 from gshard.core.jax_adapter_operations import Expression
-from gshard.core.partition_spec import text_of_spec
+from gshard.core.mark import text_of_spec
 from gshard.xla_programs.traced_expressions import Constraint
 
 _LONG = 60  # characters of an expression that are printed

@@ -43,12 +43,7 @@ def own_marks(made: PlanCompiler) -> Iterator[FoundMark]:
 
 
 def constrained(made: PlanCompiler, constraints: Sequence[FoundMark]) -> Callable[..., list[Any]] | None:
-    """The program with these constraints and without other marks of gshard's; None where one cannot be added.
-
-    Args:
-        made: has the program.
-        constraints: some of ``own_marks``, and others that were found.
-    """
+    """The program with these constraints and without other marks of gshard's; None where one cannot be added."""
     wanted = {v: s for mark in constraints for v, s in mark.shardings.items()}
     own = _marked_values(made.program)
     added = {v: mark_of_cut(s.dims, made.mesh) for v, s in wanted.items() if v not in own}

@@ -1,31 +1,32 @@
-"""Plan compiler: compiles the program of a plan with XLA's partitioner, under shardings of its arguments and results.
-
-All exports of a plan are checked here: what XLA sends is read from the compiled program, and compared with the plan in
-all and line by line.
-"""
+"""Plan compiler: compiles the program of a plan with XLA's partitioner, and exports it with ``sdy`` shardings."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax import export
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gshard.core.memory_kinds import in_memory, shape_in_memory
+from gshard.core.errors import PlanError
+from gshard.core.mark import axes_of_entry, text_of_spec
+from gshard.core.memory_kinds import in_memory, is_host_kind, is_in_host_space, shape_in_memory
 from gshard.core.mesh import Mesh
-from gshard.core.partition_spec import text_of_spec
+from gshard.core.paths import path_inside, path_of
 from gshard.core.plan import Plan
-from gshard.core.program import Program, format_bytes
+from gshard.core.program import Program, Value, format_bytes
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.device.fusion_model import PRODUCT
 from gshard.emit.compile import named_sharding
-from gshard.explanation.found import SearchResult
-from gshard.planning.io_shardings import by_axes
+from gshard.explanation.search_result import SearchResult
+from gshard.naming.dimension_metadata import boxes_of
+from gshard.planning.added_marks import spec_of_cut
+from gshard.planning.demands import by_axes
 from gshard.xla.peer import xla_function
 from gshard.xla_programs.compiled_cost import compiled_cost
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
@@ -38,15 +39,10 @@ _SHOWN = 8  # lines at which XLA sends more that are printed
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorseLine:
-    """A line at which XLA sends more than the plan.
+    """A line at which XLA sends more than the plan."""
 
-    Attributes:
-        line: ``train.py:9``.
-        planned, compiled: bytes that each device sends for it.
-    """
-
-    line: str
-    planned: int
+    line: str  # ``train.py:9``
+    planned: int  # planned, compiled: bytes that each device sends for it
     compiled: int
 
     def __str__(self) -> str:
@@ -55,17 +51,11 @@ class WorseLine:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlanCompiler:
-    """Compiles functions of a program's flat inputs, captured arrays first, for the devices of a mesh.
+    """Compiles functions of a program's flat inputs, captured arrays first, for the devices of a mesh."""
 
-    Attributes:
-        found: the search whose plan is exported.
-        spmd: the per-device program of the plan.
-        mesh: the mesh of the plan, with devices.
-    """
-
-    found: SearchResult
-    spmd: SpmdProgram
-    mesh: Mesh
+    found: SearchResult  # the search whose plan is exported
+    spmd: SpmdProgram  # the per-device program of the plan
+    mesh: Mesh  # the mesh of the plan, with devices
 
     @property
     def plan(self) -> Plan:
@@ -125,13 +115,7 @@ class PlanCompiler:
         ins: Sequence[NamedSharding] | None = None,
         outs: Sequence[NamedSharding | None] | None = None,
     ) -> CompiledExplanation:
-        """Compiles a function, and reads what XLA made of it.
-
-        Args:
-            function: of the flat inputs, to the flat results; by default the program without constraints.
-            ins: a sharding for each input; by default the plan's.
-            outs: the same for results; None in it leaves one to XLA.
-        """
+        """Compiles a function, and reads what XLA made of it."""
         function = xla_function(self.program, self.mesh) if function is None else function
         jitted = jax.jit(
             function,
@@ -226,12 +210,7 @@ def has_explicit_axes(mesh: Mesh) -> bool:
 
 
 def mesh_for_jit(mesh: Mesh, devices: Sequence[object]) -> Mesh:
-    """The mesh for XLA's partitioner: with devices, and with axes of type Auto.
-
-    Args:
-        mesh: of the plan.
-        devices: for an abstract mesh, in its order.
-    """
+    """The mesh for XLA's partitioner: with devices, and with axes of type Auto."""
     if mesh.devices is None:
         return dataclasses.replace(mesh, devices=tuple(devices), made_from=None)
     return dataclasses.replace(mesh, made_from=None) if has_explicit_axes(mesh) else mesh
@@ -263,3 +242,118 @@ def mesh_text(axes: Mapping[str, int] | Sequence[tuple[str, int]]) -> str:
     """
     sizes, names = tuple(dict(axes).values()), tuple(dict(axes))
     return f"jax.make_mesh({sizes}, {names}, axis_types=(jax.sharding.AxisType.Auto,) * {len(names)})"
+
+
+# Exported arguments: a row for each array that a function takes, with its path and how the plan splits it.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExportedArgument:
+    """One array that a function takes, and its sharding."""
+
+    path: str  # ``params/up/kernel``; a node of Flax's that only holds the array and its metadata has no part in it
+    value: Value  # its shape and dtype
+    spec: PartitionSpec  # its sharding, an entry for each dimension
+    memory: str  # the memory kind in which it is
+
+    @property
+    def axes(self) -> tuple[tuple[str, ...], ...]:
+        """For each dimension the mesh axes that split it."""
+        return tuple(map(axes_of_entry, self.spec))
+
+    def __str__(self) -> str:
+        shape = ",".join(map(str, self.value.shape))
+        return f"{self.path}: {self.value.dtype_name}[{shape}] {spec_text(self.spec)}"
+
+
+def arguments_of(made: PlanCompiler) -> tuple[ExportedArgument, ...]:
+    """The rows of all arguments, those that were given by keyword last."""
+    program, tree = made.program, made.found.in_tree
+    first, inputs = len(program.captured), program.block.inputs
+    numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
+    flat = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(numbered)]
+    rows = []
+    for keys, node in boxes_of(numbered):
+        (i,) = jax.tree.leaves(node)
+        v, name = inputs[first + i], program.names[first + i]
+        parameter = name.removesuffix(jax.tree_util.keystr(flat[i][2:]))
+        spec = spec_of_cut(made.come[first + i], made.mesh)
+        assert spec is not None, "it is split over whole axes"
+        memory = program.input_memory(first + i)
+        rows.append(ExportedArgument(path_of(parameter, keys[2:]), v, spec, memory))
+    return tuple(rows)
+
+
+def less_split(made: PlanCompiler) -> Iterator[str]:
+    """Lists the arrays that ``jax.jit`` splits less at the boundary of the function than the plan does inside.
+
+    JAX has no arrays in unequal parts, and no name for a part of an axis.
+    """
+    program, mesh = made.program, made.mesh
+    results = jax.tree.unflatten(program.out_tree, range(program.out_tree.num_leaves))
+    outs = [f"result {path_inside(keys)}".strip() for keys, _ in jax.tree_util.tree_leaves_with_path(results)]
+    arrays = [
+        *zip(program.names, program.block.inputs, made.come, strict=True),
+        *zip(outs, program.block.outputs, made.leave, strict=False),
+    ]
+    for name, v, exported in arrays:
+        if not isinstance(v, Value):
+            continue
+        planned = Sharding(made.plan.shardings[v].dims)
+        uneven = [d for d, n in enumerate(v.shape) if n % mesh.count(planned.dims[d])]
+        part = spec_of_cut(planned, mesh) is None
+        if (uneven or part) and planned != exported:
+            spec = spec_of_cut(exported, mesh)
+            inside = planned.format(mesh, v.shape, v.dtype_name)
+            reason = f"{v.shape[uneven[0]]} does not divide evenly" if uneven else "a part of an axis has no name"
+            yield f"{name}: {inside} by the plan, {spec_text(spec) if spec is not None else ''} for jax.jit: {reason}"
+
+
+# Exported module: the program of a plan as StableHLO with ``sdy`` shardings, through ``jax.export``.
+
+
+def exported_module(made: PlanCompiler, function: Callable[..., Any], compiled: CompiledExplanation) -> export.Exported:
+    """The program as ``jax.export`` makes it, checked."""
+    program, tree = made.program, made.found.in_tree
+    first = len(program.captured)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        # Captured arrays become constants of the module, which have no sharding but by a constraint.
+        constants = [
+            x if is_host_kind(s.memory_kind) else jax.lax.with_sharding_constraint(x, s)
+            for x, s in zip(program.captured, made.ins, strict=False)
+        ]
+        return jax.tree.unflatten(program.out_tree, function(*constants, *jax.tree.leaves((args, kwargs))))
+
+    called.__name__ = called.__qualname__ = program.name if program.name.isidentifier() else "f"
+    args, kwargs = jax.tree.unflatten(tree, _shapes(made, first))
+    options: dict[str, Any] = {"out_shardings": jax.tree.unflatten(program.out_tree, made.outs)}
+    if not kwargs:
+        options["in_shardings"] = jax.tree.unflatten(tree, made.ins[first:])[0]
+    platform = made.jax_mesh.devices.flat[0].platform
+    found = export.export(jax.jit(called, **options), platforms=[platform])(*args, **kwargs)
+    again = jax.jit(lambda *args, **kwargs: found.call(*args, **kwargs), **options)
+    sent = made.read(again.lower(*args, **kwargs).compile()).bytes_by_kind
+    if sent != compiled.bytes_by_kind:
+        raise PlanError(
+            "the module that jax.export makes of this program sends other bytes than jax.jit's.",
+            got=f"{sent}, and jax.jit: {compiled.bytes_by_kind}",
+            hint="Export the function with exported.named(mesh) yourself: jax.export.export(jax.jit(f, ...)).",
+        )
+    return found
+
+
+def _shapes(made: PlanCompiler, first: int) -> list[Any]:
+    """For each argument its shape and dtype; with its sharding if ``in_shardings`` cannot give it that."""
+    program = made.program
+    by_keyword = bool(jax.tree.unflatten(made.found.in_tree, range(made.found.in_tree.num_leaves))[1])
+    if not by_keyword:
+        return list(made.takes[first:])
+    for i, v in enumerate(program.block.inputs[first:], first):
+        if v.on_host != is_in_host_space(program.input_memory(i)):
+            raise PlanError(
+                f"{program.names[i]} is in the memory {program.input_memory(i)!r}, and its type is of another one.",
+                hint="Give arguments by position: jax.jit takes no in_shardings for arguments by keyword.",
+            )
+    inputs = zip(program.block.inputs[first:], made.ins[first:], strict=True)
+    return [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=s) for v, s in inputs]

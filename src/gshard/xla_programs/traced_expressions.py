@@ -24,52 +24,35 @@ class TracedOtherwise(ValueError):
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-    """What became of constraints.
+    """What became of constraints."""
 
-    Attributes:
-        is_as_before: whether the function performed the same operations, and all constraints are on their values; to be
-            read at the end.
-    """
-
+    # whether the function performed the same operations, and all constraints are on their values; to be read at the end
     is_as_before: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TracedExpression:
-    """An expression of the user's, and the values that it has while the function is traced.
+    """An expression of the user's, and the values that it has while the function is traced."""
 
-    Attributes:
-        place: where it is written.
-        shape: of its value, as the user sees it; None for a constraint on arrays of several shapes.
-        dtype: the name of its dtype.
-        primitive: the operation that makes the value.
-        operations: how many operations each evaluation performs; the last one makes the value.
-        evaluations: how often it is evaluated.
-        spec: what a constraint says that the user wrote here; None for another expression.
-        reads: the expressions whose values it reads, or that a call around it reads, such as a loop.
-    """
-
-    place: Expression
+    place: Expression  # where it is written
+    # of its value, as the user sees it; None for a constraint on arrays of several shapes
     shape: tuple[int, ...] | None
-    dtype: str
-    primitive: str
-    operations: int
-    evaluations: int
-    spec: PartitionSpec | None
+    dtype: str  # the name of its dtype
+    primitive: str  # the operation that makes the value
+    operations: int  # how many operations each evaluation performs; the last one makes the value
+    evaluations: int  # how often it is evaluated
+    spec: PartitionSpec | None  # what a constraint says that the user wrote here; None for another expression
+    # the expressions whose values it reads, or that a call around it reads, such as a loop
     reads: frozenset[Expression]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Constraint:
-    """A sharding constraint on the value of an expression.
+    """A sharding constraint on the value of an expression."""
 
-    Attributes:
-        expression: which.
-        spec: the sharding; None removes the constraint that the expression is. On such an expression a spec replaces
-            the one that it has.
-    """
-
-    expression: TracedExpression
+    expression: TracedExpression  # which
+    # the sharding; None removes the constraint that the expression is. On such an expression a spec replaces the one
+    # that it has.
     spec: PartitionSpec | None
 
 
@@ -80,16 +63,7 @@ class _Performed:
 
 
 def expressions_of(trace: Callable[[], object]) -> tuple[tuple[TracedExpression, ...], int]:
-    """The expressions of a function whose value a sharding constraint can be written on.
-
-    Args:
-        trace: traces the function.
-
-    Returns:
-        the expressions in the order in which they are evaluated, and how many others there are: with values of several
-        shapes, or without one array as their value. Bodies of ``shard_map``, and the rules of ``jax.custom_vjp`` and
-        ``jax.custom_jvp``, are not read: the results of their calls are.
-    """
+    """The expressions of a function whose value a sharding constraint can be written on."""
     performed: list[_Performed] = []
 
     def note(operation: Operation, perform: Callable[[], Sequence[Any]]) -> Sequence[Any]:
@@ -151,15 +125,7 @@ def _type_of(x: Any) -> tuple[tuple[int, ...], str] | None:
 
 @contextlib.contextmanager
 def constrained(constraints: Sequence[Constraint], mesh: jax.sharding.Mesh) -> Iterator[Outcome]:
-    """A context in which a function is traced as if the user had written constraints.
-
-    Args:
-        constraints: at most one for each expression.
-        mesh: the devices.
-
-    Raises:
-        TracedOtherwise: while the function is traced, if it performs other operations than before.
-    """
+    """A context in which a function is traced as if the user had written constraints."""
     at = {c.expression.place: c for c in constraints}
     counts: dict[tuple[Expression, Any], int] = {}  # keeps the frames, so that each is another one
     done = set[Expression]()

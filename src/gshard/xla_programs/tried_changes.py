@@ -18,21 +18,13 @@ ROWS = 8  # changes that are printed
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """What a compiled program takes.
+    """What a compiled program takes."""
 
-    Attributes:
-        sent: bytes that each device sends in one call.
-        peak: bytes that it holds at most.
-        seconds: of a call, as modelled; 0 without a machine.
-        messages: collectives that run in one call.
-        flops: operations that each device performs.
-    """
-
-    sent: int
-    peak: int
-    seconds: float
-    messages: int
-    flops: int
+    sent: int  # bytes that each device sends in one call
+    peak: int  # bytes that it holds at most
+    seconds: float  # of a call, as modelled; 0 without a machine
+    messages: int  # collectives that run in one call
+    flops: int  # operations that each device performs
 
     @property
     def rank(self) -> tuple[float, int, int]:
@@ -55,12 +47,9 @@ class Figures:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TriedChange:
-    """A change of a program.
+    """A change of a program."""
 
-    Attributes:
-        figures: what the program takes with it; None before it is compiled, and if JAX or XLA refuses it.
-    """
-
+    # what the program takes with it; None before it is compiled, and if JAX or XLA refuses it
     figures: Figures | None = None
 
     @property
@@ -74,21 +63,14 @@ Change = TypeVar("Change", bound=TriedChange)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tried(Generic[Change]):
-    """What became of changes.
+    """What became of changes."""
 
-    Attributes:
-        before: what the unchanged program takes.
-        helping: the changes that help by themselves, the best first.
-        together: those of them that help together, and what the program then takes.
-        tried, changes: how many changes were compiled, of how many.
-        refused: at how many of these JAX or XLA failed, or ``jax.jit``, which may have been given ``in_shardings``.
-    """
-
-    before: Figures
-    helping: tuple[Change, ...]
-    together: tuple[tuple[Change, ...], Figures]
-    tried: int
+    before: Figures  # what the unchanged program takes
+    helping: tuple[Change, ...]  # the changes that help by themselves, the best first
+    together: tuple[tuple[Change, ...], Figures]  # those of them that help together, and what the program then takes
+    tried: int  # tried, changes: how many changes were compiled, of how many
     changes: int
+    # at how many of these JAX or XLA failed, or ``jax.jit``, which may have been given ``in_shardings``
     refused: int = 0
 
     @property
@@ -116,18 +98,7 @@ def try_changes(
     alone: float = 1.0,
     only_best: bool = False,
 ) -> Tried[Change]:
-    """Compiles a program with changes.
-
-    Args:
-        before: what the unchanged program takes.
-        changes: in this order.
-        compiled: compiles with some of them; None if JAX or XLA refuses.
-        helps: whether a program takes less than another.
-        seconds: how long to go on. No program is begun that would end later, if it takes as long as the longest before;
-            one is compiled in any case, unless this is 0.
-        alone: the part of the seconds in which they are tried one by one; the others put them together.
-        only_best: keep of the changes that help the best of each part.
-    """
+    """Compiles a program with changes."""
     began = time.monotonic()
     watch = Watch(began + alone * seconds)
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Sequence
 import jax
 
 from gshard.core.program import format_bytes
-from gshard.search.progress import Progress
+from gshard.search.time_budget import Progress
 from gshard.xla_programs.constraint_candidates import Candidates
 from gshard.xla_programs.expression_text import ExpressionTexts, type_text
 from gshard.xla_programs.traced_expressions import Constraint, constrained
@@ -33,15 +33,10 @@ _ALONE = 0.7  # of the seconds, in which constraints are tried one by one; the o
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TriedConstraint(TriedChange):
-    """A constraint that was compiled.
+    """A constraint that was compiled."""
 
-    Attributes:
-        constraint: the expression and its sharding.
-        text: what to write, and where.
-    """
-
-    constraint: Constraint
-    text: str
+    constraint: Constraint  # the expression and its sharding
+    text: str  # what to write, and where
 
     @property
     def parts(self) -> set[Hashable]:
@@ -55,20 +50,13 @@ class TriedConstraint(TriedChange):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TriedConstraints(Tried[TriedConstraint]):
-    """What XLA compiles with sharding constraints on values inside: of each expression the best one that helps.
+    """What XLA compiles with sharding constraints on values inside: of each expression the best one that helps."""
 
-    Attributes:
-        left_out: expressions whose value cannot be constrained: see ``expressions_of``.
-        matched, collectives: how many collectives move a value of an expression, of how many.
-        unmatched_bytes: that each device sends in the others.
-        seconds: that this took.
-    """
-
-    left_out: int
-    matched: int
+    left_out: int  # expressions whose value cannot be constrained: see ``expressions_of``
+    matched: int  # matched, collectives: how many collectives move a value of an expression, of how many
     collectives: int
-    unmatched_bytes: int
-    seconds: float
+    unmatched_bytes: int  # that each device sends in the others
+    seconds: float  # that this took
 
     @property
     def candidates(self) -> int:
@@ -117,17 +105,7 @@ def try_constraints(
     seconds: float,
     progress: Progress,
 ) -> TriedConstraints:
-    """Compiles a program with sharding constraints on values inside.
-
-    Args:
-        before: what the unchanged program takes.
-        candidates: the constraints to try, in this order.
-        left_out: how many expressions are not among them.
-        compiled: traces and compiles the function; None if JAX or XLA refuses.
-        mesh: the devices.
-        seconds: how long to go on (``try_changes``).
-        progress: gets a line for each constraint.
-    """
+    """Compiles a program with sharding constraints on values inside."""
     began, texts, numbers = time.monotonic(), ExpressionTexts(), itertools.count(1)
     changes = [TriedConstraint(one, texts.written(one)) for one in candidates.constraints]
 
@@ -149,12 +127,7 @@ def try_constraints(
 
 
 def improves(now: Figures, before: Figures, peak: int | None = None) -> bool:
-    """Whether a constraint helps.
-
-    Args:
-        now, before: with it and without.
-        peak: of the unchanged program, if ``before`` already has constraints.
-    """
+    """Whether a constraint helps."""
     if now.peak > MORE_PEAK * (before.peak if peak is None else peak):
         return False
     sends_less = now.sent < WORTH * before.sent

@@ -15,9 +15,9 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gshard.core.partition_spec import axes_of_entry, spec_of_axes, text_of_spec
+from gshard.core.mark import axes_of_entry, spec_of_axes, text_of_spec
 from gshard.xla_programs.compiled_program import CompiledProgram
-from gshard.xla_programs.moved_parts import Part
+from gshard.xla_programs.compiled_rows import Part
 from gshard.xla_programs.tried_changes import ROWS, SAME, WORTH, Figures, Tried, TriedChange, try_changes
 
 SECONDS = 30.0  # how long to try, if nothing else is asked for
@@ -27,17 +27,11 @@ Specs = Mapping[int, PartitionSpec]  # by the number of the argument
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TriedSharding(TriedChange):
-    """Another sharding of an argument, or of one argument of each of some equal layers.
+    """Another sharding of an argument, or of one argument of each of some equal layers."""
 
-    Attributes:
-        name: of the argument, ``params.embed``; ``layers[*].up`` for equal layers.
-        arguments: their numbers.
-        before, spec: the sharding now, as text, and the other one.
-    """
-
-    name: str
-    arguments: tuple[int, ...]
-    before: str
+    name: str  # of the argument, ``params.embed``; ``layers[*].up`` for equal layers
+    arguments: tuple[int, ...]  # their numbers
+    before: str  # before, spec: the sharding now, as text, and the other one
     spec: PartitionSpec
 
     @property
@@ -81,16 +75,7 @@ def try_shardings(
     compiled: Callable[[Specs], Figures | None],
     seconds: float = SECONDS,
 ) -> TriedShardings:
-    """Compiles a program with other shardings of its arguments.
-
-    Args:
-        program: the unchanged program;
-        moved: what its collectives move;
-        before: and what it takes.
-        leaves: its arguments in order, each with a sharding; None for one that is not known.
-        compiled: compiles it with other shardings of some of them; None if XLA fails.
-        seconds: how long to go on (``try_changes``).
-    """
+    """Compiles a program with other shardings of its arguments."""
 
     def changed(changes: Sequence[TriedSharding]) -> Figures | None:
         return compiled({i: change.spec for change in changes for i in change.arguments})

@@ -1,34 +1,133 @@
-"""Report data: everything that the page and ``--json`` show, as plain lists and dictionaries."""
+"""Report data: everything that the page and ``--json`` show, as plain lists and dicts."""
 
 from __future__ import annotations
 
+import linecache
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
 
+from gshard.core.jax_adapter import user_place
+from gshard.core.mark import text_of_spec
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Equation, Value
 from gshard.core.spmd import Collective, SpmdProgram
-from gshard.device.cost import BOUNDS, CallTotals, Cost, PricedKernel
+from gshard.device.cost import BOUNDS, CallTotals, Cost, PricedKernel, cause_of, origins
 from gshard.device.fusion_model import COLLECTIVE
-from gshard.device.held import held_at_peak
 from gshard.device.machine import Machine
-from gshard.device.memory import MemoryTotals
+from gshard.device.memory import MemoryTotals, held_at_peak
 from gshard.device.network import groups
-from gshard.device.origin import cause_of, origins
 from gshard.explanation.advice import advice
 from gshard.explanation.difference import FORMAT
 from gshard.explanation.explained_plan import ExplainedPlan
-from gshard.explanation.merged_collectives import MergedCollective
-from gshard.explanation.report.places import Places
-from gshard.explanation.report.tensors import tensor_rows
-from gshard.explanation.rows import called
+from gshard.explanation.rows import MergedCollective, TensorRow, called
 from gshard.explanation.timeline import Event, thinned, timeline
 from gshard.explanation.verdict import Verdict
 from gshard.naming.array_names import ArrayNames
+
+# Places: short names and surrounding text of the user's source lines.
+
+CONTEXT = 3  # source lines shown around one that makes something
+
+
+class Places:
+    """Source lines by number; the text around them is read at the end."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[str, int], None] = {}
+        self.short: dict[str, str] = {}
+
+    def of(self, e: Equation | None) -> str:
+        """``path:line`` of an equation, as the page names it; empty if unknown."""
+        place = None if e is None else user_place(e.source_info)
+        return "" if e is None or place is None else self.at(*place, e.file)
+
+    def at(self, path: str, line: int, file: str = "") -> str:
+        """The same of a line of a file, which the program calls ``file`` where its own name is not enough."""
+        self.known[path, line] = None
+        return f"{self._name(path, file)}:{line}"
+
+    def _name(self, path: str, file: str = "") -> str:
+        """The shortest end of a path that names one file, as lines of the program call it."""
+        if path not in self.short:
+            parts = path.split("/")
+            count = file.count("/") + 1
+            while "/".join(parts[-count:]) in self.short.values() and count < len(parts):
+                count += 1
+            self.short[path] = "/".join(parts[-count:])
+        return self.short[path]
+
+    def files(self) -> list[dict[str, Any]]:
+        """For each file its lines that are worth showing: number and text.
+
+        Of a file that cannot be read here, such as one of a program that was compiled elsewhere, the lines that make
+        something, without text.
+        """
+        wanted: dict[str, set[int]] = {}
+        for path, line in self.known:
+            wanted.setdefault(path, set()).update(range(line - CONTEXT, line + CONTEXT + 1))
+        shown = []
+        for path, numbers in wanted.items():
+            # A cell of a notebook is no file, but its text is known.
+            texts = linecache.getlines(path) if os.path.exists(path) or path in linecache.cache else []
+            lines = [[n, texts[n - 1].rstrip("\n")] for n in sorted(numbers) if 0 < n <= len(texts)]
+            lines = lines or [[n, ""] for n in sorted(n for known, n in self.known if known == path)]
+            shown.append({"name": self._name(path), "lines": lines})
+        return shown
+
+
+# Report tensors: all arrays of a program as rows of the report, linked by their reasons.
+
+
+def tensor_rows(
+    told: Sequence[TensorRow], plan: Plan, producers: Mapping[Value, Equation], places: Places
+) -> list[dict[str, Any]]:
+    """All arrays, largest first; a reason is [dimension, text, the row it came from or -1, its dimension]."""
+    order = sorted(plan.shardings, key=lambda v: (-v.bytes, v.index))
+    row_of = {v: i for i, v in enumerate(order)}
+    read: dict[Value, dict[str, None]] = {v: {} for v in plan.program.block.inputs}
+    for e in plan.program.block.walk():
+        for v in e.inputs:
+            if isinstance(v, Value) and v in read:
+                read[v][places.of(e)] = None
+    rows = []
+    for v, row in zip(order, told, strict=True):
+        reasons = []
+        for d, atoms in enumerate(plan.shardings[v].dims):
+            if atoms and (reason := plan.reasons.get((v, d))):
+                source = plan.sources[v, d]
+                reasons.append([d, str(reason), *((-1, -1) if source is None else (row_of[source[0]], source[1]))])
+        rows.append(
+            {
+                "name": row.name,
+                "short": row.short,
+                "sharding": row.sharding,
+                "dtype": v.dtype_name,
+                "spec": _spec(plan, v) if row.is_argument else "",
+                "dims": [list(atoms) for atoms in plan.shardings[v].dims],
+                "shape": list(v.shape),
+                "bytes": row.bytes,
+                "local": row.local_bytes,
+                "argument": row.is_argument,
+                "place": places.of(producers.get(v)),
+                "read": list(read.get(v, ())),  # of an argument: the lines that read it
+                "note": row.note,
+                "reason": row.reason if reasons else "",
+                "reasons": reasons,
+            }
+        )
+    return rows
+
+
+def _spec(plan: Plan, v: Value) -> str:
+    """How an argument is split as JAX writes it, where that can say it."""
+    spec = plan.mesh.spec_of(plan.shardings[v].dims)
+    return "" if spec is None else text_of_spec(spec)
+
 
 MOMENTS = 1500  # points of the curve of memory
 EVENTS = 3000  # stretches of time that are drawn
@@ -57,14 +156,7 @@ def report_data(
     rows: Sequence[MergedCollective],
     verdict: Verdict,
 ) -> dict[str, Any]:
-    """The report as data that JSON can hold.
-
-    Args:
-        explanation: the tensors and totals.
-        found: the cost on a machine.
-        rows: the collectives, merged, those that send most first.
-        verdict: what bounds a call.
-    """
+    """The report as data that JSON can hold."""
     places, plan, mesh = Places(), explanation.plan, explanation.mesh
     producers = {v: e for e in plan.program.block.walk() for v in e.outputs}
     owners = origins(explanation.spmd, found)
@@ -220,12 +312,6 @@ def timeline_data(
 
     Names and places are numbers in ``texts``. What bounds an event counts in ``BOUNDS``; the number after the last is
     for rounds that are not drawn.
-
-    Args:
-        lanes: what runs, in order of time.
-        loops: where loops begin and end.
-        found: the cost of the call.
-        told: name, place and row of an event of a kernel; the row is -1 if the kernel sends nothing.
     """
     texts: dict[str, int] = {}
 
@@ -250,14 +336,7 @@ def _when(x: Event) -> tuple[float, float]:
 def memory_data(
     totals: MemoryTotals, moments: Sequence[M], told: Callable[[M], str], rows: Sequence[list[Any]]
 ) -> dict[str, Any]:
-    """The curve of temporaries (thinned to its maxima where it is long) and what makes the peak.
-
-    Args:
-        totals: what a device holds.
-        moments: the bytes at each.
-        told: what runs then, as text.
-        rows: what makes the peak, largest first: type, bytes, name, place, number of arrays.
-    """
+    """The curve of temporaries (thinned to its maxima where it is long) and what makes the peak."""
     every = max(1, -(-len(moments) // MOMENTS))
     kept = [max(moments[i : i + every], key=lambda m: m.bytes) for i in range(0, len(moments), every)]
     return {
@@ -273,11 +352,7 @@ def memory_data(
 
 
 def time_data(kernels: Iterable[tuple[str, PricedKernel]]) -> list[dict[str, Any]]:
-    """Seconds, FLOPs and bytes by class of operator and by what bounds them.
-
-    Args:
-        kernels: each with its class.
-    """
+    """Seconds, FLOPs and bytes by class of operator and by what bounds them."""
     rows: dict[str, dict[str, Any]] = {}
     for name, k in kernels:
         row = rows.setdefault(name, {"class": name, **dict.fromkeys(BOUNDS, 0.0), "flops": 0, "moved": 0, "sent": 0})

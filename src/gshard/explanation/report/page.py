@@ -20,12 +20,7 @@ _FRAME = "width: 100%; height: 800px; border: 1px solid #8884; border-radius: 8p
 
 
 def framed(data: dict[str, Any], name: str) -> str:
-    """The page in a frame, for notebooks.
-
-    Args:
-        data: as for ``page``.
-        name: of the program.
-    """
+    """The page in a frame, for notebooks."""
     shown = html.escape(page(data), quote=True)
     return f'<iframe srcdoc="{shown}" title="{html.escape(name)}" style="{_FRAME}"></iframe>'
 

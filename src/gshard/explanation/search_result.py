@@ -1,0 +1,514 @@
+"""SearchResult: what ``gshard.search`` returns: a plan, its cost, and a bound on the cost of the best one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from gshard.core.errors import ArgumentError, known_names
+from gshard.core.jax_adapter import user_line
+from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
+from gshard.core.mark import Mark, mark_of_cut, words_of
+from gshard.core.mesh import Mesh
+from gshard.core.number_text import format_ms
+from gshard.core.plan import Boundary, Plan
+from gshard.core.program import Program, Value, format_bytes
+from gshard.core.spmd import SpmdProgram
+from gshard.device.cost import Cost
+from gshard.device.memory import held_at_peak
+from gshard.emit.partition import partition
+from gshard.explanation.explain import Explanation
+from gshard.explanation.report.page import page
+from gshard.explanation.verdict import does_not_pay, headline
+from gshard.explanation.warnings import idle_devices
+from gshard.naming.array_names import ArrayNames
+from gshard.planning.added_marks import spec_of_cut, with_marks
+from gshard.planning.layer_stacks import schedules_of
+from gshard.planning.propagate import propagate
+from gshard.planning.saved_plan import SavedPlan
+from gshard.search.alternatives import SearchChoice, text_of_alternatives
+from gshard.search.as_marks import Marks, jit_keywords, marks_of
+from gshard.search.find import Best, axes_text, best_plan, ended, how_near
+from gshard.search.patch import Patch, patch_of
+from gshard.search.pipeline import Planned, PricedPlan, Pricing, as_run, plans_of
+from gshard.search.time_budget import TimeBudget, seconds_of
+
+# Text of a search: what ``print(found)`` shows of the plan, the presets and meshes beside it, and the arguments.
+
+_SHOWN_ROWS = 24  # rows of arguments
+_PRESETS = 5  # that are shown beside, the best
+
+
+def text_of_search(best: Best, tried: Sequence[Best], names: ArrayNames) -> str:
+    """The best plan, why it takes its time, what was tried beside it, and how it splits the arguments."""
+    plan, cost = best.chosen.plan, best.chosen.cost
+    shape = axes_text(best.mesh)
+    memory = f"peak {format_bytes(cost.peak)} of {format_bytes(int(best.limit))}"
+    lines = [
+        f"{format_ms(cost.seconds)} a call on {cost.machine.name}, mesh ({shape}); {memory}; "
+        f"{format_bytes(cost.sent)} sent by each device"
+    ]
+    if best.chosen.recomputed:
+        lines[0] += f"; give jit memory_limit={int(best.limit)} too, so that some values are recomputed"
+    if not best.fits:
+        lines += [
+            "this DOES NOT FIT, and needs least of all that was tried. At its peak it holds:",
+            *_held(best, names),
+        ]
+    else:
+        lines.append(f"{how_near(best, is_one_of_several=len(tried) > 1)}; {best.seconds:.1f} s")
+    if best.chosen is not best.searched:
+        known = best.searched
+        beside = "" if known is None else f"; the searched plan takes {format_ms(known.cost.seconds)}"
+        lines.append(f"this is the plan of '{best.chosen.name}'{beside}")
+    lines += filter(None, (headline(cost), does_not_pay(plan, cost)))
+    lines += _idle(best, names)
+    lines += ended(best.seconds, best.left_out, best.stopped, best.failed)
+    shown = best_presets(tried or (best,))[:_PRESETS]
+    lines += ["presets"] if shown else []
+    for o in shown:
+        on = f" on mesh ({axes_text(o.plan.mesh)})" if len(tried) > 1 else ""
+        lines.append(f"  {o.name} {format_ms(o.cost.seconds)}{_note(o.cost, best, on)}")
+    for other in tried:
+        if other is not best and (known := other.searched) is not None:
+            lines.append(f"mesh ({axes_text(other.mesh)}): {format_ms(known.cost.seconds)}{_note(known.cost, best)}")
+    return "\n".join([*lines, "arguments", *_arguments(best, names)])
+
+
+def best_presets(tried: Sequence[Best]) -> list[PricedPlan]:
+    """Each preset on the mesh where it is best, of those for which it was priced; the best preset first."""
+    best_of: dict[str, PricedPlan] = {}
+    for plan in sorted((plan for best in tried for plan in best.others), key=lambda plan: plan.rank(tried[0].limit)):
+        best_of.setdefault(plan.name, plan)
+    return [*best_of.values()]
+
+
+def _idle(best: Best, names: ArrayNames) -> list[str]:
+    """Devices without work of their own, and those of this computer that the mesh leaves out."""
+    mesh, lines = best.mesh, list(idle_devices(best.chosen.plan, names))
+    if mesh.devices is not None and mesh.size < (there := len(mesh.devices[0].client.devices())):
+        lines.append(f"the mesh has {mesh.size} of the {there} devices that there are; the others are not used")
+    return lines
+
+
+def _held(best: Best, names: ArrayNames) -> list[str]:
+    """What takes most memory at the peak."""
+    cost = best.chosen.cost
+    held = held_at_peak(cost.memory, cost.program.block, best.chosen.plan.program, names)
+    rows = [(cost.memory.arguments, "arguments"), *((row.bytes, str(row)) for row in held[:5])]
+    return [f"  {format_bytes(n):>10} {what}" for n, what in rows]
+
+
+def _note(cost: Cost, best: Best, on: str = "") -> str:
+    return on if cost.peak <= best.limit else f"{on}, does not fit"
+
+
+def _arguments(best: Best, names: ArrayNames) -> list[str]:
+    """The largest arguments with their shardings, those that are split first; those of equal layers in one row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    plan = best.chosen.plan
+    whole = {v: not any(plan.shardings[v].dims) for v in plan.program.block.inputs}
+    for v in sorted(plan.program.block.inputs, key=lambda v: (whole[v], -v.bytes)):
+        if v.shape:
+            rows.setdefault((names.arguments[v].alike, plan.format(v)), []).append(names.arguments[v].text)
+    shown = [
+        f"  {text:<44} {own[0] if len(own) == 1 else f'{alike}  x{len(own)}'}" for (alike, text), own in rows.items()
+    ]
+    return shown[:_SHOWN_ROWS] + ([f"  and {len(shown) - _SHOWN} more"] if len(shown) > _SHOWN_ROWS else [])
+
+
+# Adds a mark of the user's to a searched program, for ``found.with_mark``.
+
+
+def with_one_more_mark(program: Program, mesh: Mesh, matching: Sequence[Value], what: str, sharding: Any) -> Program:
+    """The program with a mark on values."""
+    call = f"found.with_mark({what!r}, {sharding!r})"
+    values = [v for v in matching if not v.made] or list(matching)
+    if not isinstance(sharding, PartitionSpec):
+        raise ArgumentError(
+            f"{sharding!r} is no PartitionSpec.", got=call, hint=f"Write P({mesh.axes[0][0]!r}), for example."
+        )
+    least = min(values, key=lambda v: len(v.shape))
+    if len(sharding) > (rank := len(least.shape)):
+        raise ArgumentError(
+            f"{sharding} has {len(sharding)} entries, and {what!r} names an array of {rank} dimensions.",
+            got=f"{least.dtype_name}[{','.join(map(str, least.shape))}]; {len(values)} values match",
+            hint="Give an entry for each dimension at most, or more of the name.",
+        )
+    entries, unreduced_and_reduced = words_of(sharding)
+    mark = Mark("spec", spec=entries, axes=tuple(mesh.axes), **unreduced_and_reduced)
+    if mark.unreduced and not {*values}.isdisjoint(program.block.inputs):
+        raise ArgumentError(
+            f"{what!r} is an argument, and what comes into a program is finished.",
+            got=call,
+            hint="Give a line that computes what is to stay in parts, for example 'model.py:38'.",
+        )
+    marked = with_marks(program, dict.fromkeys(values, mark))
+    if marked is None:
+        raise ArgumentError(
+            f"{what!r} cannot be marked: it has a mark already, enters a loop, or is no array of yours.",
+            got=f"{len(values)} values match",
+            hint="Give more of an argument's name, or of a line that found.why(...) shows.",
+        )
+    return marked
+
+
+# Found: the result of ``gshard.search``: a plan, its cost, and a bound on its distance from the best.
+
+_SHOWN = 24  # names of arguments in messages
+_IN_A_BLOCK = "with gshard.instead_of_jit(mesh=found.mesh, plan=found.plan)"
+
+
+@without_our_frames_in_methods
+@dataclasses.dataclass(frozen=True, eq=False)
+class FunctionSource:
+    """A searched function in the user's files."""
+
+    paths: tuple[str, ...]  # the paths of its arguments
+    defined: tuple[str, int] | None  # the file and first line of its definition; None if it is not in a file
+    # makes the closed jaxpr of the function as the user wrote it, before gshard rewrites anything
+    jaxpr: Callable[[], Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class SearchResult:
+    """The plan that was found for a function, and what is known of it.
+
+    Attributes:
+        best: the search on the mesh that was chosen.
+        tried: the searches on all meshes for which plans were priced, the most promising ones first.
+        donated: the arguments whose memory results may take.
+        in_tree: the structure of the arguments, positional and named.
+        function: the function as its dimensions can be named.
+        budget_seconds: the time that the search was given; what is found later has as much, unless it is given its own.
+        compiled: the ranking of the best plans as XLA compiled them (``search(compile_best=...)``); prints as a table.
+        progress: where the search printed its progress. Methods of the result print theirs there too, by default.
+        jitted_by_framework: whether ``flax.nnx.jit``, ``equinox.filter_jit`` or the like returned the function.
+    """
+
+    best: Best
+    tried: tuple[Best, ...] = ()
+    donated: tuple[int, ...] = ()
+    in_tree: Any = None
+    function: FunctionSource | None = None
+    budget_seconds: float | None = None
+    compiled: Any = None
+    progress: bool | Callable[[str], object] | None = None
+    jitted_by_framework: bool = False
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, for ``gshard.jit(f, mesh=found.mesh, plan=found.plan)`` or ``instead_of_jit``."""
+        return self.best.chosen.plan
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that it is for, with the names of its axes."""
+        return self.best.mesh
+
+    @property
+    def cost(self) -> Cost:
+        """What a call takes on each device, as ``gshard cost`` tells it."""
+        return self.best.chosen.cost
+
+    @property
+    def in_shardings(self) -> Any:
+        """How the plan cuts the positional arguments, as ``in_shardings`` of ``gshard.jit`` takes it.
+
+        Raises:
+            ArgumentError: a framework jits the function, and takes its arguments apart.
+        """
+        self.refuse_framework()
+        program = self.plan.program
+        arguments = program.block.inputs[len(program.captured) :]
+        specs = [spec_of_cut(self.plan.shardings[v], self.plan.mesh) for v in arguments]
+        return jax.tree.unflatten(self.in_tree, specs)[0]
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no plan without pipelines takes less than on this mesh, in the simplified model.
+
+        If ``best.is_limited``, not all plans over whole axes were compared, and the bound is of those that were.
+        That model is the problem that was solved. It counts each collective and each kernel by itself, so the full
+        price of a plan (``cost``) may be below this bound (collectives that share a message) or above the plan's own
+        time in the model (copies, kernels that are not fused).
+        """
+        return self.best.bound
+
+    @property
+    def gap(self) -> float | None:
+        """How much of this plan's time could at most be saved on this mesh, as a part of it, in the simplified model.
+
+        0 is a plan that is optimal there; a preset is priced in the model, too. None where nothing is proven about this
+        plan: it does not fit, values of it are recomputed, it has collective matmuls, the model has no plan like it, or
+        the search ended before it had a bound.
+        """
+        return self.best.gap
+
+    @property
+    def stopped(self) -> int | None:
+        """The signal that ended the search early (``signal.SIGINT``, ``signal.SIGTERM``); None if none did."""
+        return self.best.stopped
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What was not tried, or cut, since the time was over."""
+        return self.best.left_out
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """What was not tried, since it ended with an error, each with the first line of the error."""
+        return self.best.failed
+
+    @property
+    def presets(self) -> list[PricedPlan]:
+        """The plans that people write by hand, each on the best mesh of those it was priced for; the best first."""
+        return best_presets(self.tried or (self.best,))
+
+    @functools.cached_property
+    def names(self) -> ArrayNames:
+        """What the arrays of the program are called where they are printed."""
+        return ArrayNames(self.plan.program)
+
+    @functools.cached_property
+    def marks(self) -> Marks:
+        """The plan said in few marks, each of them tried: how much of its speed they alone give.
+
+        Takes as long as the search may take (``budget_seconds``, or 300 seconds) at most, and prints its progress as
+        the search did. The marks that were found by then are returned, with ``left_out``.
+        """
+        return self._marks(None, None)
+
+    def _marks(self, budget_seconds: float | None, progress: bool | Callable[[str], object] | None) -> Marks:
+        progress = self.progress if progress is None else progress
+        budget = TimeBudget.of(self.budget_seconds if budget_seconds is None else budget_seconds, progress)
+        can_write = Patch(self.plan.program).can_mark
+        found = marks_of(
+            self.best.chosen, self.best.limit, lambda marked: self._priced("marks", marked), budget, can_write
+        )
+        return found.placed_by_user() if self.jitted_by_framework else found
+
+    def patch(
+        self, *, budget_seconds: float | None = None, progress: bool | Callable[[str], object] | None = None
+    ) -> str:
+        """The marks as a change of the source files, for ``git apply``.
+
+        Marks are written after statements, and for arguments in front of the function's first statement. In front of
+        the diff, in lines that begin with ``#``, are the time of a call with the marks beside that of the plan, the
+        marks that cannot be written, and the call of ``gshard.jit`` that runs the patched function. If ``marks`` are
+        known and all was tried, they are not sought again.
+
+        Args:
+            budget_seconds: how long finding the marks may take; by default what the search was given, or 300 seconds.
+                It takes longer by no more than one planning of the program.
+            progress: as for ``search``; by default what the search was given.
+
+        Raises:
+            ArgumentError: ``budget_seconds`` is no time.
+        """
+        seconds = seconds_of(budget_seconds)
+        known = self.__dict__.get("marks")
+        if known is None or (known.left_out and seconds is not None):
+            known = self.__dict__["marks"] = self._marks(seconds, progress)
+        paths, defined = ((), None) if self.function is None else (self.function.paths, self.function.defined)
+        notes = [f"modelled on {self.cost.machine.name}: {known.nearness}", *known.cut]
+        if known.is_worse:
+            by = _IN_A_BLOCK if self.jitted_by_framework else "gshard.jit(f, mesh=found.mesh, plan=found.plan)"
+            notes.append(f"{by} runs the plan itself")
+        has_marks = bool(known.marks or schedules_of(self.plan.program))
+        keywords = jit_keywords(self.mesh, known.priced, self.best.limit, paths, self.donated) if has_marks else None
+        if self.jitted_by_framework and keywords:
+            given = ", ".join(f"{name}={value}" for name, value in keywords.items())
+            notes.append(f"marks have an effect in: with gshard.instead_of_jit({given})")
+            keywords = None
+        return patch_of(known.marks, self.plan.program, paths, defined, self.plan.mesh, notes, keywords)
+
+    def without(self, i: int) -> PricedPlan:
+        """The plan that follows from all of ``marks`` but one, and what it costs.
+
+        Args:
+            i: which one, from 1, as they are printed.
+
+        Raises:
+            ArgumentError: there are not so many.
+        """
+        found = self.marks.marks
+        if isinstance(i, bool) or not isinstance(i, int) or not 1 <= i <= len(found):
+            raise ArgumentError(
+                f"there is no mark {i!r} to leave out.",
+                got=f"{len(found)} mark{'s' * (len(found) != 1)}",
+                hint="They are counted from 1; print(found.marks) shows them.",
+            )
+        kept = (mark for k, mark in enumerate(found, 1) if k != i)
+        mesh = self.plan.mesh
+        marks = {v: mark_of_cut(s.dims, mesh) for mark in kept for v, s in mark.shardings.items()}
+        marked = with_marks(self.plan.program, marks)
+        assert marked is not None, "all of them were tried together"
+        return self._priced(f"without mark {i}", marked)
+
+    def with_mark(
+        self,
+        what: str,
+        sharding: Any,
+        *,
+        budget_seconds: float | None = None,
+        progress: bool | Callable[[str], object] | None = None,
+    ) -> SearchResult:
+        """Searches again with one more mark, to see what insisting on it costs; it keeps the mesh.
+
+        Args:
+            what: the values: a part of an argument's name or of a line, as for ``why``; all that match are marked.
+            sharding: a ``PartitionSpec`` over the axes of ``mesh``; with ``unreduced={...}`` the values stay parts of
+                sums over these axes, and so may what is computed from them (they are finite).
+            budget_seconds: as for ``search``; by default what the search was given.
+            progress: as for ``search``; by default what the search was given.
+
+        Returns:
+            what is found then. To run its plan, write the mark into the program.
+
+        Raises:
+            ArgumentError: nothing matches, or what matches cannot be marked (it is marked already, or enters a loop)
+                or has fewer dimensions; the sharding is no ``PartitionSpec``, or asks for an argument in parts.
+            ShardingError: the mark does not fit the mesh, or the dtype.
+        """
+        matching = [v for v, _ in self._matching(what)]
+        if not matching:
+            raise self._unknown(what)
+        marked = with_one_more_mark(self.plan.program, self.mesh, matching, what, sharding)
+        seconds = seconds_of(self.budget_seconds if budget_seconds is None else budget_seconds)
+        best = best_plan(
+            marked, self.mesh, self.cost.machine, donated=self.donated, memory_limit=self.best.limit,
+            budget_seconds=seconds, progress=self.progress if progress is None else progress,
+            near=None if self.best.near is None else self.plan,
+        )  # fmt: skip
+        return dataclasses.replace(self, best=best, tried=(), function=None)
+
+    def _priced(self, name: str, program: Program) -> PricedPlan:
+        return Pricing(self.cost.machine, list(self.donated), self.best.limit).marked(name, program, self.plan.mesh)
+
+    def why(self, what: str) -> list[str]:
+        """What else was possible for values, and what it would cost: those of a source line, or arguments by name.
+
+        Of the values of equal layers the first is listed. The cost of a row is the additional time of a call in the
+        model if everything else is chosen optimally again; for a few rows that is solved exactly.
+
+        Args:
+            what: a part of an argument's name (``"mlp.w1"``; ``"['w1']"`` of its whole path) or of a line
+                (``"model.py:38"``).
+
+        Raises:
+            ArgumentError: nothing has that in its name or line, the search ended before it had solved the problem, or
+                it added a pipeline.
+        """
+        alike: dict[tuple[str, str], list[tuple[Value, str]]] = {}
+        for v, name in self._matching(what):
+            named = self.names.arguments.get(v)
+            alike.setdefault((name if named is None else named.alike, self._format(v)), []).append((v, name))
+        if not alike:
+            raise self._unknown(what)
+        return text_of_alternatives(self.best, alike)
+
+    def refuse_framework(self) -> None:
+        """Refuses a function that a framework jits, where shardings of its own arguments are needed.
+
+        Raises:
+            ArgumentError: it is one.
+        """
+        if self.jitted_by_framework:
+            raise ArgumentError(
+                f"{self.plan.program.name} is jitted by a framework, which takes its arguments apart: gshard has no "
+                "shardings for them as you give them, and no table of names.",
+                user_line(),
+                hint=f"Run the plan in a block: {_IN_A_BLOCK}.",
+            )
+
+    def _format(self, v: Value) -> str:
+        return self.plan.shardings[v].format(self.plan.mesh, v.shape, v.dtype_name)
+
+    def _unknown(self, what: str) -> ArgumentError:
+        arguments = dict.fromkeys(name.alike for name in self.names.arguments.values())
+        return ArgumentError(
+            f"nothing is called {what!r}: no argument, and no line of the program.",
+            hint=known_names(what, list(arguments)[:_SHOWN], "Arguments are") + " A line is 'model.py:38'.",
+        )
+
+    def _matching(self, what: str) -> Iterator[tuple[Value, str]]:
+        """The values whose argument's name, or line, has this in it."""
+        if not isinstance(what, str):
+            raise ArgumentError(
+                f"{what!r} is no text to look for in names of arguments and lines.",
+                hint="Give a part of an argument's name (\"['w1']\"), or of a line ('model.py:38').",
+            )
+        whole = dict(zip(self.plan.program.block.inputs, self.plan.program.names, strict=True))
+        producers = {v: e for e in self.plan.program.block.walk() for v in e.outputs}
+        for v in self.plan.shardings:
+            e = producers.get(v)
+            if (named := self.names.arguments.get(v)) is not None:
+                name, texts = named.text, {named.text, named.alike, whole[v]}
+            else:
+                name = f"{e.name} at {e.line}" if e is not None and e.line else ""
+                texts = {name}
+            if name and v.shape and any(what in text for text in texts):
+                yield v, name
+
+    def explain(self) -> Explanation:
+        """What each tensor got and why, as ``gshard.explain`` tells it of a marked function."""
+        first, machine = len(self.plan.program.captured), self.cost.machine
+        boundary = Boundary(tuple(first + i for i in self.donated))
+
+        limit = int(self.best.limit)
+
+        def marked(program: Program) -> SpmdProgram:
+            found, *_ = plans_of(program, self.plan.mesh, machine, boundary=boundary)
+            return run(found)
+
+        def run(made: Planned, *, recomputes: bool = False) -> SpmdProgram:
+            found = as_run(made, machine, self.donated, limit, recomputes=recomputes)
+            assert found.spmd is not None
+            return found.spmd
+
+        def marked_by_bytes(program: Program) -> SpmdProgram:
+            return partition(propagate(program, self.plan.mesh, boundary=boundary))
+
+        spmd = run(Planned(self.plan), recomputes=self.best.chosen.recomputed)
+        return Explanation(
+            plan=self.plan, spmd=spmd, donated=frozenset(self.donated), marked=marked, marked_by_bytes=marked_by_bytes,
+            machine=machine, choice=self._choice,
+        )  # fmt: skip
+
+    @property
+    def _choice(self) -> Callable[[], SearchChoice] | None:
+        """What the search chose, and from what; None for a preset."""
+        best = self.best
+        if best.graph is None or best.solution is None or best.chosen is not best.searched:
+            return None
+        return functools.partial(SearchChoice, best.graph, best.solution, f"time on {self.cost.machine.name}")
+
+    def html(self, path: str | Path) -> Path:
+        """Writes the report of the plan as one page, with what the search tells of it.
+
+        Returns:
+            the path.
+        """
+        path, known = Path(path), [str(self)]
+        if "marks" in self.__dict__:  # they take a while
+            known.append(str(self.marks))
+        data = self.explain().data(self.cost.machine)
+        path.write_text(page({**data, "searched": "\n\n".join(known)}), "utf-8")
+        return path
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan; ``gshard.jit(f, mesh=..., plan=gshard.SavedPlan.load(path))`` runs it, in any process."""
+        SavedPlan.of(self.plan).save(path)
+
+    def __str__(self) -> str:
+        compiled = "" if self.compiled is None else f"\n{self.compiled}"
+        return text_of_search(self.best, self.tried, self.names) + compiled
+
+    __repr__ = __str__

@@ -1,0 +1,363 @@
+"""Warnings about a plan: idle devices, repeated or unsplit work, results that JAX cannot hold, arrays moved instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping
+
+from gshard.comm.reshard import reshard_bytes
+from gshard.core.errors import known_names, warn_once
+from gshard.core.jax_adapter import user_line
+from gshard.core.mark import Mark
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.number_text import format_seconds
+from gshard.core.plan import Plan, local_bytes
+from gshard.core.program import Block, Equation, Program, Value, format_bytes
+from gshard.core.rule import Rule, Split, operand_sharding, parts, result_sharding
+from gshard.core.sharding import Sharding
+from gshard.core.uneven import cut_evenly
+from gshard.device.cost import Cost, cost
+from gshard.device.fusion_model import PRODUCT, flops, is_product
+from gshard.explanation.trials import Planner, replanned
+from gshard.naming.array_names import ArrayNames
+from gshard.planning.propagated import Arrays, arrays_of, candidates
+
+# Idle: devices to which a plan gives no work of their own.
+
+
+def idle_devices(plan: Plan, names: ArrayNames) -> tuple[str, ...]:
+    """A line for each axis whose devices repeat each other's work, and for each argument with too few elements."""
+    mesh = plan.mesh
+    if mesh.size == 1 or any(e.rule is not None and not e.rule.is_free for e in plan.program.block.walk()):
+        return ()  # parts that are written for several devices split as they say
+    used = _used(plan)
+    if not used:
+        first = mesh.axes[0][0]
+        return (
+            f"no array is split: each of the {mesh.size} devices computes the whole program; split(x, 0, {first!r}) of "
+            "a batch would make it data parallel",
+        )
+    return (*_unused_axes(plan, used), *_too_few(plan, names))
+
+
+def _used(plan: Plan) -> set[str]:
+    """The atoms that split an array, a sum or an equation."""
+    cut = {a for s in plan.shardings.values() for atoms in s.dims for a in atoms}
+    cut |= {a for s in plan.shardings.values() for a, _ in s.unreduced}
+    return cut | {a for split in plan.splits.values() for atoms in split.values() for a in atoms}
+
+
+def _unused_axes(plan: Plan, used: set[str]) -> Iterator[str]:
+    mesh = plan.mesh
+    for axis, size in mesh.axes:
+        copies = mesh.count([a for a in mesh.atoms_of[axis] if a not in used])
+        if copies == size > 1:
+            yield f"axis {axis!r} splits no array: its {size} devices repeat the same work"
+        elif copies > 1:
+            parts = size // copies
+            yield f"axis {axis!r} splits arrays into {parts} parts of {size}: {copies} devices repeat the same work"
+
+
+def _too_few(plan: Plan, names: ArrayNames) -> Iterator[str]:
+    mesh, told = plan.mesh, set[tuple[int, Atoms]]()
+    for v in plan.program.block.inputs:
+        for d, (n, atoms) in enumerate(zip(v.shape, plan.sharding(v).dims, strict=True)):
+            if n < mesh.count(atoms) and (n, atoms) not in told:
+                told.add((n, atoms))
+                yield _shortage(v, d, n, atoms, plan, names)
+
+
+def _shortage(v: Value, d: int, n: int, atoms: Atoms, plan: Plan, names: ArrayNames) -> str:
+    parts, over = plan.mesh.count(atoms), plan.mesh.format_atoms(atoms)
+    elements = f"{n} element{'s' * (n != 1)}"
+    what = f"dimension {d} of {names.array(v).alike} has {elements}, and is split over {over} ({parts} parts)"
+    return f"{what}: {parts - n} of {parts} devices have none of it"
+
+
+# Returned: the results that JAX cannot hold in the shards that the plan gives them.
+
+
+def returned_in_fewer_shards(plan: Plan, names: ArrayNames | None = None) -> tuple[str, ...]:
+    """A line for each such result: its sharding inside and as returned, the bytes on a device, and what avoids it."""
+    return tuple(dict.fromkeys(_rows(plan, names)))
+
+
+def _rows(plan: Plan, names: ArrayNames | None) -> Iterator[str]:
+    mesh, block = plan.mesh, plan.program.block
+    for i, (v, leave) in enumerate(zip(block.outputs, plan.leave, strict=True)):
+        if not isinstance(v, Value):
+            continue
+        inside = Sharding(plan.sharding(v).dims)
+        even = cut_evenly(inside, v.shape, mesh)
+        if leave == inside or (even == inside and mesh.spec_of(inside.dims) is not None):
+            continue
+        if mesh.count(_atoms(leave)) >= mesh.count(_atoms(inside)):
+            continue
+        names = names or ArrayNames(plan.program)
+        what = names.array(v).alike or f"result {i}"
+        shown = [s.format(mesh, v.shape, v.dtype_name) for s in (inside, leave)]
+        sizes = [format_bytes(local_bytes(v, s, mesh)) for s in (inside, leave)]
+        way = (
+            'uneven="keep" returns the uneven shards'
+            if even != inside
+            else "to keep the shards, make this part of the axis an axis of the mesh"
+        )
+        yield f"{what}: {shown[0]} inside ({sizes[0]} a device), {shown[1]} returned ({sizes[1]}); {way}"
+
+
+def _atoms(sharding: Sharding) -> tuple[str, ...]:
+    return tuple(a for atoms in sharding.dims for a in atoms)
+
+
+# Replicated work: products that every device repeats although an operand is split.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Replicated:
+    """An equation computed whole over some axes over which an operand is split."""
+
+    equation: Equation  # what is computed
+    operand: Value  # the operand that is gathered
+    dim: int  # its dimension that is split
+    axes: str  # over which
+    times: int  # how often a device's share every device computes
+    spared: int  # bytes that splitting this equation alone would send more
+
+    def __str__(self) -> str:
+        e, at = self.equation, f" at {self.equation.line}" if self.equation.line else ""
+        saves = f" to save {self.spared:,} B of communication" if self.spared > 0 else ""
+        what = f"{e.name}{at}: every device repeats this work ({self.times} times its share)"
+        unsplit = f"gshard does not split %{self.operand.index} over {self.axes} here{saves}"
+        return f"{what}: {unsplit}; split(result, ..., {self.axes!r}) prevents that"
+
+
+def replicated_work(plan: Plan) -> tuple[Replicated, ...]:
+    """The products of a plan that could run in more parts as their operands are split, in program order."""
+    found = []
+    for e in plan.program.block.walk():
+        split = plan.splits.get(e)
+        if e.rule is None or split is None or not is_product(e.rule) or not e.rule.is_free:
+            continue
+        used = {a for atoms in split.values() for a in atoms}
+        for v in e.inputs:
+            lost = [(d, atoms) for d, atoms in enumerate(_dims(v, plan)) if atoms and not used & set(atoms)]
+            if lost and isinstance(v, Value) and (row := _row(e, split, v, *lost[0], plan)):
+                found.append(row)
+                break
+    return tuple(found)
+
+
+def _dims(v: object, plan: Plan) -> tuple[Atoms, ...]:
+    return plan.shardings[v].dims if isinstance(v, Value) else ()
+
+
+def _row(e: Equation, split: Split, v: Value, dim: int, atoms: Atoms, plan: Plan) -> Replicated | None:
+    """The row of an equation, if one of its candidates would keep the operand's parts."""
+    assert e.rule is not None
+    rule, arrays, mesh = e.rule, arrays_of(e, plan.shardings), plan.mesh
+    wider = [s for s in candidates(e.rule, arrays, mesh) if parts(s, mesh) > parts(split, mesh)]
+    if not wider:
+        return None
+
+    best = min(wider, key=lambda s: sent_by(rule, s, arrays, mesh))
+    times = parts(best, mesh) // parts(split, mesh)
+    more = sent_by(rule, best, arrays, mesh) - sent_by(rule, split, arrays, mesh)
+    return Replicated(e, v, dim, mesh.format_atoms(atoms), times, more)
+
+
+def sent_by(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> int:
+    """Bytes that each device sends to bring operands into place and results to where they belong."""
+    moved = 0 if rule.sends is None else rule.sends(mesh, split)
+    count = len(rule.operands)
+    for i, x in enumerate(arrays):
+        if x is not None:
+            pair = (
+                (x.sharding, operand_sharding(rule, i, split))
+                if i < count
+                else (result_sharding(rule, i - count, split), x.sharding)
+            )
+            moved += reshard_bytes(*pair, x.shape, x.itemsize, mesh)
+    return moved
+
+
+def notes_of_whole_values(plan: Plan, replicated: tuple[Replicated, ...]) -> dict[Value, str]:
+    """For values that are split nowhere: the equation that gave a split up for them, or that added parts up."""
+    gave_up = {row.equation: row for row in replicated}
+    notes: dict[Value, str] = {}
+    _of_block(plan.program.block, plan, gave_up, notes)
+    return notes
+
+
+def _of_block(block: Block, plan: Plan, gave_up: Mapping[Equation, Replicated], notes: dict[Value, str]) -> None:
+    for e in block.equations:
+        for body in e.blocks:
+            _of_block(body, plan, gave_up, notes)
+        split = plan.splits.get(e, {})
+        at = f" at {e.line}" if e.line else ""
+        for v in e.outputs:
+            if any(plan.shardings[v].dims):
+                continue
+            row = gave_up.get(e)
+            made = Sharding(()) if e.rule is None else result_sharding(e.rule, e.outputs.index(v), split)
+            source = next((x for x in e.inputs if isinstance(x, Value) and x in notes), None)
+            if row is not None:
+                notes[v] = (
+                    f"computed whole by every device: {e.name}{at} gives up the split of an operand over {row.axes}"
+                )
+            elif any(made.dims):
+                notes[v] = f"gathered where {e.name}{at} makes it: cheapest for what reads it"
+            elif made.unreduced and not plan.shardings[v].unreduced:
+                notes[v] = f"the parts of a sum that {e.name}{at} makes are combined for every device"
+            elif source is not None:
+                notes[v] = notes[source]
+            elif e.rule is not None and any(any(_dims(x, plan)) for x in e.inputs):
+                notes[v] = f"computed whole by every device: what {e.name}{at} reads is gathered, which is cheapest"
+
+
+# Unsplit work: that a plan for a machine does not split products over an axis, and what splitting them would take.
+
+
+def unsplit_work(plan: Plan, found: Cost, names: ArrayNames, by_bytes: Planner | None) -> str:
+    """One sentence on the largest product that is not split as its operand is; empty if there is none."""
+    rows = replicated_work(plan)
+    made = replanned(by_bytes, plan.program) if rows and by_bytes is not None else None
+    if made is None:
+        return ""
+    captured = len(made.program.captured)
+    split = cost(made, found.machine, [i - captured for i in found.donated])
+    if _products(split) >= _products(found):
+        return ""
+    row = max(rows, key=lambda row: flops(row.equation))
+    what, at = names.array(row.operand).text or f"%{row.operand.index}", row.equation.line
+    return (
+        f"{what} is not split over {row.axes!r}{f' at {at}' if at else ''}: every device does all of that work "
+        f"({row.times} times its share). With the work split as planning by bytes splits it, a call would take "
+        f"{format_seconds(split.seconds)} instead of {format_seconds(found.seconds)}."
+    )
+
+
+def _products(found: Cost) -> int:
+    """Operations of the products of one device."""
+    return sum(k.flops * k.times for k in found.kernels if k.kind == PRODUCT)
+
+
+# Unexpected: one warning for a function whose program is split otherwise than its marks and its layout suggest.
+
+
+def warn_of(plan: Plan, told: set[str]) -> None:
+    """Warns of what a program that is compiled now does not do as its user may expect."""
+    program = plan.program
+    found = [
+        *program.unread_marks,
+        *_mistaken_rows(program),
+        *dict.fromkeys(_foreign_marks(program, plan.mesh)),
+        *returned_in_fewer_shards(plan),
+    ]
+    hint = f"gshard.explain shows more. {program.name} is compiled at {user_line()}." if found else ""
+    warn_once(program.name, told, "is not split as it may seem:", found, hint)
+
+
+def _foreign_marks(program: Program, mesh: Mesh) -> Iterator[str]:
+    """Marks on a mesh that divides the devices into axes of other sizes: they split over parts of the mesh's axes."""
+    for e in program.block.walk():
+        if e.mark is not None and e.mark.is_foreign(mesh) and _sizes(e.mark) != _sizes(mesh):
+            yield f"{e.line}: {e.mark.text_on(mesh)} splits over parts of the axes of {mesh}"
+
+
+def _sizes(of: Mark | Mesh) -> list[int]:
+    return [size for _, size in of.axes if size > 1]
+
+
+def _mistaken_rows(program: Program) -> Iterator[str]:
+    """Rows of the layout that are probably mistakes: those near a name of the program, or all rows if none applies.
+
+    A layout may have rows for other functions, too, so rows that apply to nothing are no mistake in general.
+    """
+    of_layout = [named for named in program.named if named.layout == program.layout]
+    names = sorted({name for named in of_layout for name in named.names.dims if name is not None})
+    rows = program.layout.rows if program.layout is not None and names else ()
+    unknown = [row for row in rows if row.name not in names]
+    for row in unknown:
+        if len(unknown) == len(rows) or difflib.get_close_matches(row.name, names, n=1):
+            yield f"{row}: nothing is called {row.name!r}. {known_names(row.name, names, 'Names are')}"
+
+
+# Moved instead: operands that are gathered because moving the other arrays sends less.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MovedInstead:
+    """The products of a line that gather their smaller operand over an axis and move other arrays over it."""
+
+    line: str  # the user's source line
+    operand: str  # type and shape of what is gathered, a weight as a rule
+    axes: str  # names of the mesh axes
+    times: int  # how many products run in one call
+    sent: int  # bytes that each device sends for them in one call
+    stayed: int  # bytes that it would send if the gathered operands stayed, each product by itself
+
+    def __str__(self) -> str:
+        products = f"{self.times} product{'s' if self.times > 1 else ''}"
+        return (
+            f"{self.line}: {products} with {self.operand}: it is gathered over {self.axes}, and the larger arrays are "
+            f"moved over {self.axes} by all-to-all: {format_bytes(self.sent)} instead of {format_bytes(self.stayed)} "
+            "to all-gather or reduce-scatter them"
+        )
+
+
+def moved_instead(plan: Plan) -> tuple[MovedInstead, ...]:
+    """The products of a plan that gather their smallest array and move others over the same axes, most bytes first.
+
+    Equal products of a line are one row. Products that would send as much or less if their operand stayed are left
+    out: what decides there is what else reads the same arrays.
+    """
+    rows: dict[tuple[str, str, str], MovedInstead] = {}
+    for e, times in plan.program.block.runs():
+        split = plan.splits.get(e)
+        if e.rule is None or split is None or not is_product(e.rule) or not e.rule.is_free:
+            continue
+        found = next(_alternatives(e, split, plan), None)
+        if found is not None and found[1] < found[2]:
+            (v, axes), sent, stayed = found
+            key = e.line, repr(v).partition(":")[2], axes
+            old = rows.get(key, MovedInstead(*key, 0, 0, 0))
+            sums = old.times + times, old.sent + times * sent, old.stayed + times * stayed
+            rows[key] = MovedInstead(*key, *sums)
+    return tuple(sorted(rows.values(), key=lambda row: -row.sent))
+
+
+def _alternatives(e: Equation, split: Split, plan: Plan) -> Iterator[tuple[tuple[Value, str], int, int]]:
+    """What is gathered while others move, and over which axes, with the bytes that are sent so and if it stayed."""
+    assert e.rule is not None
+    rule, mesh, arrays = e.rule, plan.mesh, arrays_of(e, plan.shardings)
+    used = {a for atoms in split.values() for a in atoms}
+    taken = [operand_sharding(rule, i, split).dims for i in range(len(rule.operands))]
+    taken += [result_sharding(rule, i, split).dims for i in range(len(rule.results))]
+    homes = [x.sharding.dims if x is not None else () for x in arrays]
+    smaller = min((x.bytes for x in arrays if x is not None), default=0)
+    for i, v in enumerate(e.inputs):
+        if not isinstance(v, Value) or v.bytes > smaller:
+            continue
+        for d, own in enumerate(homes[i]):
+            gathered = tuple(a for a in own if a in used and not any(a in dim for dim in taken[i]))
+            if not gathered or not any(_moves(homes[j], taken[j], gathered) for j in range(len(arrays)) if j != i):
+                continue
+            stays = [
+                other
+                for other in candidates(rule, arrays, mesh)
+                if parts(other, mesh) >= parts(split, mesh)
+                and set(gathered) <= set(operand_sharding(rule, i, other).dims[d])
+            ]
+            if stays:
+                least = min(sent_by(rule, other, arrays, mesh) for other in stays)
+                yield (v, mesh.format_atoms(gathered)), sent_by(rule, split, arrays, mesh), least
+
+
+def _moves(home: tuple[Atoms, ...], taken: tuple[Atoms, ...], atoms: Atoms) -> bool:
+    """Whether some of the atoms go from one dimension of an array to another."""
+    return any(
+        a in before and a not in after and any(a in other for other in taken)
+        for a in atoms
+        for before, after in zip(home, taken, strict=False)
+    )

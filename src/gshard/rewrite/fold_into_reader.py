@@ -1,0 +1,187 @@
+"""Folds an equation into the one that reads it: pads, transpositions, reversals, scatters and tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gshard.comm.shards import identity
+from gshard.core.jax_adapter import bind
+from gshard.core.program import Constant, Equation, Value
+from gshard.language.traits import names_where, traits_of
+from gshard.rewrite.driver import at, over
+from gshard.rewrite.equation_graph import Graph, Others, is_removable
+from gshard.rules.create import Table, table_p
+from gshard.rules.window import MONOIDS
+
+# Folds a pad into the reduction over windows that reads it.
+
+
+@at(*MONOIDS)
+def fold_pad_into_window(graph: Graph, e: Equation) -> Sequence[Equation] | None:
+    """Replaces ``reduce_window_sum(pad(x, 0))`` by a ``reduce_window_sum`` of ``x`` with more padding."""
+    pad = graph.producer(e.inputs[0], "pad")
+    padding = None if pad is None else _padding(e, pad)
+    return None if pad is None or padding is None else [graph.changed(e, pad.inputs[:1], **padding)]
+
+
+def _padding(e: Equation, pad: Equation) -> dict[str, Any] | None:
+    """The parameters of a window reduction that includes the pad; None if there is none."""
+    number, config = pad.inputs[1], [tuple(map(int, c)) for c in pad.params["padding_config"]]
+    unit = identity(MONOIDS[e.name], e.outputs[0].dtype)
+    if not isinstance(number, Constant) or not np.all(np.asarray(number.value) == unit):
+        return None
+    if any(low < 0 or high < 0 for low, high, _ in config) or any(n != 1 for n in e.params["base_dilation"]):
+        return None
+    padding = zip(e.params["padding"], config, strict=True)
+    return {
+        "padding": tuple((a + low, b + high) for (a, b), (low, high, _) in padding),
+        "base_dilation": tuple(interior + 1 for _, _, interior in config),
+    }
+
+
+# Folds equations whose results depend on positions only into one equation, a table, whose part each device computes.
+
+_MOST = 64  # largest number of equations of a table
+_LARGEST = 2**31  # elements: positions are int32
+_MOVERS = names_where(lambda traits: traits.moves and traits.placed)
+
+
+@over(*_MOVERS)
+def fold_table(graph: Graph) -> Others:
+    """Replaces equations that move elements of tables by tables."""
+    producers: dict[Value, Equation] = {}  # of tables
+    others: dict[Equation, list[Equation]] = {}
+    for e in graph.equations:
+        if not _is_table(e, producers):
+            continue
+        producers[e.outputs[0]] = e
+        if e.name in _MOVERS and (table := _table(e, producers)) is not None:
+            params = {"table": table}
+            others[e] = [graph.writer.equation(table_p, params, table.numbers, e.outputs, e.source_info)]
+    return others
+
+
+def _is_table(e: Equation, producers: dict[Value, Equation]) -> bool:
+    """Whether the result of an equation depends on positions and numbers only."""
+    traits = traits_of(e.name)
+    if not (traits.computes or traits.placed) or len(e.outputs) != 1 or not e.outputs[0].shape or not is_removable(e):
+        return False
+    shape, dtype = e.outputs[0].shape, e.outputs[0].dtype
+    if not 0 < math.prod(shape) < _LARGEST or not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
+        return False
+    return all(not x.shape or x in producers for x in e.inputs)
+
+
+def _table(e: Equation, producers: dict[Value, Equation]) -> Table | None:
+    """The table of an equation and all equations that it depends on; None if there are too many."""
+    equations: dict[Equation, None] = {}
+    numbers: dict[Value, None] = {}
+
+    def add(e: Equation) -> None:
+        for x in e.inputs:
+            if x in producers and producers[x] not in equations and len(equations) <= _MOST:
+                add(producers[x])
+            elif isinstance(x, Value) and not x.shape:
+                numbers[x] = None
+        equations[e] = None
+
+    add(e)
+    return Table(tuple(equations), tuple(numbers), e.outputs[0]) if len(equations) <= _MOST else None
+
+
+# Searches a reversed array in its own order, because a reversal sends every part to another device.
+
+
+@at("searchsorted")
+def search_of_rev(graph: Graph, e: Equation) -> Sequence[Equation] | None:
+    """Replaces ``searchsorted(rev(bins), x)`` by a search in ``bins`` in the other order."""
+    rev = graph.producer(e.inputs[0], "rev")
+    if rev is None or rev.params["dimensions"] != (len(rev.inputs[0].shape) - 1,):
+        return None
+    return [graph.changed(e, (*rev.inputs, *e.inputs[1:]), falling=not e.params["falling"])]
+
+
+# Replaces a sum over a dimension that was scattered into zeros by a sum of the updates.
+
+
+@at("reduce_sum")
+def sum_of_scatter(graph: Graph, e: Equation) -> Sequence[Equation] | None:
+    """Replaces ``reduce_sum(scatter-add(zeros, places, updates))``, perhaps negated, by ``reduce_sum(updates)``."""
+    scatter, negated = graph.producer(e.inputs[0], "scatter-add", "neg"), False
+    while scatter is not None and scatter.name == "neg":
+        scatter, negated = graph.producer(scatter.inputs[0], "scatter-add", "neg"), not negated
+    axes = None if scatter is None else _axes_of_updates(graph, e, scatter)
+    if scatter is None or axes is None:
+        return None
+    mode, (dim,) = scatter.params["mode"], scatter.params["dimension_numbers"].scatter_dims_to_operand_dims
+    size, params = scatter.outputs[0].shape[dim], {**e.params, "axes": axes}
+
+    def total(places: Any, updates: Any) -> Any:
+        (result,) = bind(e.primitive, params, [_valid(places, updates, size, mode)])
+        return lax.neg(result) if negated else result
+
+    return graph.write(total, scatter.inputs[1:], e.outputs, e)
+
+
+def _axes_of_updates(graph: Graph, e: Equation, scatter: Equation) -> tuple[int, ...] | None:
+    """The dimensions over which to sum the updates; None if the sum depends on more than the updates."""
+    numbers, zeros = scatter.params["dimension_numbers"], graph.producer(scatter.inputs[0], "broadcast_in_dim")
+    number = None if zeros is None else zeros.inputs[0]
+    if not isinstance(number, Constant) or number.number != 0.0 or np.signbit(number.number):
+        return None
+    batch, beside = tuple(numbers.operand_batching_dims), tuple(numbers.scatter_indices_batching_dims)
+    dims = tuple(numbers.scatter_dims_to_operand_dims)
+    alone = {*batch, *dims} == set(range(len(scatter.outputs[0].shape))) and not numbers.update_window_dims
+    in_order = batch == tuple(sorted(batch)) and beside == tuple(sorted(beside))
+    if not alone or not in_order or len(dims) != 1 or tuple(e.params["axes"]) != dims:
+        return None
+    return tuple(d for d in range(len(scatter.inputs[2].shape)) if d not in beside) or None
+
+
+def _valid(places: Any, updates: Any, size: int, mode: Any) -> Any:
+    """The updates, with zeros instead of updates out of range and instead of -0.0 (0.0 + -0.0 is 0.0)."""
+    zeros = jnp.zeros_like(updates)
+    is_added = updates != np.zeros((), updates.dtype)
+    if mode != lax.GatherScatterMode.CLIP:
+        place = lax.squeeze(places, (updates.ndim,))
+        last = np.asarray(min(size - 1, np.iinfo(places.dtype).max), places.dtype)
+        is_added = ((place >= np.zeros((), places.dtype)) & (place <= last)) & is_added
+    return lax.select(is_added, updates, zeros)
+
+
+# Folds a transpose of a product into the product, by swapping its operands.
+
+
+@at("transpose")
+def transpose_of_dot(graph: Graph, e: Equation) -> Others | None:
+    """Replaces ``transpose(dot_general(a, b))`` by ``dot_general(b, a)``, if nothing else reads the product."""
+    dot = graph.producer(e.inputs[0], "dot_general")
+    if dot is None or not graph.is_read_once(e.inputs[0]) or (params := _swapped(dot, e)) is None:
+        return None
+    product = graph.writer.equation(dot.primitive, params, dot.inputs[::-1], e.outputs, dot.source_info)
+    return {dot: [product], e: []}
+
+
+def _swapped(dot: Equation, transpose: Equation) -> dict[str, Any] | None:
+    """The parameters of the product with swapped operands, if the transpose exactly undoes the swap; otherwise None."""
+    summed, batch = dot.params["dimension_numbers"]
+    lhs, rhs = (len(x.shape) - len(own) for x, own in zip(dot.inputs, summed, strict=True))
+    shared = len(batch[0])
+    order = (*range(shared), *range(lhs, lhs + rhs - shared), *range(shared, lhs))
+    precision = dot.params["precision"]
+    if tuple(transpose.params["permutation"]) != order or not _is_per_operand(precision):
+        return None
+    if isinstance(precision, tuple):
+        precision = precision[::-1]
+    return {**dot.params, "dimension_numbers": (summed[::-1], batch[::-1]), "precision": precision}
+
+
+def _is_per_operand(precision: Any) -> bool:
+    """Whether a precision is the default, or is given for each operand."""
+    return precision is None or isinstance(precision, tuple | lax.Precision)
