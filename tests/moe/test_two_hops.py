@@ -68,53 +68,35 @@ def test_equals_the_dispatches_of_one_hop(hosts, devices, data, rows, skew, chan
 
 @pytest.mark.parametrize(
     "hosts, devices, data, rows, factor, skew",
-    [
-        (2, 4, 1, 8, 2.0, 0.0),
-        *(
-            pytest.param(*rest, marks=pytest.mark.slow)
-            for rest in [
-                (4, 2, 1, 8, 1.5, 1.0),
-                (4, 2, 1, 7, 3.5, 0.5),
-                (2, 2, 2, 6, 2.0, 0.5),
-                (2, 4, 1, 8, 0.25, 3.0),
-            ]
-        ),
-    ],
-)
+    [(2, 4, 1, 8, 2.0, 0.0), *(pytest.param(*rest, marks=pytest.mark.slow) for rest in [
+        (4, 2, 1, 8, 1.5, 1.0), (4, 2, 1, 7, 3.5, 0.5), (2, 2, 2, 6, 2.0, 0.5), (2, 4, 1, 8, 0.25, 3.0),
+    ])],
+)  # fmt: skip
 def test_drops_are_those_without_room(hosts, devices, data, rows, factor, skew):
     """The metrics count what a loop over tokens drops, and the others are computed as if they were alone."""
     config = on_hosts(BASE, hosts, devices, data, capacity_factor=factor)
     arguments = case(config, rows, skew)
     _, x_BLM, valid_BL = arguments
-    logits_TE = x_BLM.reshape(-1, 6) @ arguments[0]["wg"]
-    chosen_TK = np.argsort(-logits_TE, axis=1, kind="stable")[:, :3]
+    chosen_TK = np.argsort(-(x_BLM.reshape(-1, 6) @ arguments[0]["wg"]), axis=1, kind="stable")[:, :3]
     valid_T = valid_BL.reshape(-1)
     tokens, own = len(valid_T) // data, 8 // hosts // devices
     room = int(factor * len(valid_T) / (hosts * devices * data))
     share = -(-tokens // (hosts * devices))
-    kept_TK = np.zeros(chosen_TK.shape, bool)
-    for replica in range(data):
-        first = replica * tokens
-        of_expert = {e: [] for e in range(8)}
-        for t in range(first, first + tokens):
-            for k, e in enumerate(chosen_TK[t]):
-                if valid_T[t]:
-                    of_expert[e].append((t // 4, k, t))  # places follow groups, then choices, then tokens
-        for part in range(hosts * devices):
-            sizes = [len(of_expert[e]) for e in range(part * own, part * own + own)]
-            limit = max(n for n in range(room + 1) if sum(min(n, size) for size in sizes) <= room)
-            for e in range(part * own, part * own + own):
-                for _, k, t in sorted(of_expert[e])[:limit]:
-                    kept_TK[t, k] = True
-        in_one_hop = kept_TK.copy()
+    of_replicas = []
+    for first in range(0, data * tokens, tokens):
+        replica = slice(first, first + tokens)
+        in_one_hop = naive.kept_with_room(chosen_TK[replica], valid_T[replica], 8, hosts * devices, room, 4)
+        kept_TK = in_one_hop.copy()
         sent = np.zeros((hosts, devices), int)  # by each device of a host, to those of its host
-        for t in range(first, first + tokens):
-            lane = (t - first) // share % devices
+        for t in range(tokens):
+            lane = t // share % devices
             for host in range(hosts):
-                wanted = in_one_hop[t] & (chosen_TK[t] // (own * devices) == host)
+                wanted = in_one_hop[t] & (chosen_TK[replica][t] // (own * devices) == host)
                 sent[host, lane] += wanted.sum()
                 if sent[host, lane] > room:
                     kept_TK[t] &= ~wanted
+        of_replicas.append(kept_TK)
+    kept_TK = np.concatenate(of_replicas)
     (_, (outputs, metrics)), gradients = of_one_device(config, arguments)
     np.testing.assert_allclose(float(metrics["kept_share"]), kept_TK.sum() / (3 * valid_T.sum()), rtol=1e-6)
     none = (valid_T & ~kept_TK.any(1)).sum() / valid_T.sum()
