@@ -32,8 +32,7 @@ def largest_of_row(x):
 def test_the_error_is_within_its_bound(rng, send, shape, dtype, size):
     x = np.asarray(size * rng.standard_normal(shape), dtype)
     got = marked(x, send)
-    assert got.dtype == dtype
-    assert got.shape == shape
+    assert (got.dtype, got.shape) == (dtype, shape)
     wide = x.astype(np.float64)
     reference = np.abs(wide) if send == "bfloat16" else largest_of_row(wide)
     error = np.abs(np.asarray(got, np.float64) - wide)

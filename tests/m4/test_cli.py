@@ -164,8 +164,7 @@ def test_lines_in_are_lines_out(trained, tmp_path, monkeypatch):
     given = ["translate", "in.txt", "--run", str(trained), "--output", "out.txt", "--max-length", "6"]
     assert main(given) == 0
     written = (tmp_path / "out.txt").read_text("utf-8").split("\n")
-    assert len(written) == len(given_lines) + 1
-    assert written[1] == ""
+    assert (len(written), written[1]) == (len(given_lines) + 1, "")
     assert written[:5] * 9 == written[:-1], "what a line becomes does not depend on its neighbours"
 
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(given_lines).encode())))
@@ -184,8 +183,7 @@ def test_what_is_not_utf8_is_told_with_its_line_and_nothing_before_is_lost(train
     assert "Traceback" not in told.err
     assert main([*given, "--replace-invalid"]) == 0
     replaced = capsys.readouterr().out.split("\n")
-    assert len(replaced) == 5
-    assert replaced[:2] == told.out.split("\n")[:2]
+    assert (len(replaced), replaced[:2]) == (5, told.out.split("\n")[:2])
 
 
 def test_n_best_and_throughput(trained, tmp_path, capsys):

@@ -54,8 +54,7 @@ def test_each_pair_once_and_what_is_left_out_is_written_aside(tmp_path):
     )
     found = merged(tmp_path, {"first": first, "second": second})
     assert found.left_out == {SAME_AGAIN: 2, MORE: 1, COPY: 1}
-    assert found.languages == {"de": 3, "es": 2, "gl": 1, "gn": 1}
-    assert found.sources == {"first": 3, "second": 4}
+    assert (found.languages, found.sources) == ({"de": 3, "es": 2, "gl": 1, "gn": 1}, {"first": 3, "second": 4})
     assert list(found.files) == ["de", "es", "gl", "gn"], "the largest first"
     assert found.files["gn"].read_text() == "corto\tshort one\n"
     aside = gzip.decompress((tmp_path / "aside.gz").read_bytes()).decode().splitlines()
@@ -67,8 +66,7 @@ def test_the_largest_languages_and_the_users_own_are_kept(tmp_path):
     sizes = {"de": 9, "fr": 7, "it": 5, "cy": 1}
     text = "".join(f"{code}\twort {i} {code}\tword number {i}\n" for code, n in sizes.items() for i in range(n))
     found = merged(tmp_path, {"a": text}, least=2, most=2, always=["cy", "xh"])
-    assert list(found.files) == ["de", "fr", "cy"]
-    assert found.left_out == {FEW: 5}
+    assert (list(found.files), found.left_out) == (["de", "fr", "cy"], {FEW: 5})
     aside = gzip.decompress((tmp_path / "aside.gz").read_bytes()).decode().splitlines()
     assert {line.split("\t")[1] for line in aside} == {"it"}
 
@@ -117,8 +115,7 @@ def test_what_the_test_of_ones_own_has_is_not_trained_on(tmp_path):
     files = {"de": tmp_path / "de.tsv"}
     found = write_parts(files, out, Split(0.1, 0.1, 0), tmp_path / "aside.gz", {"test": tested})
     assert (out / "test.tsv").read_text() == tested.read_text()
-    assert found["pairs"]["test"] == 1
-    assert found["kept_out"] == {GIVEN: 1}
+    assert (found["pairs"]["test"], found["kept_out"]) == (1, {GIVEN: 1})
     assert gzip.decompress((tmp_path / "aside.gz").read_bytes()).decode().endswith(f"\t{english[7]}\n")
     others = set(found["pairs"]) - {"test"}
     written = [line.split("\t")[2] for part in others for line in (out / f"{part}.tsv").read_text().splitlines()]

@@ -96,8 +96,7 @@ def test_vocabularies_are_kept_and_training_goes_on_from_a_run(trained, tmp_path
     changed = config(tmp_path, files=files, vocabularies=trained / "out", length=None)
     prepare.prepare(changed, quiet)
     base, text = PreparedText.load(trained / "out"), PreparedText.load(tmp_path / "out")
-    assert text.fingerprint == base.fingerprint
-    assert text.length == base.length
+    assert (text.fingerprint, text.length) == (base.fingerprint, base.length)
     french = (write(tmp_path / "fr.tsv", more, "fr"),)
     with pytest.raises(CorpusError, match=r"no tag for French(.|\n)*there are de"):
         prepare.prepare(dataclasses.replace(changed, files=french, output=tmp_path / "fr"), quiet)
@@ -110,8 +109,7 @@ def test_vocabularies_are_kept_and_training_goes_on_from_a_run(trained, tmp_path
     assert "begins with the parameters of step 2" in capsys.readouterr().out
     _, old, _ = checkpoint.restore(Run(trained / "run").checkpoints)
     _, new, meta = checkpoint.restore(Run(tmp_path / "tuned").checkpoints)
-    assert int(new["step"]) == 1
-    assert meta["from"] == str(trained / "run")
+    assert (int(new["step"]), meta["from"]) == (1, str(trained / "run"))
     for a, b in zip(jax.tree.leaves(old["params"]), jax.tree.leaves(new["params"]), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
     assert main([*given, "--resume"]) == 0

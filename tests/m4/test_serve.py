@@ -149,8 +149,7 @@ def test_translations_are_those_of_the_model_whoever_asks_at_the_same_time(serve
     assert found["language"] == "de"
     assert served.ask("POST", "/translate", {"text": "now\nopen"})[2]["language"] is None
     named = {of["code"]: of["name"] for of in served.ask("GET", "/languages")[2]["languages"]}
-    assert named["sr_Latn"] == "Serbian (Latin)"
-    assert named["yo"] == "Yoruba"
+    assert (named["sr_Latn"], named["yo"]) == ("Serbian (Latin)", "Yoruba")
     assert served.ask("POST", "/translate", {"text": "now " * 30})[2]["lines"][0]["cut"] is True
 
 
@@ -273,9 +272,7 @@ def test_while_it_stops_requests_are_refused():
 
     answers = asyncio.run(story())
     for status, headers, answer in answers:
-        assert status == 503
-        assert answer == {"error": "The server is stopping."}
-        assert headers["retry-after"] == "5"
+        assert (status, answer, headers["retry-after"]) == (503, {"error": "The server is stopping."}, "5")
         assert headers["connection"] == "close"
     assert server.process.wait(20) == 143
     assert server.process.stderr is not None
@@ -343,8 +340,7 @@ def test_the_interface_is_described(served):
         answers = {code for of in found["paths"][path].values() for code in of["responses"]}
         assert code in answers or code == "405", (path, code)
     schema = found["components"]["schemas"]["Asked"]["properties"]
-    assert schema["text"]["maxLength"] == 2000
-    assert schema["alternatives"]["maximum"] == 3
+    assert (schema["text"]["maxLength"], schema["alternatives"]["maximum"]) == (2000, 3)
     answer = served.ask("POST", "/translate", {"text": "now"})[2]
     described = found["components"]["schemas"]["Answer"]
     assert set(answer) == set(described["required"])

@@ -66,8 +66,7 @@ def test_batch_and_factor_axes():
     sparse = specs["encoder"]["blocks"]["sparse"]
     assert sparse["experts"]["wi"].batch_axes == (0, 1)
     assert sparse["experts"]["wi"].factor_axes == (2, 3)  # although there are more experts than either
-    assert sparse["experts"]["wg"].factor_axes == (1, 2)
-    assert sparse["attention_norm"].batch_axes == (0,)
+    assert (sparse["experts"]["wg"].factor_axes, sparse["attention_norm"].batch_axes) == ((1, 2), (0,))
     assert sparse["attention_norm"].factor_axes is None
     assert specs["source_embedding"].factor_axes == (0, 1)
 

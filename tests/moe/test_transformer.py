@@ -134,8 +134,7 @@ def test_loss_by_hand(config, label_smoothing):
     assert float(metrics["cross_entropy"]) == pytest.approx(-np.mean(picked), rel=1e-5)
     smoothed = -(1 - label_smoothing) * np.mean(picked) - label_smoothing * np.mean(spread)
     aux = 0.01 * 2 * float(of_layers["aux_loss"]) if config.experts else 0.0  # two MoE layers
-    assert float(value) == pytest.approx(smoothed + aux, rel=1e-5)
-    assert float(metrics["loss"]) == float(value)
+    assert (float(value), float(metrics["loss"])) == (pytest.approx(smoothed + aux, rel=1e-5), float(value))
 
 
 @pytest.mark.parametrize("parameters", [values, pytest.param(drawn, marks=pytest.mark.slow)])
@@ -157,8 +156,7 @@ def test_keys_decide_what_is_random(name):
     params, data = values(config), batch()
     first, again, other = (float(run_loss(config, params, data, key=jax.random.key(seed))[0]) for seed in (1, 1, 2))
     plain = float(run_loss(DROPLESS, params, data)[0])
-    assert first == again
-    assert len({first, other, plain}) == 3
+    assert (first, len({first, other, plain})) == (again, 3)
 
 
 @pytest.mark.slow

@@ -68,8 +68,7 @@ def test_a_few_names_name_a_transformer(transformed, arguments):
     }
     assert columns != read
     heads = found[columns].product[0]
-    assert found[read].product[0] == heads
-    assert found[heads].size == 4
+    assert (found[read].product[0], found[heads].size) == (heads, 4)
     assert [found[part].size for part in found[read].product] == [4, 8]
     assert all("length,length'" in text for text in found["length"].twice)
     assert found["length"].twice
@@ -115,8 +114,7 @@ def test_loops_and_branches():
 
 def test_what_people_say_against_each_other():
     found = dimensions(lambda x, y: gshard.name(x + y, "_ z"), shape(3, 1), shape(3, 4), names={"x": "a _", "y": "b c"})
-    assert found["a"].names == ("a", "b")
-    assert set(found["c"].names) == {"c", "z"}
+    assert (found["a"].names, set(found["c"].names)) == (("a", "b"), {"c", "z"})
     assert "called a and b, which are the same dimension" in str(found)
     assert found.arguments == {"x": "a _", "y": "a c"}
     with pytest.raises(KeyError, match="no class is called 'b'"):

@@ -78,8 +78,7 @@ def test_a_function_begins_where_arrays_meet_and_ends_where_they_do():
     assert len(others) == 2
     producer = {v: e for e in program.block.equations for v in e.outputs}
     assert producer[first.root].name == "add", "the new momentum"
-    assert len(first.outputs) == 1
-    assert first.outside == ()
+    assert (len(first.outputs), first.outside) == (1, ())
     assert [e.name for e in first.equations].count("dot_general") == 4
     assert "sub" not in [e.name for e in first.equations[-1:]], "the weights are another array"
 

@@ -119,8 +119,7 @@ def _partition_scaled(scale, mesh, operands, result):
 
 
 def _rule_of_scaled(scale, mesh, operands, results):
-    assert operands[0].shape == [4, 8]
-    assert len(results) == 2
+    assert (operands[0].shape, len(results)) == ([4, 8], 2)
     return "i j, i -> i j, i"
 
 

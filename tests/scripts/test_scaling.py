@@ -44,8 +44,7 @@ def encoded(of):
 def test_a_smaller_text_is_part_of_a_larger_one():
     data = encoded({"de": 30, "fr": 20})
     small, large = (set(some_pairs(data, 8, {"fr": count})) for count in (5, 15))
-    assert len(small) == 5
-    assert len(large) == 15
+    assert (len(small), len(large)) == (5, 15)
     assert small < large <= set(range(30, 50))
 
 
@@ -101,8 +100,7 @@ def test_gains_belong_to_the_size_of_the_text(tmp_path):
     gain = {DENSE: 1.0, "moe-8": -1.0}
     assert [round(found.mean(gain, resource).size, 9) for resource in range(3)] == [0.3, 0.2, 0.1]
     better, lead = scaling_page.experts(found)
-    assert better.value.size == pytest.approx(0.2)
-    assert lead.value.size == pytest.approx(0.2)
+    assert (better.value.size, lead.value.size) == (pytest.approx(0.2), pytest.approx(0.2))
     assert lead.seeds == pytest.approx((0.2, 0.2, 0.2))
 
 

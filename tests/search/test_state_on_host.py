@@ -103,5 +103,4 @@ def test_effects_keep_their_order():
     m = on_host(jnp.ones((4, 4)))
     new = jax.jit(with_state_on_host(step, {0}))(m, jnp.ones((4, 4)))
     jax.effects_barrier()
-    assert told == pytest.approx([1.9 * 16])
-    assert new.sharding.memory_kind == "pinned_host"
+    assert (told, new.sharding.memory_kind) == (pytest.approx([1.9 * 16]), "pinned_host")

@@ -74,8 +74,7 @@ def near(coarse):
 
 def test_cuts_keep_the_devices_and_their_order(coarse):
     (finer,) = cut_in_two(coarse.mesh)
-    assert dict(finer.axes) == {"data": 2, "model": 2, "inner": 2}
-    assert finer.devices == coarse.mesh.devices
+    assert (dict(finer.axes), finer.devices) == ({"data": 2, "model": 2, "inner": 2}, coarse.mesh.devices)
     meshes = [tuple(size for _, size in mesh.axes) for mesh in cut_in_two(gshard.Mesh.abstract(data=8, model=4))]
     assert meshes == [(2, 4, 4), (4, 2, 4), (8, 2, 2)]
 

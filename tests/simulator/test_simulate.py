@@ -39,8 +39,7 @@ def check(function, sizes, *stacked, tolerance=1e-6):
     actual = simulate_function(function, sizes, *stacked)
     assert len(actual) == len(expected)
     for got, want in zip(actual, expected, strict=True):
-        assert got.dtype == want.dtype
-        assert got.shape == want.shape
+        assert (got.dtype, got.shape) == (want.dtype, want.shape)
         if got.dtype.kind in "biu":
             np.testing.assert_array_equal(got, want)
         else:

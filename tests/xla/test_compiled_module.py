@@ -46,8 +46,7 @@ def test_donated_arguments_hold_the_results():
     module = read_module(f.lower(jnp.ones(1000), jnp.ones((500, 3))).compile().as_text())
     assert aliased_results(module) == {0: 1, 1: 0}
     held = held_by(module)
-    assert held.shared == 4 * 1000 + 4 * 1500
-    assert held.peak - held.temporaries == 4 * 1000 + 4 * 1500 + 4
+    assert (held.shared, held.peak - held.temporaries) == (4 * 1000 + 4 * 1500, 4 * 1000 + 4 * 1500 + 4)
 
 
 def test_what_updates_in_place_takes_no_second_buffer():

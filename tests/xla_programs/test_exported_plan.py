@@ -148,8 +148,7 @@ def test_keywords_static_and_captured_arguments():
 
     x, scale = jnp.ones((64, 64)), jnp.ones((64, 1))
     plan = quick(stepped, "tanh", x, kwargs={"scale": scale}, static_argnums=0)
-    assert plan.in_shardings == (P("data", None),)
-    assert plan.keywords == {"scale": P("data", None)}
+    assert (plan.in_shardings, plan.keywords) == ((P("data", None),), {"scale": P("data", None)})
     assert [a.path for a in plan.arguments] == ["x", "scale"]
     assert "by keyword, which have no in_shardings: {'scale': P('data', None)}" in str(plan)
     devices = mesh_of(DATA)
@@ -234,8 +233,7 @@ def test_the_module_is_for_all_devices_with_the_shardings_of_the_plan(mesh):
     assert f"sdy.sharding<@mesh, [{{}}, {{{dims}}}]>" in text
     assert "func.func public @main" in parsed(text)
     module = plan.jax_export()
-    assert module.nr_devices == 8
-    assert module.in_tree == jax.tree.structure((arguments(), {}))
+    assert (module.nr_devices, module.in_tree) == (8, jax.tree.structure((arguments(), {})))
 
 
 def test_the_module_runs_as_the_function_and_holds_what_it_closes_over():

@@ -180,8 +180,7 @@ def test_a_table_that_every_device_holds_is_split(mesh):
     tried = found.try_shardings(seconds=200)
     assert tried.tried == tried.changes
     best = tried.helping[0]
-    assert (best.name, best.before) == ("table", "whole on each device")
-    assert best.spec == P("model", None)
+    assert ((best.name, best.before), best.spec) == (("table", "whole on each device"), P("model", None))
     again = gshard.explain(jax.jit(step), given(mesh, (32768, 256), *best.spec), x, machine="h100:1x8")
     assert best.figures is not None
     assert (again.total_bytes, again.peak) == (best.figures.sent, best.figures.peak)
