@@ -12,24 +12,19 @@ from collections.abc import Set
 import jax.numpy as jnp
 import numpy as np
 
+import gshard.rules  # noqa: F401  (registers the traits)
+from gshard.language.traits import names_where
+
 # What moves, selects, compares or orders elements, and rounds none.
-_MOVES = frozenset(
+_MOVES = names_where(lambda traits: traits.exact) | frozenset(
     """
-    abs add add_any and approx_top_k argmax argmin bitcast_convert_type broadcast_in_dim ceil clamp complex concatenate
-    conj convert_element_type copy copy_p cummax cummin device_put dynamic_slice dynamic_update_slice eq floor gather ge
-    gshard_mark gt imag iota is_finite le lt max min mul ne neg or pad real reduce_max reduce_min reduce_precision
-    reduce_window_max reduce_window_min reshape rev round scatter scatter-max scatter-min select_n sign slice sort split
-    squeeze sub tile top_k transpose xor
+    approx_top_k argmax argmin bitcast_convert_type broadcast_in_dim concatenate cummax cummin device_put dynamic_slice
+    dynamic_update_slice gather gshard_mark iota pad reduce_max reduce_min reduce_window_max reduce_window_min reshape
+    rev scatter scatter-max scatter-min slice sort split squeeze tile top_k transpose
     """.split()
 )
 # What computes each element of the result by itself.
-_ELEMENTWISE = frozenset(
-    """
-    acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma div erf erf_inv erfc exp exp2
-    expm1 igamma igammac integer_pow lgamma log log1p logistic nextafter pow regularized_incomplete_beta rem rsqrt sin
-    sinh sqrt square tan tanh random_gamma_grad while scan cond pjit
-    """.split()
-)
+_ELEMENTWISE = names_where(lambda traits: traits.elementwise and not traits.exact) | {"while", "scan", "cond", "pjit"}
 # Roundings that elements computed each by itself, and sums, may be apart; fewer where one of them is large.
 _ROUNDINGS = {False: (8, 64), True: (2, 8)}
 

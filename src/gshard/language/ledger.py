@@ -11,6 +11,7 @@ from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_context import AbstractToken, is_unspecified, settings_of
 from gshard.core.planning_tables import tabulated
 from gshard.core.program import Dropped
+from gshard.language.traits import traits_of
 
 # Contains the rows of the ledger (``ledger``): primitives of JAX 0.10 to 0.12, their parameters, contexts and effects.
 
@@ -19,27 +20,14 @@ KEPT, IRRELEVANT, REPORTED, REFUSED, OPTIONS = "KEPT", "IRRELEVANT", "REPORTED",
 # gshard binds these primitives on every device with the parameters of the equation, with the sizes of one device's
 # part. A sharding (``sharding``, ``out_sharding``) becomes a mark on the result. Continuation lines are indented.
 BOUND = """
-add_any after_all copy copy_p create_token dynamic_update_slice eq eq_to exp2 ge gt iota_p le le_to log2 lt lt_to ne
-    one_minus_square optimization_barrier pow select_n sign square stop_gradient threefry2x32 threefry4x32 zeros_like:
-abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz complex cos cosh digamma erf erf_inv erfc exp
-    exp2 expm1 floor imag is_finite lgamma log log1p log2 logistic neg not population_count real rsqrt sign sin sinh
-    sqrt square tan tanh: accuracy
-add and atan2 clamp div max min mul mulhi nextafter or polygamma rem shift_left shift_right_arithmetic
-    shift_right_logical sub xor zeta: accuracy
-add and atan2 broadcast_in_dim cholesky cholesky_update clamp cumprod div householder_product igamma igamma_grad_a
-    igammac lu_pivots_to_permutation max min mul mulhi nextafter or ormqr polygamma reduce_and reduce_max reduce_min
-    reduce_or reduce_window_max reduce_window_min reduce_window_sum reduce_xor regularized_incomplete_beta rem rev
-    select_and_gather_add select_and_scatter select_and_scatter_add shift_left shift_right_arithmetic
-    shift_right_logical slice sub symmetric_product transpose tridiagonal_solve xor zeta: out_dtype
-igamma igamma_grad_a igammac regularized_incomplete_beta: dtype
-integer_pow: y
-polynomial: unroll
-round: rounding_method
-conj: input_dtype
-reduce_precision: exponent_bits mantissa_bits
+after_all create_token dynamic_update_slice iota_p optimization_barrier threefry4x32 zeros_like:
+mulhi: accuracy
+broadcast_in_dim cholesky cholesky_update cumprod householder_product lu_pivots_to_permutation mulhi ormqr reduce_and
+    reduce_max reduce_min reduce_or reduce_window_max reduce_window_min reduce_window_sum reduce_xor rev
+    select_and_gather_add select_and_scatter select_and_scatter_add slice symmetric_product transpose
+    tridiagonal_solve: out_dtype
 convert_element_type: new_dtype sharding weak_type
 bitcast_convert_type: new_dtype
-name: name
 broadcast_in_dim: broadcast_dimensions shape sharding
 broadcast_to iota_2x32_shape rng_uniform random_split: shape
 iota: dimension dtype shape sharding
@@ -182,6 +170,9 @@ reciprocal: approx full_range
 core_map: interpret jaxpr mesh
 run_scoped: collective_axes jaxpr
 """
+
+# The parameters of elementwise operators, all kept: none of them holds a shape.
+ELEMENTWISE = "accuracy dtype exponent_bits input_dtype mantissa_bits name out_dtype rounding_method unroll y"
 
 _DERIVED = "The derivative has been taken when gshard sees the program."
 _BATCHED = "Vmap has been applied when gshard sees the program."
@@ -333,6 +324,7 @@ def _ledger() -> dict[str, dict[str, Row]]:
 
 
 LEDGER: Mapping[str, Mapping[str, Row]] = _ledger()
+_OF_ELEMENTWISE = dict.fromkeys(ELEMENTWISE.split(), Row(KEPT))
 _ANY = "*"  # stands for all other parameters of a primitive
 
 
@@ -342,8 +334,14 @@ def row_of(primitive: str, parameter: str) -> Row | None:
     >>> row_of("jit", "inline").way, row_of("composite", "name").way, row_of("jit", "new_in_jax_9")
     ('IRRELEVANT', 'REPORTED', None)
     """
-    rows = LEDGER.get(primitive, {})
+    rows = rows_of(primitive) or {}
     return rows.get(parameter, rows.get(_ANY))
+
+
+def rows_of(primitive: str) -> Mapping[str, Row] | None:
+    """The rows of a primitive of JAX. Elementwise operators share theirs; None if it is not JAX's."""
+    shared = _OF_ELEMENTWISE if traits_of(primitive).elementwise else None
+    return LEDGER.get(primitive, shared)
 
 
 def unclassified(primitive: str, parameters: Iterable[str]) -> tuple[str, ...]:
@@ -377,7 +375,7 @@ def dropped(eqn: Any, source: Any) -> Iterator[Dropped]:
         if way == REPORTED:
             yield Dropped(f"{setting.name} around {name}", _text(setting.value), user_line(source), why)
     for effect in eqn.effects:
-        if type(effect).__name__ not in EFFECTS and name in LEDGER:
+        if type(effect).__name__ not in EFFECTS and rows_of(name) is not None:
             yield Dropped(f"an effect of {name}", _text(effect), user_line(source), _UNREAD)
 
 
@@ -398,7 +396,7 @@ def check_arrays(eqn: Any, source: Any) -> None:
 @tabulated(4096)
 def _may_be_lost(name: str, parameters: tuple[str, ...]) -> tuple[tuple[str, Row], ...]:
     """The parameters of a primitive that may be lost; none for primitives that are not JAX's."""
-    if name not in LEDGER:
+    if rows_of(name) is None:
         return ()
     rows = ((p, row_of(name, p) or Row(REPORTED, _UNREAD)) for p in parameters)
     return tuple((p, row) for p, row in rows if row.way in (REPORTED, REFUSED, OPTIONS))

@@ -158,7 +158,7 @@ def _valid(places: Any, updates: Any, size: int, mode: Any) -> Any:
 # Folds a transpose of a product into the product, by swapping its operands.
 
 
-@at("transpose")
+@at("transpose", helps_xla=False)
 def transpose_of_dot(graph: Graph, e: Equation) -> Others | None:
     """Replaces ``transpose(dot_general(a, b))`` by ``dot_general(b, a)``, if nothing else reads the product."""
     dot = graph.producer(e.inputs[0], "dot_general")

@@ -21,24 +21,31 @@ from gshard.comm.steps import has_infinities
 from gshard.core.memory_kinds import space
 from gshard.core.rule import Rule, RuleMaker, Way, moves
 from gshard.language.registry import Call, rule
-from gshard.language.traits import Ways, added, combined, if_finite, is_exact, set_traits, sums_in_range
+from gshard.language.traits import Ways, added, combined, if_finite, is_exact, set_traits, sums_in_range, traits_of
 from gshard.language.transfer import transferred
 
-UNARY = """
-abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz conj convert_element_type copy copy_p cos cosh
-digamma erf erf_inv erfc exp exp2 expm1 floor imag integer_pow is_finite lgamma log log1p log2 logistic name neg not
-one_minus_square polynomial population_count real reduce_precision round rsqrt sign sin sinh sqrt square stop_gradient
-tan tanh
+# What rounds nothing, or once as IEEE 754 defines it: every compiler gives the same bits.
+EXACT = """
+abs add add_any and ceil clamp clz complex conj convert_element_type copy copy_p eq eq_to floor ge gt imag is_finite le
+le_to lt lt_to max min mul name ne neg not or population_count real reduce_precision round select_n shift_left
+shift_right_arithmetic shift_right_logical sign stop_gradient sub threefry2x32 xor
+""".split()
+# Roots and transcendental functions, which XLA calls expensive.
+SLOW = """
+acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1 lgamma
+log log1p log2 logistic rsqrt sin sinh sqrt tan tanh
+""".split()
+OTHERS = """
+igamma igamma_grad_a igammac integer_pow nextafter one_minus_square polygamma polynomial random_gamma_grad
+regularized_incomplete_beta square zeta
 """.split()
 
-N_ARY = """
-add add_any and atan2 clamp complex div eq eq_to ge gt igamma igamma_grad_a igammac le le_to lt lt_to max min mul ne
-nextafter or polygamma pow random_gamma_grad regularized_incomplete_beta rem select_n shift_left shift_right_arithmetic
-shift_right_logical sub threefry2x32 xor zeta
-""".split()
 
-
-@rule(*UNARY, *N_ARY, elementwise=True)
+@rule(*EXACT, elementwise=True, exact=True)
+@rule(*SLOW, elementwise=True, slow=(0,))
+@rule("div", "rem", elementwise=True, slow=(1,))
+@rule("atan2", "pow", elementwise=True, slow=(0, 1))
+@rule(*OTHERS, elementwise=True)
 def elementwise(call: Call) -> Rule:
     """Each dimension is one factor, which all operands and results share.
 
@@ -55,8 +62,7 @@ def elementwise(call: Call) -> Rule:
         return [dim if n == m else () for dim, n, m in zip(dims, operand_shape, shape, strict=True)]
 
     operands = [operand(s) for s in call.in_shapes]
-    may_be_slow = _SLOW_OPERANDS.get(call.name, (0,) if call.name in _SLOW else ())
-    slow = [i for i in may_be_slow if call.literal(i) is None]
+    slow = [i for i in traits_of(call.name).slow if call.literal(i) is None]
     results, rounded = [dims for _ in call.out_shapes], _rounded(call)
     return make.rule(operands, results, linear=_linear(call), finite=_finite(call), slow=slow, rounded=rounded)
 
@@ -87,17 +93,6 @@ for _name, _monoid in {"add_any": "add", **{_m: _m for _m in ("add", "mul", "max
 set_traits("copy_p", "name", remark=True)
 set_traits("copy", "copy_p", "name", "stop_gradient", handed_on=True)
 set_traits("convert_element_type", free=True)
-
-
-# Operations that XLA calls expensive: roots, transcendental functions, and divisions except by a number.
-_SLOW = frozenset(
-    """
-    acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1 lgamma
-    log log1p log2 logistic rsqrt sin sinh sqrt tan tanh
-    """.split()
-)
-# Operations that are slow if these operands are arrays.
-_SLOW_OPERANDS = {"div": (1,), "rem": (1,), "pow": (0, 1), "atan2": (0, 1)}
 
 
 _COPIES = ("copy", "copy_p", "name", "stop_gradient")

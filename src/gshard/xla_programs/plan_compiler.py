@@ -27,13 +27,14 @@ from gshard.explanation.search_result import SearchResult
 from gshard.naming.dimension_metadata import boxes_of
 from gshard.planning.added_marks import spec_of_cut
 from gshard.planning.demands import by_axes
+from gshard.rewrite.rewrites import TRACE
 from gshard.xla.peer import xla_function
 from gshard.xla_programs.compiled_cost import compiled_cost
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
 from gshard.xla_programs.compiled_program import memory_figures, read_program
 
 NEAR = 1.05  # of the plan's bytes, and of its products: what XLA may take and is taken to follow the plan
-_MOVES_NOTHING = "transpose_of_dot"  # a rewrite after which XLA sends what it sent before
+_NO_HELP = frozenset(row.name for row in TRACE if not row.helps_xla)
 _SHOWN = 8  # lines at which XLA sends more that are printed
 
 
@@ -173,7 +174,7 @@ class PlanCompiler:
 
     @property
     def _rewrites(self) -> list[str]:
-        others = [one for one in self.program.fired if one.rewrite != _MOVES_NOTHING]
+        others = [one for one in self.program.fired if one.rewrite not in _NO_HELP]
         return list(dict.fromkeys(f"{one.rewrite}{' at ' * bool(one.line)}{one.line}" for one in others))
 
     @property
