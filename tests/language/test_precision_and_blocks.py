@@ -111,7 +111,6 @@ QUERIES, KEYS = 1100, 1300  # neither is a multiple of a block
 
 
 FAST = ("causal", "window", "positions")
-SLOW = ("all", "before", "after", "segments", "mask")
 
 
 def masks(rng):

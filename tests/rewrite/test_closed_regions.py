@@ -1,8 +1,5 @@
 """What is computed of arrays that are joined with little, or cut a little: the same, and nothing is laid out anew."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +11,6 @@ from gshard.rewrite.piecewise import may_begin
 from sampled import crossed
 
 MESH = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-Function = Callable[..., Any]
 
 
 def data(*shape, dtype=np.float32, seed=0):

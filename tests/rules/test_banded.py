@@ -1,8 +1,5 @@
 """Products with a table that is nearly all zeros: halos instead of all of what they sum over, and the same numbers."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,8 +17,6 @@ SIZES = (
     (48, 5),
 )  # fmt: skip
 TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-10, "int32": 0.0, "int8": 0.0}
-
-Function = Callable[[Any], Any]
 
 
 def columns(rng, n, dtype=np.float32):

@@ -1,8 +1,5 @@
 """``shard_map`` that is manual over some axes: the others are partitioned like the rest of the program."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +11,6 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from emitted import emitted, reported
 from gshard.core.errors import PlanError, RuleError, ShardingError
-
-Function = Callable[..., Any]
 
 
 def mesh_of(kind=AxisType.Auto, **axes):
