@@ -22,6 +22,8 @@ from gshard.moe import (
 )
 
 MOE = TransformerConfig(9, 9, experts=8, group_size=64)
+HOPS = {"dispatch": "two_hops", "capacity_factor": math.inf}
+CHOOSING = {"routing": "expert_choice", "decoder_routing": "top_k"}
 
 
 @pytest.mark.parametrize("name, experts, weights", [
@@ -113,6 +115,21 @@ def test_capacity(tokens, factor, expected):
     ({"dropout": 1.0}, "dropout must be a rate"), ({"partitions": 0}, "partitions must be at least 1"),
     ({"model_dim": 7}, "even model_dim"), ({"hidden_dim": 0}, "hidden_dim must be at least 1"),
     ({"group_size": 0}, "a group needs a token"),
+    # Axes of meshes.
+    ({"replicas": 2}, "replicas of the experts have a mesh axis"), ({"replicas": 0}, "replicas must be at least 1"),
+    ({"partitions": 4, "data_axis": "data"}, "the marks of the experts name a mesh axis too"),
+    ({"expert_axis": ("a", "b"), "data_axis": "a"}, "a mesh axis is named twice"),
+    ({"expert_axis": 4}, "expert_axis is a mesh axis"),
+    ({"replicas": 2, "data_axis": "data", "dispatch": "blocks"}, "cannot be split over experts or replicas"),
+    ({**HOPS, "partitions": 8, "hosts": 2}, "two hops go along two mesh axes"),
+    ({**HOPS, "partitions": 8, "hosts": 2, "expert_axis": "expert"}, "two hops go along two mesh axes"),
+    ({**HOPS, "partitions": 8, "hosts": 3, "expert_axis": ("host", "gpu")}, "hosts have as many partitions"),
+    ({**HOPS, "partitions": 6, "hosts": 2, "expert_axis": ("host", "gpu")}, "gives each partition as many experts"),
+    ({**HOPS, "hosts": 0}, "hosts must be at least 1"),
+    # Experts that choose.
+    ({**CHOOSING, "decoder_routing": None}, "a decoder would see what it is to predict"),
+    ({**CHOOSING, "dispatch": "ragged"}, "have equal loads"),
+    ({**CHOOSING, "balance": "bias"}, "balanced without a bias"),
 ])  # fmt: skip
 def test_refused(change, message):
     with pytest.raises(ModelError, match=message) as error:

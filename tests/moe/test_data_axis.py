@@ -191,18 +191,6 @@ def test_other_axes_split_the_weights(dispatch):
     assert found.cost("v5e").flops < 0.6 * alone.cost("v5e").flops
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"replicas": 2}, "replicas of the experts have a mesh axis"),
-    ({"partitions": 4, "data_axis": "data"}, "the marks of the experts name a mesh axis too"),
-    ({"expert_axis": ("a", "b"), "data_axis": "a"}, "a mesh axis is named twice"),
-    ({"expert_axis": 4}, "expert_axis is a mesh axis"), ({"replicas": 0}, "replicas must be at least 1"),
-    ({"replicas": 2, "data_axis": "data", "dispatch": "blocks"}, "cannot be split over experts or replicas"),
-])  # fmt: skip
-def test_refused(changes, message):
-    with pytest.raises(ModelError, match=message):
-        dataclasses.replace(BASE, **changes)
-
-
 def test_replicas_have_equal_numbers_of_groups():
     config = on_axes(BASE, 4, 2, dispatch="ragged")
     with pytest.raises(ModelError, match="gives each replica of the experts as many groups") as caught:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from gshard.moe import (
-    ModelError,
     TransformerConfig,
     encode,
     expert_choice_gating,
@@ -79,16 +78,3 @@ def test_a_model_whose_encoder_chooses():
     assert {"aux_loss", "dropped_share", "kept_share"} <= set(metrics)
     memory = jax.eval_shape(lambda params, source: encode(CONFIG, params, source), params, source)
     assert memory.shape == (4, 8, 8)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"decoder_routing": None}, "a decoder would see what it is to predict"),
-        ({"dispatch": "ragged"}, "have equal loads"),
-        ({"balance": "bias"}, "balanced without a bias"),
-    ],
-)
-def test_refused(change, message):
-    with pytest.raises(ModelError, match=message):
-        dataclasses.replace(CONFIG, **change)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gshard
-from gshard.moe import ModelError, TransformerConfig, expert_layer, expert_specs, shapes
+from gshard.moe import TransformerConfig, expert_layer, expert_specs, shapes
 from moe import naive
 from moe.test_data_axis import assert_trees_close, value_and_gradients
 from placed import in_every_way, mesh_of
@@ -131,15 +131,3 @@ def test_a_token_crosses_to_a_host_once(hosts, devices, top_k):
     assert "sends elements to other devices inside gshard_put_rows" in str(found.purposes)
     rest = sum(c.total_bytes for c in found.spmd.collectives if c not in exchanges)
     assert rest < 4096
-
-
-@pytest.mark.parametrize("changes, message", [
-    ({"partitions": 8, "hosts": 2}, "two hops go along two mesh axes"),
-    ({"partitions": 8, "hosts": 2, "expert_axis": "expert"}, "two hops go along two mesh axes"),
-    ({"partitions": 8, "hosts": 3, "expert_axis": ("host", "gpu")}, "hosts have as many partitions"),
-    ({"partitions": 6, "hosts": 2, "expert_axis": ("host", "gpu")}, "gives each partition as many experts"),
-    ({"hosts": 0}, "hosts must be at least 1"),
-])  # fmt: skip
-def test_refused(changes, message):
-    with pytest.raises(ModelError, match=message):
-        dataclasses.replace(BASE, **changes)
