@@ -76,7 +76,7 @@ def by_hand() -> Iterator[tuple[str, Cost | None]]:
             lowered = jitted.lower(*step.arguments())
             try:
                 yield f"{name}, {parts} micro-batches, all recomputed", cost(lowered.spmd, machine, lowered.donated)
-            except gshard.MemoryLimitError:
+            except gshard.stages.MemoryLimitError:
                 yield f"{name}, {parts} micro-batches, all recomputed", None
 
 

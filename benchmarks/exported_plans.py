@@ -40,7 +40,7 @@ def main() -> None:
             f, *step.arguments(), mesh=step.mesh(), machine=options.machine, budget_seconds=options.seconds,
             progress=False,
         )  # fmt: skip
-        exported = gshard.export_plan(found)
+        exported = gshard.stages.export_plan(found)
         way = min(exported.tried, key=lambda way: abs(exported.tried[way] - exported.compiled.total_bytes))
         worse = "" if exported.ratio <= 1.05 or not exported.worse else f"; {exported.worse[0]}"
         near += exported.ratio <= 1.05

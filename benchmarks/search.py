@@ -50,7 +50,7 @@ def run(case: Case) -> tuple[float, float]:
     try:
         by_hand = cost(marked.spmd, machine, marked.donated)
         hand = by_hand.seconds, by_hand.sent, by_hand.peak
-    except gshard.MemoryLimitError:
+    except gshard.stages.MemoryLimitError:
         hand = math.inf, math.nan, math.nan
     begin = time.perf_counter()
     found = gshard.search(step_of(case, mesh, machine), *case.arguments, memory_limit=limit, budget_seconds=math.inf)

@@ -2,8 +2,8 @@
 
     python examples/layout_transformer.py
 
-Two names inside, two of arguments, and the table says the rest: ``gshard.dimensions`` finds the names of all arguments
-by those of a few.
+Two names inside, two of arguments, and the table says the rest: ``gshard.stages.dimensions`` finds the names of all
+arguments by those of a few.
 """
 
 import os
@@ -49,7 +49,7 @@ tokens = jax.random.randint(next(keys), (BATCH, LENGTH), 0, VOCABULARY)
 gradient = jax.value_and_grad(loss)
 
 few = {"params/table": "vocabulary embed", "params/blocks/q": "layers embed heads head"}
-found = gshard.dimensions(gradient, params, tokens, names=few)
+found = gshard.stages.dimensions(gradient, params, tokens, names=few)
 print(found, end="\n\n")
 assert found.arguments["params/blocks/k"] == "layers embed heads head"
 

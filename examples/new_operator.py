@@ -77,7 +77,7 @@ print(gshard.testing.check_rule(functools.partial(relative_p.bind, axis=0), x[:7
 gshard.rule("relative")("a b -> a b")
 try:
     gshard.testing.check_rule(functools.partial(relative_p.bind, axis=0), x[:7], primitive="relative")
-except gshard.RuleError as error:
+except gshard.rules.RuleError as error:
     print(error)
 else:
     raise AssertionError("the rule is wrong")

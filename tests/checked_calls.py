@@ -23,7 +23,7 @@ def unpartitioned(f: Callable[..., Any], arguments: Sequence[Any]) -> Any:
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, gshard.UnevenArray))
+    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, gshard.stages.UnevenArray))
 
 
 def assert_same(got: Any, want: Any, where: str = "") -> None:
@@ -92,7 +92,7 @@ def allowed_to_refuse(
     JAX refuses some for the sharding in their types (Explicit meshes) or because they are in two memories; under a mesh
     that is set, also those whose devices are in another order than the mesh's.
     """
-    arrays = [x.whole() if isinstance(x, gshard.UnevenArray) else x for x in arguments]
+    arrays = [x.whole() if isinstance(x, gshard.stages.UnevenArray) else x for x in arguments]
     refuses = False
     try:
         if under is None:

@@ -58,7 +58,7 @@ def test_import_starts_no_backend() -> None:
 
 def test_rules_of_users_come_after_those_of_gshard() -> None:
     """Also where nothing but the rule was read before."""
-    asked = "import gshard\ntry:\n    gshard.rule('sin')('a -> a')\nexcept gshard.RuleError as error:\n    print(error)"
+    asked = "import gshard\ntry:\n    gshard.rule('sin')('a -> a')\nexcept Exception as error:\n    print(error)"
     found = subprocess.run([sys.executable, "-c", asked], check=True, capture_output=True, text=True).stdout
     assert "gshard has a rule for primitive 'sin'" in found
 

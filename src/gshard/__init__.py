@@ -7,18 +7,17 @@ Mark a few tensors of a program written for one device, and run it on all of the
     jit                         partition and run on all devices; used like jax.jit
     instead_of_jit              a block in which what jax.jit, nnx.jit, eqx.filter_jit ... would compile is partitioned
     explain                     what each tensor got and why, and what the devices communicate
-    dimensions                  which dimensions of a program are the same one, and what they are called
     search                      the fastest plan found for a machine, with no marks or some, and how near the best
-    export_plan                 such a plan as shardings for jax.jit, compared with what XLA compiles
 
 Besides::
 
-    Mesh, Machine               the devices, and what they are; CollectiveMatmul: which products run so
+    Mesh, Machine               the devices, and what they are
     attention                   dot-product attention, split by batch, heads or sequence (ring attention)
     put_rows, take_rows         rows that move to places of their own, as tokens do to experts (ragged all-to-all)
     kernel                      a fast function (Pallas, cuDNN, ...) that is partitioned as a plain one
     rule                        register a rule of an operator; rules: its parts (RuleMaker, Call, Shards, Rule)
-    stages                      what jit does, verb by verb, and the classes of what gshard returns
+    stages                      what jit does, verb by verb, and the classes of what gshard returns; export_plan (a plan
+                                as shardings for jax.jit), dimensions (which are the same one), kinds of errors
     testing                     check a rule; limits and baselines of what a jitted function sends, for your tests
     GShardError                 the base of all errors raised on purpose
 """
@@ -34,9 +33,7 @@ if _typing.TYPE_CHECKING:
     from gshard import testing as testing
     from gshard.api.attention_function import attention as attention
     from gshard.api.configure import configure as configure
-    from gshard.api.dimensions import dimensions as dimensions
     from gshard.api.explained import explain as explain
-    from gshard.api.export import export_plan as export_plan
     from gshard.api.instead_of_jit import instead_of_jit as instead_of_jit
     from gshard.api.jit import jit as jit
     from gshard.api.kernel_function import kernel as kernel
@@ -54,28 +51,20 @@ if _typing.TYPE_CHECKING:
     from gshard.core.errors import GShardError as GShardError
     from gshard.core.errors import MeshError as MeshError
     from gshard.core.errors import PlanError as PlanError
-    from gshard.core.errors import RuleError as RuleError
     from gshard.core.errors import ShardingError as ShardingError
     from gshard.core.errors import ShardingWarning as ShardingWarning
     from gshard.core.errors import TraceError as TraceError
     from gshard.core.layout import Layout as Layout
     from gshard.core.mesh import Mesh as Mesh
-    from gshard.core.uneven import UnevenArray as UnevenArray
     from gshard.device.machine import Machine as Machine
-    from gshard.device.machine import MachineError as MachineError
-    from gshard.device.machine import UnknownMachineWarning as UnknownMachineWarning
-    from gshard.planning.collective_matmuls import CollectiveMatmul as CollectiveMatmul
     from gshard.planning.saved_plan import SavedPlan as SavedPlan
-    from gshard.remat.rematerialise import MemoryLimitError as MemoryLimitError
     from gshard.rules import rule as rule
 
 # The public names of each module. A name is imported when it is first read, so that ``import gshard`` takes no time.
 _NAMES = {
     "api.attention_function": "attention",
     "api.configure": "configure",
-    "api.dimensions": "dimensions",
     "api.explained": "explain",
-    "api.export": "export_plan",
     "api.instead_of_jit": "instead_of_jit",
     "api.jit": "jit",
     "api.kernel_function": "kernel",
@@ -84,14 +73,11 @@ _NAMES = {
     "api.row_functions": "put_rows take_rows",
     "api.search": "search",
     "api.stage": "stage",
-    "core.errors": "ArgumentError GShardError MeshError PlanError RuleError ShardingError ShardingWarning TraceError",
+    "core.errors": "ArgumentError GShardError MeshError PlanError ShardingError ShardingWarning TraceError",
     "core.layout": "Layout",
     "core.mesh": "Mesh",
-    "core.uneven": "UnevenArray",
-    "device.machine": "Machine MachineError UnknownMachineWarning",
-    "planning.collective_matmuls": "CollectiveMatmul",
+    "device.machine": "Machine",
     "planning.saved_plan": "SavedPlan",
-    "remat.rematerialise": "MemoryLimitError",
     "rules": "rule",
 }
 _PACKAGES = ("rules", "stages", "testing")

@@ -8,6 +8,8 @@ prefetching follow ``partition`` (``search.pipeline``).
 
 from gshard.api.configuration import Configuration as Configuration
 from gshard.api.configurations import Configurations as Configurations
+from gshard.api.dimensions import dimensions as dimensions
+from gshard.api.export import export_plan as export_plan
 from gshard.api.jit import Jitted as Jitted
 from gshard.api.kernel_function import KernelFunction as KernelFunction
 from gshard.api.lowered import Compiled as Compiled
@@ -16,19 +18,25 @@ from gshard.core.plan import Plan as Plan
 from gshard.core.program import Program as Program
 from gshard.core.sharding import Sharding as Sharding
 from gshard.core.spmd import SpmdProgram as SpmdProgram
+from gshard.core.uneven import UnevenArray as UnevenArray
 from gshard.device.cost import Cost as Cost
+from gshard.device.machine import MachineError as MachineError
+from gshard.device.machine import UnknownMachineWarning as UnknownMachineWarning
 from gshard.emit.compile import Executable as Executable
 from gshard.emit.compile import compile as compile
 from gshard.emit.partition import partition as partition
 from gshard.explanation.explain import Explanation as Explanation
 from gshard.explanation.search_result import SearchResult as SearchResult
 from gshard.naming.dimension_classes import Dimensions as Dimensions
+from gshard.planning.collective_matmuls import CollectiveMatmul as CollectiveMatmul
 from gshard.planning.propagate import propagate as propagate
+from gshard.remat.rematerialise import MemoryLimitError as MemoryLimitError
 from gshard.tracing.trace import trace as trace
 from gshard.xla_programs.compiled_explanation import CompiledExplanation as CompiledExplanation
 from gshard.xla_programs.exported_plan import ExportedPlan as ExportedPlan
 
 __all__ = [
+    "CollectiveMatmul",
     "Compiled",
     "CompiledExplanation",
     "Configuration",
@@ -41,12 +49,18 @@ __all__ = [
     "Jitted",
     "KernelFunction",
     "Lowered",
+    "MachineError",
+    "MemoryLimitError",
     "Plan",
     "Program",
     "SearchResult",
     "Sharding",
     "SpmdProgram",
+    "UnevenArray",
+    "UnknownMachineWarning",
     "compile",
+    "dimensions",
+    "export_plan",
     "partition",
     "propagate",
     "trace",

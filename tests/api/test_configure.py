@@ -188,7 +188,7 @@ def test_the_budget_is_kept() -> None:
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(gshard.MemoryLimitError, match=r"no configuration fits in 60\.0 KiB") as error:
+    with pytest.raises(gshard.stages.MemoryLimitError, match=r"no configuration fits in 60\.0 KiB") as error:
         configured(memory_limit="60KiB", choices={"micro_batches": [1, 4], "recompute": ["full"]})
     assert "nearest: micro_batches=" in str(error.value)
     assert "more than it has" in str(error.value)
@@ -286,7 +286,7 @@ def test_mistakes_about_devices() -> None:
         configured(devices=8)
     with pytest.raises(gshard.ArgumentError, match="needs the number of devices"):
         configured(mesh=None, machine=None)
-    with pytest.raises(gshard.MachineError):
+    with pytest.raises(gshard.stages.MachineError):
         configured(mesh=None, devices=16)
 
 

@@ -201,7 +201,7 @@ def test_what_a_framework_takes_apart_is_refused_with_the_way_out() -> None:
     ):
         gshard.search(f, *arguments, mesh=8, machine="h100:1x8", donate_argnums=0)
     found = gshard.search(f, *arguments, mesh={"data": 8}, machine="h100:1x8", memory_limit=40_000, progress=False)
-    for use in (lambda: found.in_shardings, lambda: gshard.export_plan(found)):
+    for use in (lambda: found.in_shardings, lambda: gshard.stages.export_plan(found)):
         with pytest.raises(gshard.ArgumentError, match=r"takes its arguments apart(.|\n)*gshard\.instead_of_jit\(mesh"):
             use()
     patch = found.patch()

@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 OTHER: dict[str, dict[str, Any]] = {
     "machine": {"machine": "v5e:2x4"},
     "search": {"machine": H100},
-    "collective_matmul": {"collective_matmul": gshard.CollectiveMatmul(above=1)},
+    "collective_matmul": {"collective_matmul": gshard.stages.CollectiveMatmul(above=1)},
 }
 
 

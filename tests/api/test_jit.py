@@ -218,7 +218,7 @@ def test_uneven_results_may_stay_where_they_are(rng: np.random.Generator) -> Non
     start = {"table": x, "count": np.int32(0)}
     keep = gshard.jit(step, mesh=8, uneven="keep")
     state = keep(start, 1.0)
-    assert isinstance(state["table"], gshard.UnevenArray)
+    assert isinstance(state["table"], gshard.stages.UnevenArray)
     assert isinstance(state["count"], jax.Array)
     assert state["table"].shape == (11, 3)
     assert str(state["table"]) == "UnevenArray(float32[11@devices,3] on devices=8)"

@@ -100,11 +100,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
         "is called inside jax.pmap, which is a jax.shard_map", "Leave out jax.pmap",
     ),
     "a machine with another number of devices": (
-        lambda: gshard.jit(product, mesh=8, machine="h100:4x8"), gshard.MachineError,
+        lambda: gshard.jit(product, mesh=8, machine="h100:4x8"), gshard.stages.MachineError,
         "h100:4x8 has 32 devices, and the mesh has 8", "Write h100:1x8",
     ),
     "a cost on a machine with another number of devices": (
-        lambda: gshard.explain(product, X, X, mesh=8).cost("h100:4x8"), gshard.MachineError, "has 32 devices",
+        lambda: gshard.explain(product, X, X, mesh=8).cost("h100:4x8"), gshard.stages.MachineError, "has 32 devices",
         "Write h100:1x8",
     ),
     "a leaf that is no array": (
@@ -183,7 +183,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
         "missing 1 required keyword-only argument: 'machine'", "functools.partial(<lambda>, machine=...)",
     ),
     "a machine that is a number": (
-        lambda: gshard.explain(product, X, X, mesh=8, machine=2.0), gshard.MachineError,  # type: ignore[call-overload]
+        lambda: gshard.explain(product, X, X, mesh=8, machine=2.0), gshard.stages.MachineError,  # type: ignore[call-overload]
         "no machine is called '2.0'", "Write v3:32x32 (chips)",
     ),
     "a dimension that is an axis": (
@@ -244,7 +244,7 @@ def test_capitals_of_a_machine_do_not_matter(name: str) -> None:
 
 
 def test_a_machine_that_is_not_known_gets_the_nearest() -> None:
-    with pytest.raises(gshard.MachineError) as caught:
+    with pytest.raises(gshard.stages.MachineError) as caught:
         gshard.Machine.of("H10:1x8")
     assert caught.value.hint is not None
     assert caught.value.hint.startswith("Did you mean 'h100'? ")
@@ -261,6 +261,6 @@ def test_explain_takes_the_options_of_jit() -> None:
         found = gshard.explain(made, *shapes, mesh=mesh, plan=plan)
         assert gshard.SavedPlan.of(found.plan) == gshard.SavedPlan.of(plan)
     for made in (f, gshard.jit(f, mesh=mesh), gshard.jit(f, mesh=mesh, memory_limit="1GiB")):
-        with pytest.raises(gshard.MemoryLimitError):
+        with pytest.raises(gshard.stages.MemoryLimitError):
             gshard.explain(made, *shapes, mesh=mesh, memory_limit="1KiB")
         assert gshard.explain(made, *shapes, mesh=mesh, memory_limit="1GiB").equations > 0

@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 import gshard
-from gshard.core.errors import keywords
+from gshard.core.keywords import keywords
 
 
 @keywords("Write half(3).")

@@ -31,7 +31,7 @@ def in_parts(kind: AxisType) -> Callable[[Any], Any]:
 def kept(x: Any, kind: AxisType) -> Any:
     """The array in eight uneven parts."""
     made = in_parts(kind)(x)
-    assert isinstance(made, gshard.UnevenArray)
+    assert isinstance(made, gshard.stages.UnevenArray)
     return made
 
 
@@ -39,7 +39,7 @@ READINGS: dict[str, Callable[[Any], Any]] = {
     "np.asarray": np.asarray,
     "np.array of floats": lambda r: np.array(r, np.float32),
     "jnp.asarray": jnp.asarray,
-    "whole": lambda r: r.whole() if isinstance(r, gshard.UnevenArray) else r,
+    "whole": lambda r: r.whole() if isinstance(r, gshard.stages.UnevenArray) else r,
     "device_get": jax.device_get,
     "jnp.add": lambda r: jnp.add(jnp.asarray(r), 1),
     "np.sum": np.sum,
@@ -147,7 +147,7 @@ def test_it_has_no_hash_as_an_array_has_none() -> None:
 def test_copies() -> None:
     r = kept(X, AxisType.Auto)
     for copied in (copy.copy(r), copy.deepcopy({"r": r})["r"]):
-        assert isinstance(copied, gshard.UnevenArray)
+        assert isinstance(copied, gshard.stages.UnevenArray)
         assert copied.sharding == r.sharding
         assert copied.padded is not r.padded
         np.testing.assert_array_equal(copied, X)

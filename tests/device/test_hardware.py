@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 import gshard
-from gshard import Machine, Mesh, UnknownMachineWarning, split
+from gshard import Machine, Mesh, split
 from gshard.device import machine as hardware
 from gshard.device.cost import cost
 from gshard.device.machine import kind_of_devices, machine_of, machine_to_order, machine_to_plan_for, unknown_devices
 from gshard.remat.rematerialise import rematerialise
+from gshard.stages import UnknownMachineWarning
 
 CALLED = "NVIDIA L40S"
 
@@ -73,7 +74,9 @@ def test_devices_of_the_table_are_their_kind_and_others_are_nobody() -> None:
         assert unknown_devices(known) is None
     assert kind_of_devices(mesh_of()) is None
     assert unknown_devices(mesh_of()) == CALLED
-    with pytest.raises(gshard.MachineError, match=rf"no model of {CALLED}[\s\S]*machine=[\s\S]*gshard calibrate"):
+    with pytest.raises(
+        gshard.stages.MachineError, match=rf"no model of {CALLED}[\s\S]*machine=[\s\S]*gshard calibrate"
+    ):
         machine_of(mesh_of())
 
 
@@ -93,7 +96,7 @@ def test_ordering_warns_once_for_each_kind_and_can_be_filtered() -> None:
         machine_to_order(mesh_of(device_kind="NVIDIA H200"))
 
 
-@pytest.mark.filterwarnings("ignore::gshard.UnknownMachineWarning")
+@pytest.mark.filterwarnings("ignore::gshard.stages.UnknownMachineWarning")
 def test_without_a_model_bytes_and_operations_are_weighed() -> None:
     machine = machine_to_order(mesh_of(limit=40 << 30))
     assert machine.memory == 40 << 30
@@ -108,7 +111,7 @@ def test_without_a_model_bytes_and_operations_are_weighed() -> None:
         assert 1 / 4 < (of.rate("bf16") / of.memory_bandwidth) / 256 < 4
 
 
-@pytest.mark.filterwarnings("ignore::gshard.UnknownMachineWarning")
+@pytest.mark.filterwarnings("ignore::gshard.stages.UnknownMachineWarning")
 def test_without_a_model_recomputing_chooses_as_on_an_accelerator() -> None:
     """A model whose weights are gathered: on a CPU products are dear, on accelerators what is sent."""
 
@@ -186,16 +189,16 @@ def test_plans_are_made_for_the_devices_at_hand() -> None:
 def test_no_times_are_made_up(unknown: str) -> None:
     found = gshard.explain(jax.grad(loss), *arguments(), mesh={"d": 8})
     for asked in (found.cost, found.verdict, found.data):
-        with pytest.raises(gshard.MachineError, match=f"no model of {unknown}"):
+        with pytest.raises(gshard.stages.MachineError, match=f"no model of {unknown}"):
             asked()
         asked("h100:1x8")
-    with pytest.raises(gshard.MachineError, match=f"no model of {unknown}"):
+    with pytest.raises(gshard.stages.MachineError, match=f"no model of {unknown}"):
         gshard.search(loss, *arguments(), mesh={"d": 8})
-    with pytest.raises(gshard.MachineError, match=f"no model of {unknown}"):
+    with pytest.raises(gshard.stages.MachineError, match=f"no model of {unknown}"):
         gshard.search(loss, *arguments(), mesh=8)
     searched = gshard.jit(loss, mesh={"d": 8}, search=True)
     for _ in range(3):
-        with pytest.raises(gshard.MachineError, match=f"no model of {unknown}"):
+        with pytest.raises(gshard.stages.MachineError, match=f"no model of {unknown}"):
             searched(*arguments())
     best = gshard.search(loss, *arguments(), mesh={"d": 8}, machine="h100:1x8")
     assert best.cost.machine.kind == "h100"

@@ -93,7 +93,7 @@ def test_a_calibrated_machine_behaves_as_its_kind(kind: str, monkeypatch: pytest
 def test_an_unknown_accelerator_is_calibrated_as_its_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gshard.xla.calibrate.kind_of_devices", lambda mesh: None)
     monkeypatch.setattr("gshard.xla.calibrate.compiler_of", lambda device: COMPILERS["gpu"])
-    with pytest.raises(gshard.MachineError, match="does not tell how much memory"):
+    with pytest.raises(gshard.stages.MachineError, match="does not tell how much memory"):
         calibrate(jax.devices()[:2], side=8, elements=64)
     monkeypatch.setattr("gshard.xla.calibrate.memory_of", lambda device: 7 << 30)
     measured = calibrate(jax.devices()[:2], side=8, elements=64)
@@ -107,7 +107,7 @@ def test_a_measured_machine_of_an_older_version_is_refused(tmp_path: Path) -> No
     for name in FLAGS:
         del old[name]
     (tmp_path / "old.json").write_text(json.dumps(old))
-    with pytest.raises(gshard.MachineError, match=r"older version[\s\S]*gshard calibrate"):
+    with pytest.raises(gshard.stages.MachineError, match=r"older version[\s\S]*gshard calibrate"):
         Machine.of(str(tmp_path / "old.json"))
 
 

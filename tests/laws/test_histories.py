@@ -131,7 +131,7 @@ class Histories(RuleBasedStateMachine):
     def check(self, k: Known, arguments: tuple[Any, ...], times: int, where: str) -> None:
         """Calls a function so many times with the same arguments; donated ones are copied for each."""
         whole = jax.tree.map(np.array, leaves_of(arguments))
-        tree = jax.tree.structure(arguments, is_leaf=lambda v: isinstance(v, gshard.UnevenArray))
+        tree = jax.tree.structure(arguments, is_leaf=lambda v: isinstance(v, gshard.stages.UnevenArray))
         want = unpartitioned(k.small.function, jax.tree.unflatten(tree, whole))
         for i in range(times):
             given = arguments

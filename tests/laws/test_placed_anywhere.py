@@ -46,7 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def as_they_come(arguments: Sequence[Any], in_shardings: Any) -> list[Any]:
     """The arguments in the memories in which the program gets them: ``in_shardings`` name that of the devices."""
-    leaves, tree = jax.tree.flatten(list(arguments), is_leaf=lambda x: isinstance(x, gshard.UnevenArray))
+    leaves, tree = jax.tree.flatten(list(arguments), is_leaf=lambda x: isinstance(x, gshard.stages.UnevenArray))
     given = jax.tree.leaves(in_shardings, is_leaf=lambda spec: spec is None or isinstance(spec, P))
     specs = given if len(given) == len(leaves) else given * len(leaves)
 

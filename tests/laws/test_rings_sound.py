@@ -136,5 +136,5 @@ def check(name: str, on: str, most: int, dtype: Any) -> None:
         results = rule_checks.run_on_all(spmd, alone.arguments)
         try:
             alone.compare(results, split, mesh, 1e-5 if dtype == np.float32 else 0.0)
-        except gshard.RuleError as error:
+        except gshard.rules.RuleError as error:
             raise AssertionError(f"{ring}: {error}") from error

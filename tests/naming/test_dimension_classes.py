@@ -7,9 +7,10 @@ import optax
 import pytest
 
 import gshard
-from gshard import Layout, dimensions
+from gshard import Layout
 from gshard.core.errors import ArgumentError, ShardingError
 from gshard.naming.dimension_names import DimensionNames
+from gshard.stages import dimensions
 
 
 def shape(*sizes, dtype="float32"):

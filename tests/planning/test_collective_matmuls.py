@@ -12,9 +12,10 @@ import pytest
 
 import gshard
 from emitted import reported
-from gshard import CollectiveMatmul, split
+from gshard import split
 from gshard.device.async_overlap import gather_stalls
 from gshard.device.machine import Machine
+from gshard.stages import CollectiveMatmul
 from sampled import crossed
 
 

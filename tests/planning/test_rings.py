@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from emitted import emitted, reported
-from gshard import CollectiveMatmul, shard, split
+from gshard import shard, split
 from gshard.emit.partition import partition
 from gshard.planning.saved_plan import SavedPlan
+from gshard.stages import CollectiveMatmul
 from gshard.xla import hlo_collectives
 
 GRID = ("data", "model")

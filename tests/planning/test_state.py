@@ -44,6 +44,6 @@ def test_a_state_is_sharded_alike_after_every_call(shape: tuple[int, ...]) -> No
 def test_a_donated_argument_of_padded_parts_becomes_an_ordinary_result() -> None:
     x = np.arange(30, dtype=np.float32).reshape(6, 5)
     padded = gshard.jit(lambda w: gshard.split(w, 0, 4) * 2, mesh=4, uneven="keep")(x)
-    assert isinstance(padded, gshard.UnevenArray)
+    assert isinstance(padded, gshard.stages.UnevenArray)
     result = gshard.jit(lambda w: w + 1, mesh=4, donate_argnums=0)(padded)
     np.testing.assert_array_equal(result, 2 * x + 1)

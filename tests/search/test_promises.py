@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import gshard
-from gshard.core.phases import OutOfTime, until
+from gshard.core.deadline import OutOfTime, until
 from gshard.search.find import MeshSearch, in_model
 from gshard.search.presets import Preset
 from gshard.search.time_budget import Progress, TimeBudget

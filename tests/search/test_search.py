@@ -309,7 +309,7 @@ def test_jit_searches_once_for_a_kind_of_calls(monkeypatch):
 
 
 def test_what_is_wrong_is_told():
-    with pytest.raises(gshard.MachineError, match="4 devices, and the mesh has 8"):
+    with pytest.raises(gshard.stages.MachineError, match="4 devices, and the mesh has 8"):
         gshard.search(small, shape(8, 8), shape(8, 8), mesh=gshard.Mesh.abstract(x=8), machine="h100:1x4")
     jitted = gshard.jit(small, mesh=gshard.Mesh.abstract(x=8))
     with pytest.raises(gshard.ArgumentError, match="plain function only"):  # it would be lost without a word

@@ -90,7 +90,7 @@ def test_labels_are_no_floats():
 )
 def test_functions_that_differ_are_found(fast, found):
     kernel = gshard.kernel(fast, like=lambda x: 2 * x)
-    with pytest.raises(gshard.RuleError, match=found):
+    with pytest.raises(gshard.rules.RuleError, match=found):
         gshard.testing.check_kernel(kernel, *arrays(((6, 4),)))
 
 

@@ -215,7 +215,7 @@ def test_times_need_a_machine(mesh):
     assert abs(sum(row.exposed for row in on.collectives) + 1e-12 - sum(
         k.seconds * k.times for k in cost.kernels if k.collective is not None
     )) < 1e-9  # fmt: skip
-    with pytest.raises(gshard.MachineError, match="4 devices"):
+    with pytest.raises(gshard.stages.MachineError, match="4 devices"):
         found.on("h100:1x4")
 
 

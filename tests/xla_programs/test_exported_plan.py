@@ -42,7 +42,7 @@ def quick(function, *args, kwargs=None, **options):
     """The export of a plan without much of a search."""
     made = gshard.jit(function, **({"mesh": DATA} | options))
     found = gshard.search(made, *args, machine="h100:1x8", progress=False, budget_seconds=1e-3, **(kwargs or {}))
-    return gshard.export_plan(found)
+    return gshard.stages.export_plan(found)
 
 
 def in_jax(function, plan, devices, **options):
@@ -69,7 +69,7 @@ def exported():
         params = {"up": gshard.split(params["up"], 1, "model"), "down": gshard.split(params["down"], 0, "model")}
         return step(params, gshard.split(x, 0, "data"))
 
-    return gshard.export_plan(gshard.search(marked, *arguments(), mesh=BOTH, machine="h100:1x8"))
+    return gshard.stages.export_plan(gshard.search(marked, *arguments(), mesh=BOTH, machine="h100:1x8"))
 
 
 def test_jax_jit_runs_it_with_the_shardings_of_the_plan_and_sends_what_is_told(exported):
@@ -87,7 +87,7 @@ def test_jax_jit_runs_it_with_the_shardings_of_the_plan_and_sends_what_is_told(e
 
 def test_a_plan_that_xla_follows_needs_no_constraint():
     found = gshard.search(lambda w, x: x @ w, f32(2048, 2048), f32(8, 2048), mesh=DATA, machine="h100:1x8")
-    plan = gshard.export_plan(found)
+    plan = gshard.stages.export_plan(found)
     assert plan.follows_plan
     assert (plan.constraints, plan.everywhere, list(plan.tried)) == ((), False, ["shardings alone"])
     assert "times the plan's" in str(plan)
@@ -105,7 +105,7 @@ def test_constraints_are_tried_where_xla_sends_more_and_the_lines_are_named(expo
         h = gshard.shard(h * 2, P("model", "data"))
         return gshard.replicate(jnp.sin(h) @ params["down"])
 
-    other = gshard.export_plan(gshard.search(inside, *arguments(), mesh=BOTH, machine="h100:1x8"))
+    other = gshard.stages.export_plan(gshard.search(inside, *arguments(), mesh=BOTH, machine="h100:1x8"))
     for plan in (exported, other):
         assert plan.compiled.total_bytes == min(plan.tried.values())
     for row in other.worse:
@@ -128,7 +128,7 @@ def test_a_part_of_an_axis_is_exported_as_it_is_compiled():
 
 def test_what_is_not_exported():
     with pytest.raises(gshard.ArgumentError, match="not str"):
-        gshard.export_plan("h100")
+        gshard.stages.export_plan("h100")
 
     def counted(total, x):
         total[...] += x.sum()

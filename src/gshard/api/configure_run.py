@@ -21,11 +21,11 @@ from gshard.api.estimated_step import EstimatedStep
 from gshard.api.jit import Jitted
 from gshard.api.search import EFFORT, FINISHED, OfArrays, SearchRun, searched_of
 from gshard.api.wrapped import clear_call_errors
+from gshard.core.deadline import OutOfTime
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.memory_kinds import PINNED_HOST
 from gshard.core.mesh import Mesh
-from gshard.core.phases import OutOfTime
 from gshard.core.planning_tables import tables
 from gshard.core.program import format_bytes
 from gshard.device.machine import Machine

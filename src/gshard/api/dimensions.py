@@ -51,7 +51,7 @@ def dimensions(f: Callable[..., Any], *args: Any, names: Any = None, **kwargs: A
     if isinstance(f, Jitted):
         if names is not None:
             raise ArgumentError(
-                "gshard.dimensions takes names for a plain function only.",
+                "gshard.stages.dimensions takes names for a plain function only.",
                 got=f"names={names!r}, for {f!r}",
                 hint="Give them to gshard.jit, which made this function.",
             )

@@ -38,9 +38,9 @@ def export_plan(found: SearchResult) -> ExportedPlan:
     """
     if not isinstance(found, SearchResult):
         raise ArgumentError(
-            f"gshard.export_plan takes what gshard.search returned, not {type(found).__name__}.",
+            f"gshard.stages.export_plan takes what gshard.search returned, not {type(found).__name__}.",
             user_line(),
-            hint="Write gshard.export_plan(gshard.search(f, x, mesh=8, machine='h100:1x8')).",
+            hint="Write gshard.stages.export_plan(gshard.search(f, x, mesh=8, machine='h100:1x8')).",
         )
     found.refuse_framework()
     return exported_plan(found, found.explain().spmd, devices_for(found))

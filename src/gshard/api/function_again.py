@@ -18,12 +18,12 @@ from jax.sharding import NamedSharding
 
 from gshard.api.compiled_programs import is_from_framework, is_from_jax_jit, lowered_by_jax, on_first_devices
 from gshard.api.jit import jit
+from gshard.core.deadline import OutOfTime, until
 from gshard.core.errors import GShardError
 from gshard.core.jax_adapter import is_transposed, user_place
 from gshard.core.memory_kinds import in_memory
 from gshard.core.mesh import Mesh
 from gshard.core.paths import leaf_names
-from gshard.core.phases import OutOfTime, until
 from gshard.planning.added_marks import spec_of_cut
 from gshard.xla_programs.compiled_explanation import CompiledAgain, CompiledExplanation
 from gshard.xla_programs.tried_shardings import Specs

@@ -24,9 +24,10 @@ from gshard.api.placement import by_dispatch, is_on_cpu, placed_arguments
 from gshard.api.signature import Leaf, Parameters, Signature
 from gshard.api.target import Options
 from gshard.core import jax_adapter_jit as by_jax
-from gshard.core.errors import PlanError, ShardingError, keywords
+from gshard.core.errors import PlanError, ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import trace_settings, weakly_cached
+from gshard.core.keywords import keywords
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.plan import Plan

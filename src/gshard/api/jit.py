@@ -29,7 +29,7 @@ from gshard.api.specs import told
 from gshard.api.target import Options, Target
 from gshard.api.transformations import call, refuse_references, target_inside
 from gshard.api.wrapped import Wrapped, refuse_device
-from gshard.core.errors import ArgumentError, ShardingError, keywords
+from gshard.core.errors import ArgumentError, ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_context import with_mesh_for_specs
 from gshard.core.jax_adapter_dispatch import (
@@ -46,6 +46,7 @@ from gshard.core.jax_adapter_dispatch import (
 from gshard.core.jax_adapter_errors import invalid, nan_found, without_jit
 from gshard.core.jax_adapter_references import references_in
 from gshard.core.jax_adapter_tracebacks import without_our_frames
+from gshard.core.keywords import keywords
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.paths import positional_names

@@ -13,9 +13,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.api.specs import as_array, describe, hidden_by_vmap, is_spec, mark_of_spec, spread
-from gshard.core.errors import ShardingError, counted, keywords, known_names
+from gshard.core.errors import ShardingError, counted, known_names
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
+from gshard.core.keywords import keywords
 from gshard.core.layout import Names
 from gshard.core.mark import Mark, entries_of
 from gshard.core.paths import is_below, path_inside

@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 from gshard.api.marks import arrays_of, listed, marked, partitions_of, unused_pattern
-from gshard.core.errors import ShardingError, keywords
+from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import user_line
+from gshard.core.keywords import keywords
 from gshard.core.mark import mark_of_stack
 from gshard.core.paths import is_below, path_inside
 from gshard.core.pipeline_schedule import Schedule

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard.api.pipeline_mark import schedule_of
-from gshard.core.errors import ShardingError, keywords
+from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import is_tracing, user_line
+from gshard.core.keywords import keywords
 from gshard.core.pipeline_schedule import Schedule
 from gshard.language.stage_primitive import STAGE, stage_p
 

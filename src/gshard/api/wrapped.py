@@ -12,9 +12,10 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
 from gshard.api.signature import Parameters
-from gshard.core.errors import ArgumentError, unknown_keyword
+from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import closed, mesh_of_context, sub_jaxprs, user_line
 from gshard.core.jax_adapter_jit import GivenToJit, given_to_jit
+from gshard.core.keywords import unknown_keyword
 from gshard.tracing.by_jax import name_of
 
 

@@ -1,9 +1,8 @@
-"""Logs and limits the time of tracing, planning, partitioning, lowering and searching."""
+"""Logs the time of tracing, planning, partitioning and lowering, and runs the cycle collector less often in them."""
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import gc
 import logging
 import threading
@@ -81,39 +80,3 @@ def log_stage(stage: str, name: str, result: _T, shown: Callable[[_T], object] =
     """
     if _stages.isEnabledFor(logging.DEBUG):
         _stages.debug("%s: after '%s'\n%s", name, stage, shown(result))
-
-
-# Sets and checks the time limit of a long computation.
-
-
-class OutOfTime(Exception):
-    """The deadline has passed. ``gshard.search`` catches this exception; users never see it."""
-
-
-_current: contextvars.ContextVar[tuple[float, Callable[[], None]] | None] = contextvars.ContextVar(
-    "gshard_deadline", default=None
-)
-
-
-def _nothing() -> None:
-    """Does nothing."""
-
-
-@contextlib.contextmanager
-def until(end: float, at_each_check: Callable[[], None] = _nothing) -> Iterator[None]:
-    """Sets the deadline of a ``with`` block. It replaces the deadline of an enclosing block."""
-    token = _current.set((end, at_each_check))
-    try:
-        yield
-    finally:
-        _current.reset(token)
-
-
-def check_deadline() -> None:
-    """Raises ``OutOfTime`` after the deadline. Call it only where all data structures are consistent."""
-    deadline = _current.get()
-    if deadline is not None:
-        end, at_each_check = deadline
-        at_each_check()
-        if time.monotonic() > end:
-            raise OutOfTime

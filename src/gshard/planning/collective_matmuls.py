@@ -258,7 +258,7 @@ class CollectiveMatmul:
         if not isinstance(selected, CollectiveMatmul) or (selected.above is not None and not selected.above >= 0):
             raise PlanError(
                 f"collective_matmul={given!r} says nothing.",
-                hint="Write True, False, the bytes above which arrays come in parts, or gshard.CollectiveMatmul(...).",
+                hint="Write True, False, a number of bytes (larger arrays: parts), or gshard.stages.CollectiveMatmul.",
             )
         if selected.machine is not None:
             _machine(selected.machine, mesh.size)

@@ -30,8 +30,8 @@ from gshard.comm.steps import (
     can_change,
     is_exchange,
 )
+from gshard.core.deadline import check_deadline
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.phases import check_deadline
 from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding
 from gshard.solver.problem import Floats, Ints

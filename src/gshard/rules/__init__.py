@@ -4,6 +4,7 @@ import importlib
 import pkgutil
 
 from gshard.comm.shards import Shards as Shards
+from gshard.core.errors import RuleError as RuleError
 from gshard.core.rule import Rule as Rule
 from gshard.core.rule import RuleMaker as RuleMaker
 from gshard.language.custom import rule as rule

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec
 
 from gshard.comm.shards import Fetched, Shards
 from gshard.comm.steps import Step
+from gshard.core.deadline import check_deadline
 from gshard.core.jax_adapter import no_mesh_set
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.phases import check_deadline
 from gshard.core.plan import Plan, local_bytes
 from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Equation, Program, Value, short_dtype

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from gshard.core.deadline import OutOfTime, until
 from gshard.core.errors import ArgumentError
-from gshard.core.phases import OutOfTime, until
 
 # Prints the progress of a search and its best plan on stderr.
 

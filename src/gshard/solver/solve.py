@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gshard.core.phases import OutOfTime, check_deadline
+from gshard.core.deadline import OutOfTime, check_deadline
 from gshard.solver.descent import Descent, Forest, Walk
 from gshard.solver.messages import Flat, Messages, ragged
 from gshard.solver.problem import Floats, Ints, Problem

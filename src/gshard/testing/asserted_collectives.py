@@ -21,8 +21,9 @@ from gshard.api.compiled_programs import (
 from gshard.api.jit import Jitted
 from gshard.api.lowered import Compiled, Lowered
 from gshard.api.specs import told
-from gshard.core.errors import ArgumentError, MeshError, keywords, known_names
+from gshard.core.errors import ArgumentError, MeshError, known_names
 from gshard.core.jax_adapter import user_line
+from gshard.core.keywords import keywords
 from gshard.core.mesh import MeshLike
 from gshard.core.program import format_bytes
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of

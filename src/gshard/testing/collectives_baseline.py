@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 
-from gshard.core.errors import ArgumentError, keywords
+from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
+from gshard.core.keywords import keywords
 from gshard.core.mesh import MeshLike
 from gshard.core.program import format_bytes
 from gshard.testing.asserted_collectives import (

@@ -17,8 +17,9 @@ import numpy as np
 from gshard.api.kernel_function import KernelFunction
 from gshard.comm.collectives import collectives_of
 from gshard.comm.steps import identity
-from gshard.core.errors import ArgumentError, RuleError, keywords
+from gshard.core.errors import ArgumentError, RuleError
 from gshard.core.jax_adapter import bind, user_line
+from gshard.core.keywords import keywords
 from gshard.core.mark import positions_of_parts
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Boundary, Plan
