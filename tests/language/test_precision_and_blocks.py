@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from gshard.core.mark import Mark
-from gshard.explanation.rows import merged
-from gshard.language.attention_primitive import Blocks, Mask, all_scores
+from gshard.language.attention_primitive import WHOLE, Blocks, Mask, all_scores, merged
 from gshard.language.mark_primitive import SENT, error_bound, rounded
-from gshard.xla_programs.compiled_program import WHOLE
 
 SHAPES = ((5, 7), (3, 1), (13,), (2, 3, 130), (), (0, 4), (4, 0))
 TINY = float(np.finfo(np.float32).tiny)

@@ -21,10 +21,10 @@ from gshard.planning.propagate import Choice
 from gshard.planning.reshard_costs import axes_of
 from gshard.planning.strategies import components, splits
 from gshard.rewrite import driver
+from gshard.search import seconds as emitted
 from gshard.search.pipeline import CHOOSE_WITHIN_LIMIT, Draft, Settings, plans_of, run
 from gshard.search.screening import estimated
 from gshard.search.seconds import OwnWays, Seconds, emitted_alone, has_own_way, on_machine
-from gshard.testing.rule_checks import emitted
 from gshard.tracing.trace import trace
 
 MESH = Mesh.abstract(a=2, b=2, c=2)
