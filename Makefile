@@ -81,10 +81,11 @@ types: $(STAMP)  ## check annotations, and that they are right in a user's progr
 	$(BIN)/mypy
 	MYPYPATH=src $(BIN)/mypy --strict --config-file= --follow-imports=silent --cache-dir=.mypy_cache/user tests/api/typed_program.py
 
-docs: $(STAMP)  ## build the documentation in docs/_build; a warning is an error
+docs: $(STAMP)  ## build the pages of gshard in docs/_build and those of m4 in docs/_build/m4; a warning is an error
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build
+	$(BIN)/sphinx-build -W --keep-going -q -b html -c docs -D project=m4 -D html_title=m4 packages/m4/docs docs/_build/m4
 
-operators: $(STAMP)  ## write docs/operators.md anew from the rules
+operators: $(STAMP)  ## write src/gshard/rules/OPERATORS.md anew from the rules
 	$(BIN)/python scripts/operators.py
 
 machines: $(STAMP)  ## write the table of docs/machines.md anew from the kinds of machines

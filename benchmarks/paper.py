@@ -29,7 +29,7 @@ from figure9 import CORES, DISPATCH_AND_COMBINE, DISPATCHED_MIB, MICROSECONDS
 from jax.sharding import NamedSharding, PartitionSpec
 
 import gshard
-from gshard.core.pipeline_schedule import Schedule
+from gshard.core.mark import Schedule
 from gshard.device.network import seconds
 from gshard.moe.config import TABLE_1
 from gshard.moe.param import parameter_count

@@ -62,13 +62,11 @@ def by_mark(**arguments: Any) -> Callable[[Any, Any], Any]:
 
 
 def separate(**arguments: Any) -> Callable[[Any, Any], Any]:
-    """Layers with weights of their own, one call after the other."""
+    """Layers with weights of their own, stacked in the step."""
 
     def run(layers: Any, x: Any) -> Any:
-        stage = gshard.stage(jax.checkpoint(layer), "devices", micro_batches=MICRO_BATCHES, **arguments)
-        for w in layers:
-            x, _ = stage(x, w)
-        return x
+        w = gshard.pipeline(layers, "devices", micro_batches=MICRO_BATCHES, stack=True, **arguments)
+        return jax.lax.scan(jax.checkpoint(layer), x, w)[0]
 
     return run
 
@@ -96,7 +94,7 @@ def fsdp(w: Any, x: Any) -> Any:
 PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
     "`gshard.pipeline`": by_mark(),
     "the same, 2 rounds": by_mark(rounds=2),
-    "separate layers, `gshard.stage`": separate(),
+    "separate layers, `stack=True`": separate(),
     "separate layers, 2 rounds": separate(rounds=2),
     "written by hand": by_hand,
     "FSDP": fsdp,

@@ -7,7 +7,7 @@ process, behind the queue of ``gshard-m4 serve``:
     continuous   whoever comes takes the place of one that has ended
 
 First how many sentences a second each translates if all are there at once; then latencies, for sentences that come at
-random times (a Poisson process), at shares of what batches can do. Printed is a table for ``docs/serving.md``.
+random times (a Poisson process), at shares of what batches can do. Printed is a table for m4's page on serving.
 
     python benchmarks/serving.py [--run runs/demo] [--sentences 300] [--batch 16]
 """

@@ -1,7 +1,7 @@
-"""Runs gshard on a GPU for the first time, in slices of under ten minutes, and writes docs/gpu.md from what it finds.
+"""Runs gshard on a GPU, in slices of under ten minutes, and writes a page of what it finds into the folder of --output.
 
     python scripts/gpu.py                  # on a machine with a GPU, again until it ends with 0
-    python scripts/gpu.py --dry-run        # on CPU, tiny: to see that the script works; the page stays in --output
+    python scripts/gpu.py --dry-run        # on CPU, tiny: to see that the script works
     python scripts/gpu.py --described      # no GPU, but JAX's CUDA plugin: compiles for H100 that are described to XLA
 
 Its parts are: a training run of the MoE Transformer with the numbers of CPU beside it; the step under ``gshard.jit``
@@ -111,9 +111,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9, help="of a slice")
     parser.add_argument("--output", type=Path, help="folder of the state; runs/gpu, runs/gpu-dry-run by default")
-    parser.add_argument(
-        "--page", type=Path, help="docs/gpu.md by default; of a dry run gpu.md in the folder of --output"
-    )
+    parser.add_argument("--page", type=Path, help="gpu.md in the folder of --output by default")
     parser.add_argument(
         "--beside", action="append", default=[], type=Path, help="state.json of another machine, shown on the page too"
     )
@@ -126,7 +124,7 @@ def main() -> int:
 
     mode = given.mode
     output = given.output or Path("runs") / ("gpu" if mode == "gpu" else f"gpu-{mode}")
-    where = given.page or (ROOT / "docs" / "gpu.md" if mode == "gpu" else output / "gpu.md")
+    where = given.page or output / "gpu.md"
     state = State(output / "state.json", {"mode": mode, "jax": metadata.version("jax")})
     if state.found("machine") is None and (lacks := missing(mode)):
         print(f"{lacks}. --dry-run shows on CPU that the script works.", file=sys.stderr)

@@ -69,12 +69,9 @@ def _on_another(state: State) -> str:
 
 
 def put(where: Path, text: str) -> None:
-    """Writes a page; beside an index it becomes the next page after that on benchmarks, if it is not in it yet."""
+    """Writes a page, and its folder if there is none."""
     where.parent.mkdir(parents=True, exist_ok=True)
     where.write_text(text, "utf-8")
-    index = where.with_name("index.md")
-    if index.exists() and f"\n{where.stem}\n" not in (listed := index.read_text("utf-8")):
-        index.write_text(listed.replace("\nbenchmarks\n", f"\nbenchmarks\n{where.stem}\n", 1), "utf-8")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

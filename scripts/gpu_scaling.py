@@ -4,10 +4,11 @@
     python scripts/gpu_scaling.py --data data/base --machine "one H200"     # again until it ends with 0
     python scripts/gpu_scaling.py --dry-run                                 # on CPU, tiny; pages stay in --output
 
-First the throughput table, docs/gpu_throughput.md: tokens a second of a training step (``gpu_step``) of dense and MoE
-models, with ``einsum``, ``gather`` and the dispatches that drop nothing, under ``gshard.jit`` and ``jax.jit``. Then
-``scripts/scaling.py`` with the size ``gpu``, which trains each model on at least 100 million target tokens and writes
-docs/results.md. Both resume; the exit code is 75 while there is more to do, and 2 where there is no GPU.
+First the throughput table, gpu_throughput.md in the folder of --output: tokens a second of a training step of dense
+and MoE models (``gpu_step``), with ``einsum``, ``gather`` and the dispatches that drop nothing, under ``gshard.jit``
+and ``jax.jit``. Then ``scripts/scaling.py`` with the size ``gpu``, which trains each model on at least 100 million
+target tokens and writes packages/m4/docs/results.md. Both resume; the exit code is 75 while there is more to do, and 2
+where there is no GPU.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     begin, mode = time.monotonic(), given.mode
     output = given.output or Path("runs") / ("gpu-scaling" if mode == "gpu" else "gpu-scaling-dry-run")
-    where = (ROOT / "docs" if mode == "gpu" else output) / "gpu_throughput.md"
+    where = output / "gpu_throughput.md"
     state = State(output / "state.json", {"mode": mode, "jax": metadata.version("jax")})
     if state.found("machine") is None and (lacks := missing(mode)):
         print(f"{lacks}. --dry-run shows on CPU that the script works.", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Writes docs/operators.md: what every operator's dimensions need to be split, read off the rules themselves.
+"""Writes src/gshard/rules/OPERATORS.md: what every operator's dimensions need to be split, read off the rules.
 
     python scripts/operators.py            # or: make operators
 
@@ -19,7 +19,7 @@ from gshard.language.region import REGIONS
 from gshard.language.registry import known_primitives, own_rule
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "operators.md"
+PAGE = ROOT / "src" / "gshard" / "rules" / "OPERATORS.md"
 FIRST = (
     "elementwise", "contract", "ragged_dot", "reductions", "shape", "slicing", "dynamic", "indexing", "window", "sort",
 )  # fmt: skip
@@ -35,14 +35,14 @@ What splitting a dimension costs depends on what the operator does along it:
 - **communicates**: the operator's own way to run on shards communicates: a halo, a prefix sum, candidates;
 - **gathered**: the operand is all-gathered along that dimension first.
 
-The example is the rule of one case, in the notation of the [architecture](architecture.md): its letters are the loops
-of the computation. "Some" means that it depends on the parameters: a dimension that a window does not move over costs
-nothing, and what would have to be combined by an unknown function may have to be gathered.
+The example is the rule of one case, in the notation of the [architecture](../../../docs/architecture.md): its letters
+are the loops of the computation. "Some" means that it depends on the parameters: a dimension that a window does not
+move over costs nothing, and what would have to be combined by an unknown function may have to be gathered.
 
 Functions of `jax.numpy`, `jax.nn` and so on are made of these operators. One that is **not listed** is gathered,
 reported by `gshard.explain`, and refused with `strict=True`; but batch dimensions that its own `vmap` rule proves are
 split for nothing. `gshard.rule` registers an operator in a line, and `gshard.testing.check_rule` finds out whether
-the line is true: see [An operator of your own](own_operators.md).
+the line is true: see [An operator of your own](../../../docs/own_operators.md).
 """
 
 

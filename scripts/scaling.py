@@ -1,4 +1,4 @@
-"""Trains dense and Mixture-of-Experts models and writes docs/results.md: what experts and depth bring, for which text.
+"""Trains dense and Mixture-of-Experts models and writes packages/m4/docs/results.md: what experts and depth bring.
 
     gshard-m4 prepare --tier base --source-vocabulary 8000 --target-vocabulary 4000 --length 32 --tokens 1024 \
         --only it fr pt de es ru nl ca sv pl cs da tr uk hu fi --output data/sixteen
@@ -298,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=Path, help="where trainings are kept; runs/scaling-SIZE by default")
     parser.add_argument("--minutes", type=float, default=math.inf, help="end after so many, to be continued")
     parser.add_argument("--machine", default="a machine that was not named", help="in words, for the page")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md")
+    parser.add_argument("--page", type=Path, default=ROOT / "packages" / "m4" / "docs" / "results.md")
     given = parser.parse_args(arguments)
     if given.seeds < 1:
         parser.error(f"cannot train with {given.seeds} seeds: give 1 or more")

@@ -1,4 +1,4 @@
-"""The page of scripts/scaling.py: docs/results.md and its figures, from what was measured."""
+"""The page of scripts/scaling.py: packages/m4/docs/results.md and its figures, from what was measured."""
 
 from __future__ import annotations
 
@@ -197,18 +197,18 @@ HEAD = """# Results
 
 <!-- Written by scripts/scaling.py from what it measured: change that, not this. -->
 
-Two claims of the paper, tried with small models: experts translate better with the same FLOPs for a token, and
-low-resource languages gain most (Figure 6); deeper models reach a loss with fewer tokens (Figure 1 and Tables 2 and 3).
+This page tests two claims of the paper with small models: experts translate better with the same FLOPs a token, and
+low-resource languages gain most (Figure 6); deeper models reach a loss with fewer tokens (Figure 1, Tables 2 and 3).
 The measure is the cross entropy of all sentences of the test of new English ([Translating](translating.md)), in nats
 a token. Every language counts alike.
 """
 
 LIMITS = """## What this does not show
 
-The models are thousands of times smaller than the smallest of the paper, and see some millions of tokens instead of
-billions. The tests are software messages, which resemble the training text. ± and p are over the choice of English
-sentences, with the pairs of an English sentence drawn together; what another seed changes is seen in the columns of
-single seeds only. All models have the same learning rate, which was chosen for models of this width and four layers.
+The models are thousands of times smaller than the smallest of the paper, and see millions of tokens instead of
+billions. The tests are software messages, like the training text. ± and p are over the choice of English sentences;
+only the columns of single seeds show what another seed changes. All models have the same learning rate, which was
+chosen for models of this width and four layers.
 """
 
 
@@ -289,14 +289,14 @@ def setting(trials: Sequence[Trial], text: PreparedText, size: Size, resources: 
         f"{text.length} tokens; batches have {size.tokens:,} tokens on each side; languages are drawn with a "
         f"temperature of {text.temperature:g}. Vocabularies have {text.source.size:,} and {text.target.size:,} "
         f"pieces. The test has {pairs:,} pairs, {english:,} different English sentences, without near twins in "
-        "training. Sentences of any length count; sources that are longer than the model reads are cut.", "",
+        "training. Sources that are longer than the model reads are cut.", "",
         f"*Resources*: each language has {small:,} training pairs with one seed, {medium:,} with another and {large:,} "
-        "with the third, while other languages have the other sizes. So each language is once of low, medium and high "
-        "resource, and a difference between these classes is not one between languages. A smaller text is part of the "
-        f"larger one. {size.steps:,} steps; the learning rate falls to nothing in the last {size.cooldown:,}. "
+        "with the third. So each is once of low, medium and high resource, and a difference between these classes is "
+        f"not one between languages. {size.steps:,} steps; the learning rate falls to zero in the last "
+        f"{size.cooldown:,}. "
         f"Seeds: {len(resources.seeds)}.", "",
-        f"*Depth*: each language has {large:,} pairs. {size.depth_steps:,} steps; the learning rate is not lowered at "
-        f"the end, so that every point of a curve is a training of so many tokens. Seeds: {len(depth.seeds)}.", "",
+        f"*Depth*: each language has {large:,} pairs. {size.depth_steps:,} steps, without a lower rate at the end. "
+        f"Seeds: {len(depth.seeds)}.", "",
     ]  # fmt: skip
     return "\n".join(lines)
 
@@ -321,9 +321,9 @@ def of_depth(found: Measured) -> str:
     levels = loss_levels(found)
     rows = [
         "## What depth brings", "",
-        "Cross entropy of the test after all tokens; then how many million target tokens, and how many 10^12 FLOPs, a "
-        "model needs until the cross entropy of the dev part of new English is so low. Means over the seeds; a dash: "
-        "not reached with every seed.", "",
+        "Cross entropy of the test after all tokens; then the million target tokens, and the 10^12 FLOPs, until the "
+        "dev part of new English has this cross entropy. Means over the seeds; a dash: not reached with every seed.",
+        "",
         f"| model | test | {' | '.join(f'tokens to {x:.2f}' for x in levels)} | "
         f"{' | '.join(f'FLOPs to {x:.2f}' for x in levels)} |",
         "|---|---|" + "---|" * (2 * len(levels)),

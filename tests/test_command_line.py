@@ -619,10 +619,10 @@ def test_a_function_from_jax_jit_is_explained_as_xla_compiles_it(placed, tmp_pat
 
 
 def test_a_function_that_is_lowered_is_explained(placed, capsys):
-    assert main(["explain", f"{placed}:lowered", "--machine", "h100", "--why", "w"]) == 0
+    assert main(["explain", f"{placed}:lowered", "--machine", "h100", "--why", "x"]) == 0
     printed = capsys.readouterr().out
     assert "step on 8 devices (devices=8), " in printed
-    assert "x  f32[64@devices,32]" in printed
+    assert "x: f32[64@devices,32]" in printed
     assert "ms a call on h100:1x8" in printed
     assert main(["explain", f"{placed}:lowered", "--partitioner", "xla"]) == 0
     assert "step, compiled by XLA for cpu, on 8 devices (devices=8)" in capsys.readouterr().out

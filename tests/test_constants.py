@@ -1,4 +1,4 @@
-"""docs/constants.md lists every numeric constant of the cost model, of search, and of recomputation, with its value."""
+"""CONSTANTS.md lists every numeric constant of the cost model, of search, and of recomputation, with its value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src" / "gshard"
 FOLDERS = ("naming", "device", "remat", "search", "xla", "explanation")
-PAGE = (ROOT / "docs" / "constants.md").read_text("utf-8")
+PAGE = (SRC / "CONSTANTS.md").read_text("utf-8")
 STEERING, SHOWN = PAGE.split("## Constants of the output\n")
 ROW = re.compile(r"^\| `([\w/]+\.py)` `(\w+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
 

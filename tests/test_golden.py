@@ -39,7 +39,7 @@ def test_stages_of_two_layers(golden: Callable[[str, str], None]) -> None:
 
 def test_explanation_of_two_layers(golden: Callable[[str, str], None]) -> None:
     found = gshard.explain(two_layers, *ARGUMENTS, mesh=gshard.Mesh.abstract(data=2, model=4))
-    golden("two_layers_explained", f"{found}\n\n{found.why(W2)}\n")
+    golden("two_layers_explained", f"{found.format(tensors=12)}\n\n{found.why(W2)}\n")
 
 
 def test_plan_of_a_scan(golden: Callable[[str, str], None]) -> None:

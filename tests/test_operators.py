@@ -1,4 +1,4 @@
-"""docs/operators.md says what the rules say."""
+"""rules/OPERATORS.md says what the rules say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from gshard.language.registry import known_primitives
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / "docs" / "operators.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "src" / "gshard" / "rules" / "OPERATORS.md").read_text(encoding="utf-8")
 
 
 def test_the_page_is_fresh() -> None:
@@ -17,7 +17,7 @@ def test_the_page_is_fresh() -> None:
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    assert script.page() == PAGE, "docs/operators.md is stale: run make operators"
+    assert script.page() == PAGE, "OPERATORS.md is stale: run make operators"
 
 
 def test_every_operator_with_a_rule_is_on_the_page() -> None:

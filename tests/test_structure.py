@@ -398,14 +398,15 @@ def test_both_packages_are_typed() -> None:
 
 # Counts of today: a change may only lower them. What it adds is paid for by what goes.
 BUDGET = {
-    "lines of src/gshard": 65_359,
-    "lines of code of src/gshard": 41_111,
-    "lines of tests": 61_180,
+    "lines of src/gshard": 63_851,
+    "lines of code of src/gshard": 40_329,
+    "lines of tests": 60_759,
     "lines of packages/m4": 11_029,
-    "words of README and docs": 102_878,
-    "pages of docs": 58,
-    "public names": 31,
-    "files of src/gshard": 268,
+    "words of README and docs": 49_258,
+    "pages of docs": 34,
+    "words of m4's docs": 6_000,
+    "public names": 30,
+    "files of src/gshard": 243,
 }
 
 
@@ -437,14 +438,19 @@ def test_the_budget_only_falls() -> None:
         for node in tree_of(SRC / "gshard" / "__init__.py").body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_NAMES"
     )
+
+    def words_of(paths: Iterable[Path]) -> int:
+        return sum(len(path.read_text().split()) for path in paths)
+
     pages = [ROOT / "README.md", *(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)]
     found = {
         "lines of src/gshard": lines_of(GSHARD),
         "lines of code of src/gshard": sum(map(lines_of_code, GSHARD)),
         "lines of tests": lines_of((ROOT / "tests").rglob("*.py")),
         "lines of packages/m4": lines_of((ROOT / "packages" / "m4").rglob("*.py")),
-        "words of README and docs": sum(len(path.read_text().split()) for path in pages),
+        "words of README and docs": words_of(pages),
         "pages of docs": len(pages) - 1,
+        "words of m4's docs": words_of((ROOT / "packages" / "m4" / "docs").glob("*.md")),
         "public names": sum(len(of_module.split()) for of_module in names.values()) + 3,
         "files of src/gshard": len(GSHARD),
     }

@@ -46,7 +46,6 @@ if _typing.TYPE_CHECKING:
     from gshard.api.row_functions import put_rows as put_rows
     from gshard.api.row_functions import take_rows as take_rows
     from gshard.api.search import search as search
-    from gshard.api.stage import stage as stage
     from gshard.core.errors import ArgumentError as ArgumentError
     from gshard.core.errors import GShardError as GShardError
     from gshard.core.errors import MeshError as MeshError
@@ -72,7 +71,6 @@ _NAMES = {
     "api.pipeline_mark": "pipeline",
     "api.row_functions": "put_rows take_rows",
     "api.search": "search",
-    "api.stage": "stage",
     "core.errors": "ArgumentError GShardError MeshError PlanError ShardingError ShardingWarning TraceError",
     "core.layout": "Layout",
     "core.mesh": "Mesh",

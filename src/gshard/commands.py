@@ -49,8 +49,7 @@ from gshard.xla.calibrate import calibrate
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
 from gshard.xla_programs.compiled_report import NO_MACHINE
 from gshard.xla_programs.exported_plan import ExportedPlan
-from gshard.xla_programs.tried_constraints import TriedConstraints
-from gshard.xla_programs.tried_shardings import TriedShardings
+from gshard.xla_programs.tried_changes import Tried
 
 # Export command: ``gshard search --export``: writes a plan in the form that is given, or prints it.
 
@@ -397,7 +396,7 @@ def _explain(options: argparse.Namespace) -> None:
     }  # fmt: skip
     found = explain(f, *arguments, partitioner=options.partitioner, **({} if isinstance(f, STAGES) else how))
     data = found.data(options.machine, options.seconds)
-    print(found.format(tensors=0, collectives=8) if options.html else found)
+    print(found)
     print(f"\n{found.verdict(options.machine, options.seconds)}\n\n{found.cost(options.machine)}")
     for name in options.why:
         others = found.instead(name, options.machine) or ["no mark can say otherwise: it has one, or enters a body"]
@@ -425,9 +424,9 @@ def _tell_compiled(
     if options.trace:
         found.cost()  # refuses a program without a machine before anything is printed
     data = found.data()
-    print(found.format(collectives=8) if options.html else found)
+    print(found)
     print(f"\n{NO_MACHINE if found.machine is None else found.cost()}")
-    tried: list[TriedShardings | TriedConstraints] = []
+    tried: list[Tried] = []
     if found.again is not None and took <= options.seconds:
         tried = [found.try_shardings(options.seconds / 2), found.try_constraints(options.seconds / 2, progress=None)]
         print("", *tried, sep="\n")

@@ -7,7 +7,7 @@ prefetching follow ``partition`` (``search.pipeline``).
 """
 
 from gshard.api.configuration import Configuration as Configuration
-from gshard.api.configurations import Configurations as Configurations
+from gshard.api.configuration import Configurations as Configurations
 from gshard.api.dimensions import dimensions as dimensions
 from gshard.api.export import export_plan as export_plan
 from gshard.api.jit import Jitted as Jitted

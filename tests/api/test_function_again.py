@@ -80,14 +80,14 @@ NET, MODEL, PLAIN = Net(put(64, 512), put(512, 64), jax.nn.gelu), Model(), Plain
 PARAMS = {"up": put(64, 512), "down": put(512, 64)}
 X = put(128, 64, spec=("data",))
 STEPS: dict[str, tuple[Any, tuple[Any, ...], str]] = {
-    "equinox": (eqx.filter_jit(step_of), (NET, X), "net.up"),
-    "equinox method": (NET.step, (X,), "self.up"),
-    "equinox partial": (functools.partial(eqx.filter_jit(step_of), NET), (X,), "net.up"),
-    "nnx": (nnx.jit(step_of_model), (MODEL, X), "model.up"),
-    "nnx method": (MODEL.step, (X,), "self.up"),
-    "nnx partial": (functools.partial(nnx.jit(step_of_model), MODEL), (X,), "model.up"),
-    "method": (PLAIN.step, (PARAMS, X), "params.up"),
-    "partial": (functools.partial(Plain.step, PLAIN, PARAMS), (X,), "params.up"),
+    "equinox": (eqx.filter_jit(step_of), (NET, X), "net/up"),
+    "equinox method": (NET.step, (X,), "self/up"),
+    "equinox partial": (functools.partial(eqx.filter_jit(step_of), NET), (X,), "net/up"),
+    "nnx": (nnx.jit(step_of_model), (MODEL, X), "model/up"),
+    "nnx method": (MODEL.step, (X,), "self/up"),
+    "nnx partial": (functools.partial(nnx.jit(step_of_model), MODEL), (X,), "model/up"),
+    "method": (PLAIN.step, (PARAMS, X), "params/up"),
+    "partial": (functools.partial(Plain.step, PLAIN, PARAMS), (X,), "params/up"),
 }
 
 
@@ -101,12 +101,12 @@ def test_shardings_of_its_arguments_are_tried(name: str) -> None:
     assert (tried.tried, tried.refused) == (1, 0)
     again = found.again
     assert again is not None
-    number = next(i for i, a in enumerate(found.program.arguments) if a.short.text == weight)
+    number = next(i for i, a in enumerate(found.program.arguments) if a.short.text.removesuffix("/value") == weight)
     assert again.leaves[number].shape == (64, 512)
     changed = again.compiled({number: P(None, "model")})
     assert changed is not None
     assert changed.program.arguments[number].sharding == "P(None, model)"
-    assert [a.name for a in changed.program.arguments] == [a.name for a in found.program.arguments]
+    assert [a.bytes for a in changed.program.arguments] == [a.bytes for a in found.program.arguments]
     assert changed.peak < found.peak
 
 
@@ -118,7 +118,7 @@ def test_a_constraint_inside_is_removed(name: str) -> None:
     tried = found.try_constraints(seconds=1e-3)
     assert (tried.tried, tried.refused) == (1, 0)
     every = found.try_constraints(seconds=20)
-    assert any(one.text.endswith("remove the constraint P()") for one in every.helping)
+    assert any(": remove the constraint P()" in one.text for one in every.helping)
 
 
 def test_arrays_of_a_framework_are_not_kept_either() -> None:
@@ -130,7 +130,7 @@ def test_arrays_of_a_framework_are_not_kept_either() -> None:
     gc.collect()
     assert reference() is None
     tried = found.try_shardings(seconds=1e-3)
-    assert tried.refused == tried.tried == 1, "equinox takes no shapes"
+    assert (tried.tried, tried.refused) == (1, 0)
 
 
 def test_a_plain_partial_is_partitioned_by_gshard() -> None:

@@ -406,7 +406,7 @@ def test_memory_on_the_host_is_none_of_a_device() -> None:
     assert found.argument_bytes == (8 * each, each)
     assert found.cost("h100:1x8").memory.arguments == each
     assert "each device fetches 16.0 KiB from the host and sends 0 B to it in one call" in str(found)
-    assert "ws  f32<host>[8,64@d,64]" in str(found)
+    assert "ws  f32<host>[8,64@d,64]" in found.format(tensors=12)
 
 
 def test_recomputation_fetches_round_by_round() -> None:

@@ -211,9 +211,9 @@ def test_explain_says_the_mesh_of_a_sharding_on_another_one(auto: jax.sharding.M
     def f(x: Any) -> Any:
         return jax.lax.with_sharding_constraint(x * 2, NamedSharding(other, P("data")))
 
-    told = str(gshard.explain(f, jnp.ones((16, 4)), mesh=auto))
+    told = gshard.explain(f, x := jnp.ones((16, 4)), mesh=auto).format(tensors=12)
     assert "marked shard(x, P('data', None)) on a mesh of data=8 at" in told
-    own = str(gshard.explain(lambda x: gshard.shard(x, NamedSharding(auto, P("data"))), jnp.ones((16, 4)), mesh=auto))
+    own = gshard.explain(lambda x: gshard.shard(x, NamedSharding(auto, P("data"))), x, mesh=auto).format(tensors=12)
     assert "marked shard(x, P('data', None)) at" in own
 
 

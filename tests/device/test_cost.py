@@ -54,7 +54,7 @@ def test_peak_memory_is_what_xla_plans(name):
 
 
 # XLA:CPU copies operands of products that it wants transposed, in recomputed layers long before they are read: 3 of the
-# 22 MB at the peak, and others wait beside them. The model is a fifth too low there (docs/cost.md).
+# 22 MB at the peak, and others wait beside them. The model is a fifth too low there (docs/machines.md).
 COPIED_EARLY = pytest.param(
     "experts recomputed", marks=pytest.mark.xfail(strict=True, reason="XLA:CPU copies transposed operands early")
 )
@@ -142,7 +142,7 @@ def test_a_product_of_groups_takes_as_many_products_as_the_compiler_makes(groups
 
 
 def test_experts_of_a_ragged_product_take_what_an_h100_took():
-    """``experts, ragged`` of docs/gpu.md took 1.465 ms."""
+    """``experts, ragged`` on an H100 (benchmarks/RESULTS.md) took 1.465 ms."""
     _, found = ragged("h100:1x1", 16_384, 8, 1024, 4096, jnp.bfloat16)
     assert 0.8 < 1.465e-3 / found.seconds < 1.25
     _, on_tpu = ragged("v5p:1x1x1", 16_384, 8, 1024, 4096, jnp.bfloat16)

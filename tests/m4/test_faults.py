@@ -1,4 +1,4 @@
-"""docs/faults.md names tests that there are, and those that try faults are on it."""
+"""FAULTS.md names tests that there are, and those that try faults are on it."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-PAGE = (HERE.parents[1] / "docs" / "faults.md").read_text("utf-8")
+PAGE = (HERE / "FAULTS.md").read_text("utf-8")
 NAMED = sorted(set(re.findall(r"`(test_\w+\.py)::(test_\w+)`", PAGE)))
 # Files that have little else than faults.
 WHOLE = ("test_resume.py", "test_together.py")

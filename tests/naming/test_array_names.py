@@ -1,6 +1,9 @@
 """Reports name weights, gradients and modules; rows of equal layers are one, and nothing is lost in it."""
 
+from __future__ import annotations
+
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +13,7 @@ from hypothesis import strategies as st
 
 import gshard
 from device.models import f32
-from gshard.naming.short_names import short_names, tokens_of
+from gshard.naming.argument_names import argument_names, equal_layers
 
 nn = pytest.importorskip("flax.linen")
 nnx = pytest.importorskip("flax.nnx")
@@ -20,25 +23,25 @@ MESH = gshard.Mesh.abstract(data=8)
 LAYERS = 3
 
 
-def split(tree):
+def split(tree: Any) -> Any:
     return jax.tree.map(lambda a: gshard.split(a, 0, 8) if a.ndim else a, tree)
 
 
 @functools.cache
-def of_nnx():
+def of_nnx() -> gshard.stages.Explanation:
     class Block(nnx.Module):
-        def __init__(self, rngs):
+        def __init__(self, rngs: Any) -> None:
             self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 32, rngs=rngs)
 
-        def __call__(self, x):
+        def __call__(self, x: Any) -> Any:
             return x + self.down(nnx.gelu(self.up(x)))
 
     class Net(nnx.Module):
-        def __init__(self, rngs):
+        def __init__(self, rngs: Any) -> None:
             self.embed = nnx.Embed(128, 32, rngs=rngs)
             self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
 
-        def __call__(self, x):
+        def __call__(self, x: Any) -> Any:
             x = self.embed(x)
             for block in self.blocks:
                 x = block(x)
@@ -47,7 +50,7 @@ def of_nnx():
     model = Net(nnx.Rngs(0))
     graphdef, state = nnx.split((model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)))
 
-    def step(state, tokens):
+    def step(state: Any, tokens: Any) -> Any:
         model, optimizer = nnx.merge(graphdef, split(state))
         tokens = gshard.split(tokens, 0, 8)
         grads = nnx.grad(lambda model: jnp.mean(model(tokens) ** 2))(model)
@@ -58,16 +61,16 @@ def of_nnx():
 
 
 @functools.cache
-def of_linen(scanned):
+def of_linen(scanned: bool) -> gshard.stages.Explanation:
     class Block(nn.Module):
         @nn.compact
-        def __call__(self, x, _):
+        def __call__(self, x: Any, _: Any) -> Any:
             h = nn.Dense(64, name="wi_0", use_bias=False)(x)
             return x + nn.Dense(32, name="wo", use_bias=False)(nn.relu(h)), None
 
     class Net(nn.Module):
         @nn.compact
-        def __call__(self, x):
+        def __call__(self, x: Any) -> Any:
             if scanned:
                 scan = nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
                 x, _ = scan(name="layers")(x, None)
@@ -78,7 +81,7 @@ def of_linen(scanned):
 
     params = jax.eval_shape(Net().init, jax.random.key(0), f32(64, 32))
 
-    def step(params, x):
+    def step(params: Any, x: Any) -> Any:
         params = jax.tree.map(lambda w: gshard.split(w, w.ndim - 1, 8), params)
         gradients = jax.grad(lambda params: jnp.mean(Net().apply(params, gshard.split(x, 0, 8)) ** 2))(params)
         return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients)
@@ -87,7 +90,7 @@ def of_linen(scanned):
 
 
 @pytest.mark.parametrize("of", [of_nnx, lambda: of_linen(False), lambda: of_linen(True)])
-def test_rows_of_equal_layers_leave_nothing_out(of):
+def test_rows_of_equal_layers_leave_nothing_out(of: Any) -> None:
     found = of()
     sent = sum(c.total_bytes for c in found.spmd.collectives)
     times = sum(c.times for c in found.spmd.collectives)
@@ -100,23 +103,50 @@ def test_rows_of_equal_layers_leave_nothing_out(of):
             assert (sum(times), sum(sent)) == (row["times"], row["bytes"])
 
 
-def test_weights_of_nnx_are_named_and_counted():
+def test_weights_of_nnx_are_named_and_counted() -> None:
     found = of_nnx()
     rows = {(row.kind, row.array): row for row in found.collectives}
-    for name in ("blocks[*].up.kernel", "blocks[*].down.kernel"):
+    for name in ("state/0/blocks/*/up/kernel/value", "state/0/blocks/*/down/kernel/value"):
         assert rows["all_gather", name].arrays == rows["reduce_scatter", f"gradient of {name}"].arrays == LAYERS
-    assert rows["reduce_scatter", "gradient of embed.embedding"].arrays == 1
-    assert {row.array for row in found.all_rows} >= {f"blocks[{i}].up.kernel" for i in range(LAYERS)}
-    assert rows["all_gather", "blocks[*].up.kernel"].module == "blocks[*]/up", "NNX opens no scopes: of the weight"
-    assert "blocks[*].up.kernel  x3" in str(found)
+    assert rows["reduce_scatter", "gradient of state/0/embed/embedding/value"].arrays == 1
+    assert {row.array for row in found.all_rows} >= {f"state/0/blocks/{i}/up/kernel/value" for i in range(LAYERS)}
+    assert "state/0/blocks/*/up/kernel/value  x3" in str(found)
     assert "['kernel'].value" not in str(found)
-    assert found.why("blocks[1].up.kernel") == found.why("state[0]['blocks'][1]['up']['kernel'].value")
+    assert found.why("state/0/blocks/1/up/kernel/value") == found.why("state[0]['blocks'][1]['up']['kernel'].value")
 
 
-def test_a_value_is_named_after_the_argument_it_is_added_to():
+def test_modules_of_linen_without_transformations() -> None:
+    written = {row.module for row in of_linen(False).collectives if "kernel" in row.array}
+    assert {"Net/layers_*/wi_0", "Net/layers_*/wo"} <= written
+    scanned = of_linen(True)
+    assert {"Net/layers/wi_0", "Net/layers/wo"} <= {row.module for row in scanned.collectives}
+    inside = [row for row in scanned.collectives if row.array == "gradient of params/params/layers/wi_0/kernel"]
+    assert inside, "the gradient of a stack is made slice by slice, inside of the loop"
+    text = str(scanned).partition("collectives (")[2]
+    assert not any(word in text for word in ("rematted", "jvp", "transpose("))
+
+
+def test_haiku_has_paths_in_keys() -> None:
+    hk = pytest.importorskip("haiku")
+
+    def net(x: Any) -> Any:
+        return hk.nets.MLP([64, 64, 64], name="decoder")(x)
+
+    f = hk.without_apply_rng(hk.transform(net))
+    params = jax.eval_shape(f.init, jax.random.key(0), f32(8, 64))
+    step = jax.grad(lambda params, x: jnp.sum(f.apply(split(params), gshard.split(x, 0, 8)) ** 2))
+    found = gshard.explain(step, params, f32(4096, 64), mesh=MESH)
+    gathered = {(row.array, row.module) for row in found.all_rows if row.kind == "all_gather" and "/w" in row.array}
+    assert gathered == {(f"params/decoder/~/linear_{i}/w", f"decoder/linear_{i}") for i in range(3)}
+    rows = {(row.kind, row.array): (row.module, row.arrays) for row in found.collectives}
+    assert rows["all_gather", "params/decoder/~/linear_*/w"] == ("decoder/linear_*", 3)
+    assert rows["reduce_scatter", "result/decoder/~/linear_*/w"] == ("decoder/linear_*", 3)
+
+
+def test_a_value_is_named_after_the_argument_it_is_added_to() -> None:
     """Weights and moments of one shape, which leave in another order than they come in."""
 
-    def step(state, x):
+    def step(state: Any, x: Any) -> Any:
         w, m = (gshard.split(a, 0, 8) for a in state)
         g = jax.grad(lambda w: jnp.sum(jnp.tanh(gshard.split(x, 0, 8) @ w) ** 2))(w)
         m = 0.9 * m + 0.1 * g
@@ -124,35 +154,72 @@ def test_a_value_is_named_after_the_argument_it_is_added_to():
 
     found = gshard.explain(step, (f32(64, 64), f32(64, 64)), f32(512, 64), mesh=MESH)
     gathered = {row.array for row in found.all_rows if row.kind == "all_gather"}
-    assert gathered == {"state[0]", "update of state[1]"}
-    assert {row.array for row in found.all_rows if "reduce" in row.kind} == {"gradient of state[0]"}
+    assert gathered == {"state/0", "update of state/1"}
+    assert {row.array for row in found.all_rows if "reduce" in row.kind} == {"gradient of state/0"}
+
+
+def test_gradients_that_are_results_are_named_by_their_path() -> None:
+    params = {"a": {"w": f32(64, 64)}, "b": {"w": f32(64, 64)}}
+
+    def gradients(params: Any, x: Any) -> Any:
+        p = split(params)
+        return jax.grad(lambda p: jnp.sum(jnp.tanh(jnp.tanh(gshard.split(x, 0, 8) @ p["a"]["w"]) @ p["b"]["w"])))(p)
+
+    found = gshard.explain(gradients, params, f32(512, 64), mesh=MESH)
+    assert {row.array for row in found.all_rows if "reduce" in row.kind} == {"result/a/w", "result/b/w"}
+    assert all("gradients of weights" in row.purpose for row in found.purposes if "reduce" in row.kind)
+
+
+def test_what_is_written_into_a_cache_is_no_gradient() -> None:
+    def decode(cache: Any, new: Any, i: Any) -> Any:
+        return gshard.replicate(jax.lax.dynamic_update_slice_in_dim(gshard.split(cache, 1, 8), new, i, 0))
+
+    found = gshard.explain(decode, f32(128, 64), f32(1, 64), jnp.int32(3), mesh=MESH)
+    assert not any("gradient" in row.array for row in found.all_rows)
+
+
+def test_one_line_for_all_products_is_told_apart() -> None:
+    """As in a framework of the user's own: the line is the same for all of them."""
+
+    def product(x: Any, w: Any) -> Any:
+        return x @ w
+
+    def net(params: Any, x: Any) -> Any:
+        x = gshard.split(x, 0, 8)
+        for i, layer in enumerate(params):
+            with jax.named_scope(f"layer_{i}/mlp"):
+                x = product(jnp.tanh(product(x, split(layer["in"]))), split(layer["out"]))
+        return x
+
+    params = [{"in": f32(64, 128), "out": f32(128, 64)} for _ in range(2)]
+    found = gshard.explain(net, params, f32(4096, 64), mesh=MESH)
+    gathers = [(row.array, row.module, row.arrays) for row in found.collectives if row.kind == "all_gather"]
+    assert len({row.line for row in found.collectives}) == 1
+    assert sorted(gathers) == [("params/*/in", "layer_*/mlp", 2), ("params/*/out", "layer_*/mlp", 2)]
 
 
 KEYS = st.one_of(
-    st.integers(0, 3).map(lambda i: f"[{i}]"), st.sampled_from(["['a']", "['layers_0']", "['layers_1']", ".value"])
+    st.integers(0, 3).map(lambda i: f"[{i}]"), st.sampled_from(["['a']", "['b/a']", "['b']", "['l0']", "['l1']", ".b"])
 )
 
 
-@given(st.lists(st.lists(KEYS, min_size=0, max_size=5), min_size=1, max_size=12), st.integers(0, 11), st.integers(0, 2))
-def test_short_names_are_different_whatever_the_tree(paths, weights, start):
+@given(st.lists(st.lists(KEYS, min_size=0, max_size=5), min_size=1, max_size=12), st.integers(0, 2))
+def test_names_are_different_whatever_the_tree(paths: list[list[str]], start: int) -> None:
     arguments = ["state", "params", "x"]
     names = dict.fromkeys(f"{arguments[(start + len(path)) % 3]}{''.join(path)}" for path in paths)
-    kinds = {name: len(name) % 2 for name in names}
-    found = short_names(kinds, list(names)[:weights])
+    found = argument_names({name: len(name) % 2 for name in names})
     assert len({name.text for name in found.values()}) == len(names)
-    assert all(name.text for name in found.values())
-    for name, short in found.items():
-        assert "".join(tokens_of(name)) == name
-        alike = [other for other in found.values() if other.alike == short.alike]
-        assert short.alike == short.text or len(alike) > 1
+    for name in found.values():
+        alike = [other for other in found.values() if other.alike == name.alike]
+        assert name.alike == name.text or len(alike) > 1
 
 
 @pytest.mark.parametrize("partitioner", ["gshard", "xla"])
-def test_weights_that_are_stacked_inside_keep_their_names(partitioner):
+def test_weights_that_are_stacked_inside_keep_their_names(partitioner: str) -> None:
     """Layers that are stacked for a scan, in a state whose moments come first: rows name weights, and all layers."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
-    def at(*shape, spec):
+    def at(*shape: int, spec: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, jax.P(*spec)))
 
     layers = {
@@ -164,13 +231,13 @@ def test_weights_that_are_stacked_inside_keep_their_names(partitioner):
         for i in range(LAYERS)
     }
 
-    def loss(params, x):
-        def layer(x, w):
+    def loss(params: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
             return x + jax.nn.relu(x @ w["up"] + w["bias"]) @ w["down"], None
 
         return jnp.mean(jax.lax.scan(layer, x, jax.tree.map(lambda *ws: jnp.stack(ws), *params.values()))[0] ** 2)
 
-    def step(state, x):
+    def step(state: Any, x: Any) -> Any:
         m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["m"], jax.grad(loss)(state["params"], x))
         return {"m": m, "params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], m)}
 
@@ -178,15 +245,26 @@ def test_weights_that_are_stacked_inside_keep_their_names(partitioner):
     jitted = jax.jit(step, out_shardings=jax.tree.map(lambda x: x.sharding, state), donate_argnums=0)
     found = gshard.explain(jitted, state, at(128, 64, spec=("data",)), partitioner=partitioner)
     names = {row.array for row in found.collectives}
-    weights = {f"{of}block_*.{w}" for of in ("", "gradient of ") for w in ("up", "down")}
-    assert weights | {"gradient of block_*.bias"} <= names, names
-    assert not any("m." in name or "stack" in name for name in names)
+    weights = {f"{of}state/params/block_*/{w}" for of in ("", "gradient of ") for w in ("up", "down")}
+    assert weights | {"gradient of state/params/block_*/bias"} <= names, names
+    assert not any("/m/" in name or "stack" in name for name in names)
 
 
-def test_what_moves_inside_an_operator_is_named():
+def test_the_number_of_a_layer_may_stand_before_another() -> None:
+    words = [f"processor_edges_{i}_grid2mesh_mlp" for i in range(3)]
+    assert set(equal_layers({(word, "linear_0", "w"): 1 for word in words}).values()) == {
+        ("processor_edges_*_grid2mesh_mlp", "linear_0", "w")
+    }
+    blocks = [f"conv_{i}_block_{j}" for i in range(2) for j in range(3)]
+    assert set(equal_layers({(word, "w"): 1 for word in blocks}).values()) == {
+        (f"conv_{i}_block_*", "w") for i in range(2)
+    }
+
+
+def test_what_moves_inside_an_operator_is_named() -> None:
     q, kv = f32(2, 512, 8, 64), f32(2, 512, 2, 64)
 
-    def ring(q, k, v):
+    def ring(q: Any, k: Any, v: Any) -> Any:
         return gshard.attention(gshard.split(q, 1, 8), gshard.split(k, 1, 8), v, is_causal=True)
 
     found = gshard.explain(ring, q, kv, kv, mesh=MESH)
@@ -198,14 +276,27 @@ def test_what_moves_inside_an_operator_is_named():
     assert all(row.array for row in stacked.collectives)
 
 
+def test_siblings_that_differ_inside_are_no_equal_layers() -> None:
+    dense, mixed = {("w",): 1}, {("w",): 1, ("router",): 2}
+    paths = {("layers", f"{i}", *p): k for i in range(4) for p, k in (mixed if i % 2 else dense).items()}
+    folded = equal_layers(paths)
+    assert set(folded.values()) == {("layers", "*", "w"), ("layers", "*", "router")}
+    assert equal_layers({("layers", "0", "w"): 1, ("layers", "1", "w"): 2}) == {}
+    staged = {("stages", f"{i}", f"layers_{j}", *w): 1 for i in range(2) for j in range(3) for w in [("mlp", "w_0")]}
+    assert set(equal_layers(staged).values()) == {("stages", "*", "layers_*", "mlp", "w_0")}
+    pairs = {("layers", f"{i}", f"wi_{j}", "kernel"): 1 for i in range(2) for j in range(2)}
+    assert len(set(equal_layers(pairs).values())) == 2, "the gate is another weight than what it gates"
+    assert equal_layers({("w_0",): 1, ("w_1",): 1}) == {}, "two weights, not two layers"
+
+
 @pytest.mark.parametrize("scanned", [True, False])
-def test_gradients_of_micro_batches_are_those_of_weights(scanned):
+def test_gradients_of_micro_batches_are_those_of_weights(scanned: bool) -> None:
     """Added up, divided and clipped before Adam's moments read them: of weights and biases, and of no moment."""
 
-    def loss(p, x):
+    def loss(p: Any, x: Any) -> Any:
         return jnp.mean((jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"]) ** 2)
 
-    def step(p, mu, nu, batches):
+    def step(p: Any, mu: Any, nu: Any, batches: Any) -> Any:
         p, batches = split(p), gshard.split(batches, 1, "data")
         if scanned:
             g, _ = jax.lax.scan(
@@ -226,4 +317,4 @@ def test_gradients_of_micro_batches_are_those_of_weights(scanned):
     p = {"up": f32(64, 128), "bias": f32(128), "down": f32(128, 64)}
     found = gshard.explain(step, p, p, p, f32(4, 4096, 64), mesh=MESH)
     reduced = {row.array for row in found.all_rows if row.kind == "reduce_scatter"}
-    assert reduced == {"gradient of p.up", "gradient of p.bias", "gradient of p.down"}
+    assert reduced == {"gradient of p/up", "gradient of p/bias", "gradient of p/down"}

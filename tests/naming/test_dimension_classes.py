@@ -1,5 +1,9 @@
 """Classes of dimensions: what one factor runs over is one dimension, all through a program."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,24 +13,24 @@ import pytest
 import gshard
 from gshard import Layout
 from gshard.core.errors import ArgumentError, ShardingError
-from gshard.naming.dimension_names import DimensionNames
+from gshard.naming.dimension_classes import Dimensions, dimensions_of, of_equal_layers
 from gshard.stages import dimensions
 
 
-def shape(*sizes, dtype="float32"):
+def shape(*sizes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def members(found):
+def members(found: Dimensions) -> set[frozenset[str]]:
     """The arguments' dimensions of each class that has some."""
     return {frozenset(f"{path}.{d}" for path, d in c.arguments) for c in found.classes if c.arguments}
 
 
-def gpt(params, tokens):
+def gpt(params: Any, tokens: Any) -> Any:
     """Layers in a scan, heads by reshape, one table for both ends."""
 
-    def block(x, p):
-        def heads(name):
+    def block(x: Any, p: Any) -> tuple[Any, None]:
+        def heads(name: str) -> Any:
             return (x @ p[name]).reshape(*x.shape[:2], 4, 8)
 
         scores = jnp.einsum("bqhd,bkhd->bhqk", heads("q"), heads("k"))
@@ -43,7 +47,7 @@ SQUARE, LAYERS = 40, 3  # 4 heads of 8 are 32 columns
 
 
 @pytest.fixture
-def arguments():
+def arguments() -> tuple[Any, Any]:
     blocks = {n: shape(LAYERS, SQUARE, 32) for n in "qkv"} | {"o": shape(LAYERS, 32, SQUARE)}
     blocks |= {"w1": shape(LAYERS, SQUARE, 128), "w2": shape(LAYERS, 128, SQUARE)}
     return {"table": shape(50, SQUARE), "blocks": blocks}, shape(6, 16, dtype="int32")
@@ -53,8 +57,11 @@ NAMES = {"tokens": "batch length", "params/table": "vocabulary embed", "params/b
 
 
 @pytest.mark.parametrize("transformed", [lambda f: f, jax.grad, jax.checkpoint])
-def test_a_few_names_name_a_transformer(transformed, arguments):
-    found = dimensions(transformed(lambda params, tokens: gpt(params, tokens)), *arguments, names=NAMES)
+def test_a_few_names_name_a_transformer(transformed: Any, arguments: Any) -> None:
+    def loss(params: Any, tokens: Any) -> Any:
+        return gpt(params, tokens)
+
+    found = dimensions(transformed(loss), *arguments, names=NAMES)
     columns = found.arguments["params/blocks/q"].split()[-1]
     read = found.arguments["params/blocks/v"].split()[-1]
     assert found.arguments == {
@@ -69,7 +76,8 @@ def test_a_few_names_name_a_transformer(transformed, arguments):
     }
     assert columns != read
     heads = found[columns].product[0]
-    assert (found[read].product[0], found[heads].size) == (heads, 4)
+    assert found[read].product[0] == heads
+    assert found[heads].size == 4
     assert [found[part].size for part in found[read].product] == [4, 8]
     assert all("length,length'" in text for text in found["length"].twice)
     assert found["length"].twice
@@ -78,7 +86,7 @@ def test_a_few_names_name_a_transformer(transformed, arguments):
     assert f"length and length' in one value: {found['length'].twice[0]}" in str(found)
 
 
-def test_the_found_names_are_names_of_jit(arguments):
+def test_the_found_names_are_names_of_jit(arguments: Any) -> None:
     """Named all, a layout of arguments cuts each as it cuts those that were named."""
     named = dimensions(gpt, *arguments, names=NAMES)
     layout = Layout(batch="data", hidden="model", embed=None, vocabulary="model")
@@ -91,7 +99,7 @@ def test_the_found_names_are_names_of_jit(arguments):
     assert dimensions(gshard.jit(gpt, mesh=mesh, layout=layout, names=NAMES), *arguments).arguments == named.arguments
 
 
-def test_the_closure_by_hand():
+def test_the_closure_by_hand() -> None:
     """What is elementwise, transposed, contracted, sliced and joined; what never meets stays apart."""
     f = lambda a, b, c: (jnp.sin(a).T @ b, c[:, 1:].sum(0), jnp.concatenate([b, b * 2], 1))  # noqa: E731
     found = dimensions(f, shape(3, 4), shape(3, 5), shape(6, 7))
@@ -103,8 +111,24 @@ def test_the_closure_by_hand():
     assert joined.sizes == (10, 5)
 
 
-def test_loops_and_branches():
-    def f(xs, ys, c):
+def test_a_product_is_taken_apart_as_it_was_made() -> None:
+    """To (batch length) and back: the batch that comes out is the one that went in."""
+
+    def f(x: Any, w: Any, y: Any) -> Any:
+        flat = x.reshape(6 * 5, 7) @ w
+        return flat.reshape(6, 5, 8) + y, flat.reshape(10, 3, 8)
+
+    found = dimensions(f, shape(6, 5, 7), shape(7, 8), shape(6, 5, 8))
+    assert members(found) == {
+        frozenset({"x.0", "y.0"}), frozenset({"x.1", "y.1"}), frozenset({"x.2", "w.0"}), frozenset({"w.1", "y.2"})
+    }  # fmt: skip
+    (flat,) = (c for c in found.classes if c.size == 30)
+    assert [found[label].arguments[0] for label in flat.product] == [("x", 0), ("x", 1)]
+    assert {c.size for c in found.classes} == {6, 5, 7, 8, 30, 10, 3}
+
+
+def test_loops_and_branches() -> None:
+    def f(xs: Any, ys: Any, c: Any) -> Any:
         c, out = jax.lax.scan(lambda c, xy: (c + xy[0] @ xy[1], c.sum()), c, (xs, ys))
         c = jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c * 2, c)
         return jax.lax.cond(c[0] > 0, lambda a, b: a, lambda a, b: -a, c, out), out
@@ -113,16 +137,31 @@ def test_loops_and_branches():
     assert members(found) == {frozenset({"xs.0", "ys.0"}), frozenset({"xs.1", "c.0"}), frozenset({"xs.2", "ys.1"})}
 
 
-def test_what_people_say_against_each_other():
+def test_what_people_say_against_each_other() -> None:
     found = dimensions(lambda x, y: gshard.name(x + y, "_ z"), shape(3, 1), shape(3, 4), names={"x": "a _", "y": "b c"})
-    assert (found["a"].names, set(found["c"].names)) == (("a", "b"), {"c", "z"})
+    assert found["a"].names == ("a", "b")
+    assert set(found["c"].names) == {"c", "z"}
     assert "called a and b, which are the same dimension" in str(found)
     assert found.arguments == {"x": "a _", "y": "a c"}
     with pytest.raises(KeyError, match="no class is called 'b'"):
         found["b"]
 
 
-def test_what_cannot_be_asked(rng):
+def test_names_inside_under_vmap_are_placed() -> None:
+    f = jax.vmap(lambda x: gshard.name(x * 2, "rows columns"), in_axes=1)
+    found = dimensions(f, shape(3, 4, 5))
+    assert found.arguments["x"].split()[::2] == ["rows", "columns"]
+    assert found["rows"].arguments == (("x", 0),)
+    assert found["columns"].arguments == (("x", 2),)
+
+
+def test_letters_are_none_of_the_names() -> None:
+    found = dimensions(lambda x, y: x @ y, shape(3, 4), shape(4, 5), names={"x": "_ a"})
+    assert sorted(c.label for c in found.classes) == ["a", "b", "c"]
+    assert found["a"].arguments == (("x", 1), ("y", 0))
+
+
+def test_what_cannot_be_asked(rng: np.random.Generator) -> None:
     x = rng.standard_normal((3, 4)).astype(np.float32)
     with pytest.raises(ArgumentError, match="takes names for a plain function only"):
         dimensions(gshard.jit(jnp.sin, mesh=8), x, names={"x": "a b"})
@@ -133,17 +172,17 @@ def test_what_cannot_be_asked(rng):
 
 @pytest.mark.parametrize("layers", [2, 12])
 @pytest.mark.parametrize("in_lists", [True, False], ids=["lists of weights", "a list of layers"])
-def test_equal_layers_have_one_class_with_their_moments(layers, in_lists):
+def test_equal_layers_have_one_class_with_their_moments(layers: int, in_lists: bool) -> None:
     adam = optax.adam(1e-3)
     sizes = {"up": (24, 64), "down": (64, 24)}
     if in_lists:
-        params = {name: [shape(*size)] * layers for name, size in sizes.items()}
+        params: Any = {name: [shape(*size)] * layers for name, size in sizes.items()}
     else:
         params = {"blocks": [{name: shape(*size) for name, size in sizes.items()} for _ in range(layers)]}
     state = {"params": params, "adam": jax.eval_shape(adam.init, params)}
 
-    def step(state, x):
-        def loss(params):
+    def step(state: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
             y = x
             blocks = params.get("blocks") or [{k: params[k][i] for k in sizes} for i in range(layers)]
             for block in blocks:
@@ -153,9 +192,20 @@ def test_equal_layers_have_one_class_with_their_moments(layers, in_lists):
         updates, moments = adam.update(jax.grad(loss)(state["params"]), state["adam"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "adam": moments}
 
-    names = DimensionNames(gshard.stages.trace(step, state, shape(16, 24)))
-    hidden = [c for c in names.dimensions.classes if c.size == 64]
+    found = of_equal_layers(dimensions_of(gshard.stages.trace(step, state, shape(16, 24))))
+    hidden = [c for c in found.classes if c.size == 64]
     assert len(hidden) == 1
     assert len(hidden[0].arguments) == layers * 2 * 3  # up and down, each with two moments
-    marked = {v for v, labels in names.dimensions.labels.items() if hidden[0].label in labels}
-    assert sum(v in marked for v in names.dimensions.labels if v.shape in sizes.values()) >= layers * 2 * 3
+    marked = {v for v, labels in found.labels.items() if hidden[0].label in labels}
+    assert sum(v in marked for v in found.labels if v.shape in sizes.values()) >= layers * 2 * 3
+
+
+def test_dimensions_of_one_layer_stay_apart() -> None:
+    """Two dimensions at the same paths but for numbers, of which one array has both, are not those of two layers."""
+
+    def f(ws: Any, x: Any) -> Any:
+        return x @ ws[0] @ ws[1] @ ws[2]
+
+    found = of_equal_layers(dimensions_of(gshard.stages.trace(f, [shape(8, 8)] * 3, shape(4, 8))))
+    labels = [found.arguments[f"ws/{i}"].split() for i in range(3)]
+    assert all(a != b for a, b in labels)

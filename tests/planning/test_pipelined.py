@@ -1,4 +1,4 @@
-"""Pipelines of stacked layers: the numbers of every call, turns, what devices send and hold, and refusals."""
+"""Pipelines of stacked and of separate layers: numbers of every call, turns, what devices send and hold, refusals."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard import moe
+from gshard.core.mark import Schedule
 from gshard.core.mesh import Mesh
-from gshard.core.pipeline_schedule import Schedule
 from gshard.planning.pipelined import pipelined
 from gshard.planning.settled import settled
 from placed import mesh_of, three_calls
@@ -133,6 +135,17 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "second": of_second,
     "chunks": of_chunks,
 }
+OTHER = weights(8)
+KINDS = "stacked", "separate"
+
+
+def apart(w: Any) -> list[Any]:
+    """Separate layers of a stack."""
+    return [jax.tree.map(lambda a, i=i: a[i], w) for i in range(8)]
+
+
+def of_kind(kind: str, w: Any) -> Any:
+    return w if kind == "stacked" else apart(w)
 
 
 def loss_of(program: Callable[[Any], Any], mark: Callable[[Any], Any] = lambda w: w) -> Callable[[Any], Any]:
@@ -148,7 +161,15 @@ def marked(over: str = "stage", **arguments: Any) -> Callable[[Any], Any]:
     return lambda w: gshard.pipeline(w, over, **arguments)
 
 
+def together(results: Any) -> Any:
+    """The results with stacks in place of lists of layers."""
+    is_list = lambda x: isinstance(x, list)  # noqa: E731
+    stacks = functools.partial(jax.tree.map, lambda *arrays: np.stack(arrays))
+    return jax.tree.map(lambda x: stacks(*x) if is_list(x) else x, results, is_leaf=is_list)
+
+
 def check_equal(got: Any, want: Any, *, narrow: bool = False) -> None:
+    got, want = together(got), together(want)
     if narrow:
         assert all(a < 2 * b + 1e-3 for a, b in zip(errors_of_narrow(got), errors_of_narrow(want), strict=True))
         return
@@ -182,11 +203,44 @@ def wanted(name: str) -> Any:
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_numbers_are_those_of_the_loop(name: str, rounds: int) -> None:
-    function = loss_of(PROGRAMS[name], marked(micro_batches=6, rounds=rounds))
-    assert len(gshard.explain(function, W, mesh=Mesh.abstract(stage=4)).plan.program.pipelines) == 2
-    check_calls(function, wanted(name), W, mesh=mesh_of(stage=4, other=2), narrow=name == "narrow")
+def test_numbers_are_those_of_the_loop(name: str, kind: str, rounds: int) -> None:
+    function = loss_of(PROGRAMS[name], marked(micro_batches=6, rounds=rounds, stack=kind == "separate"))
+    w = of_kind(kind, W)
+    assert len(gshard.explain(function, w, mesh=Mesh.abstract(stage=4)).plan.program.pipelines) == 2
+    check_calls(function, wanted(name), w, mesh=mesh_of(stage=4, other=2), narrow=name == "narrow")
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_towers(kind: str) -> None:
+    """Encoder and decoder: the layers of the second loop read the result of the first one."""
+
+    def towers(encoder: Any, decoder: Any, mark: Callable[[Any], Any] = lambda w: w) -> Any:
+        x = jax.lax.scan(plain, X, mark(encoder))[0]
+        y = jax.lax.scan(lambda y, w: (block(y, w) + jnp.cos(x), None), X[::-1], mark(decoder))[0]
+        return (x**2).mean() + (y**2).mean()
+
+    want = jax.jit(jax.value_and_grad(towers, (0, 1)))(W, OTHER)
+    function = jax.value_and_grad(
+        functools.partial(towers, mark=marked(micro_batches=4, stack=kind == "separate")), (0, 1)
+    )
+    w = of_kind(kind, W), of_kind(kind, OTHER)
+    assert len(gshard.explain(function, *w, mesh=Mesh.abstract(stage=4)).plan.program.pipelines) == 4
+    check_calls(function, want, *w, mesh=mesh_of(stage=4, other=2))
+
+
+def test_layers_that_are_constants() -> None:
+    """No derivative is by the weights of the layers, which are not arguments."""
+
+    def loss(first: Any, mark: Callable[[Any], Any] = lambda w: w) -> Any:
+        return (jax.lax.scan(jax.checkpoint(plain), X * first, mark(W))[0] ** 2).mean()
+
+    mark = lambda w: gshard.pipeline(apart(w), "stage", micro_batches=4, stack=True)  # noqa: E731
+    function = jax.value_and_grad(functools.partial(loss, mark=mark))
+    check_calls(function, jax.jit(jax.value_and_grad(loss))(SHARED), SHARED, mesh=mesh_of(stage=4, other=2))
+    assert len(gshard.explain(function, SHARED, mesh=Mesh.abstract(stage=4)).plan.program.pipelines) == 2
 
 
 @pytest.mark.one_in(3)
@@ -227,7 +281,8 @@ def test_beside_data_and_tensor_parallelism() -> None:
     assert not any(kind == "all_gather" for kind, _ in over)
 
 
-def test_a_training_step_keeps_its_state() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_training_step_keeps_its_state(kind: str) -> None:
     optimizer = optax.adamw(1e-2)
 
     def step(w: Any, state: Any, x: Any, mark: Callable[[Any], Any] = lambda w: w) -> Any:
@@ -237,13 +292,15 @@ def test_a_training_step_keeps_its_state() -> None:
         updates, state = optimizer.update(gradient, state, w)
         return optax.apply_updates(w, updates), state, value
 
-    run = gshard.jit(functools.partial(step, mark=marked(micro_batches=4)), mesh=mesh_of(stage=4, data=2))
-    want = got = (W, optimizer.init(W))
+    w = of_kind(kind, W)
+    mark = marked(micro_batches=4, stack=kind == "separate")
+    run = gshard.jit(functools.partial(step, mark=mark), mesh=mesh_of(stage=4, data=2))
+    want, got = (W, optimizer.init(W)), (w, optimizer.init(w))
     for _ in range(3):
         *want, value = jax.jit(step)(*want, X)
         *got, other = run(*got, X)
-        check_equal((got, other), (want, value))
-    for x in jax.tree.leaves(got[0]):
+        check_equal((*got, other), (*want, value))
+    for x in jax.tree.leaves(got[0]) if kind == "stacked" else ():
         assert x.sharding.spec[0] == "stage"
 
 
@@ -260,6 +317,7 @@ def test_arguments_of_explicit_axes() -> None:
 
 def test_outside_of_a_mesh_the_mark_is_the_identity() -> None:
     check_equal(jax.jit(loss_of(of_plain, marked(micro_batches=5, rounds=3)))(W), wanted("plain"))
+    check_equal(jax.jit(loss_of(of_plain, marked(micro_batches=5, stack=True)))(apart(W)), wanted("plain"))
     check_calls(loss_of(of_plain, marked(micro_batches=5, rounds=1)), wanted("plain"), W, mesh=mesh_of(stage=1, data=8))
 
 
@@ -302,9 +360,8 @@ def test_stacks_in_rounds_stay_where_they_are() -> None:
 
 
 def of_separate(layers: Any, rounds: int, x: Any) -> Any:
-    """Weights of separate layers in bfloat16, their gradients are as wide; stacked in the program."""
-    stacked = jax.tree.map(lambda *w: jnp.stack(w), *layers)
-    stacked = gshard.pipeline(stacked, "stage", micro_batches=4, rounds=rounds)
+    """Weights of separate layers in bfloat16, their gradients are as wide."""
+    stacked = gshard.pipeline(layers, "stage", micro_batches=4, rounds=rounds, stack=True)
     return (jax.lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(x @ w["a"]) @ w["b"], None)), x, stacked)[0] ** 2).mean()
 
 
@@ -323,12 +380,53 @@ def test_separate_layers_move_once_each_way(rounds: int) -> None:
     assert all(row.local_bytes * 4 == row.bytes for row in found.tensors if row.name.startswith("w["))
 
 
-@pytest.mark.parametrize("rounds", [1, 2])
-def test_numbers_of_separate_layers(rounds: int) -> None:
-    layers = [{"a": W["a"][i], "b": W["b"][i]} for i in range(8)]
-    function = functools.partial(jax.value_and_grad(of_separate), rounds=rounds, x=X)
-    want = jax.jit(function)(layers)
-    check_calls(lambda w: function(w), want, layers, mesh=mesh_of(stage=4, other=2))
+def check_layers(layers: Any) -> None:
+    """Three calls of a derivative by modules, which are called in a loop as a pipeline."""
+
+    def loss(model: Any, mark: bool = False) -> Any:
+        layers, first = model
+        x = X[:, 0] @ first
+        if not mark:
+            for own in layers:
+                x = own(x)
+            return (x**2).mean()
+        stacked = gshard.pipeline(layers, "stage", micro_batches=6, stack=True)
+        return (jax.lax.scan(lambda x, own: (own(x), None), x, stacked)[0] ** 2).mean()
+
+    model = layers, normal(UNITS, UNITS)
+    arguments = {"allow_int": True}  # counts of random numbers
+    want = jax.jit(jax.value_and_grad(loss, **arguments))(model)
+    function = jax.value_and_grad(functools.partial(loss, mark=True), **arguments)
+    check_calls(function, want, model, mesh=mesh_of(stage=4, b=2))
+    assert len(gshard.explain(function, model, mesh=Mesh.abstract(stage=4)).plan.program.pipelines) == 2
+
+
+class EqxLayer(eqx.Module):
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, key: Any):
+        one, two = jax.random.split(key)
+        self.up, self.down = eqx.nn.Linear(UNITS, 10, key=one), eqx.nn.Linear(10, UNITS, key=two)
+
+    def __call__(self, x: Any) -> Any:
+        return x + jax.vmap(self.down)(jnp.tanh(jax.vmap(self.up)(x)))
+
+
+def test_layers_of_equinox() -> None:
+    check_layers([EqxLayer(key) for key in jax.random.split(jax.random.key(0), 8)])
+
+
+class NnxLayer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up, self.down = nnx.Linear(UNITS, 10, rngs=rngs), nnx.Linear(10, UNITS, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+def test_layers_of_flax() -> None:
+    check_layers(nnx.List([NnxLayer(nnx.Rngs(i)) for i in range(8)]))
 
 
 def test_under_vmap_also_of_weights() -> None:
@@ -472,6 +570,14 @@ def test_a_refusal_names_the_operator_in_the_layer() -> None:
         (W, {"micro_batches": 2, "rounds": 1.5}, "rounds is a positive integer"),
         ({"a": X, "b": W["a"]}, {"micro_batches": 2}, "one dimension of layers"),
         (1.0, {"micro_batches": 2}, "one dimension of layers"),
+        (apart(W), {"micro_batches": 2}, "separate layers with stack=True"),
+        (W, {"micro_batches": 2, "stack": True}, "a list of one or more layers"),
+        ([], {"micro_batches": 2, "stack": True}, "a list of one or more layers"),
+        ([X, X[:4]], {"micro_batches": 2, "stack": True}, r"x\[0\]: f32\[24,3,6\], x\[1\]: f32\[4,3,6\]"),
+        ([{"a": X}, {"a": X.astype(jnp.bfloat16)}], {"micro_batches": 2, "stack": True}, r"x\[1\]\['a'\]: bf16"),
+        ([{"a": X}, {"a": X, "b": X}], {"micro_batches": 2, "stack": True}, r"x\[0\]\['b'\]: no array"),
+        ([(X,), [X]], {"micro_batches": 2, "stack": True}, r"x\[0\]: PyTreeDef\(\(\*,\)\), x\[1\]"),
+        ([{"a": X, "f": jnp.tanh}] * 2, {"micro_batches": 2, "stack": True}, "not an array"),
     ],
 )
 def test_wrong_marks(x: Any, arguments: Any, message: str) -> None:

@@ -1,12 +1,15 @@
 """The scripts for a GPU resume, tell what failed, and read schedules; their dry run on CPU writes its page."""
 
+from __future__ import annotations
+
 import importlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -51,27 +54,30 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 
 
 @pytest.fixture(scope="module")
-def scripts():
+def scripts() -> Iterator[SimpleNamespace]:
     names = ("resumable", "gpu", "gpu_page", "gpu_schedule", "gpu_scaling")
     with pytest.MonkeyPatch.context() as patch:  # they stand beside each other
         patch.syspath_prepend(str(ROOT / "scripts"))
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
-def parts(resumable, folder, seconds=30):
+def parts(resumable: ModuleType, folder: Path, seconds: float = 30) -> list[object]:
     script = folder / "fake.py"
     script.write_text(FAKE)
     return [resumable.Part(kind, (str(script), kind), seconds) for kind in ("first", "broken", "last")]
 
 
-def test_what_is_finished_is_not_run_again_and_what_fails_stops_nothing(scripts, tmp_path):
+def test_what_is_finished_is_not_run_again_and_what_fails_stops_nothing(
+    scripts: SimpleNamespace, tmp_path: Path
+) -> None:
     every, written = parts(scripts.resumable, tmp_path), []
     state = scripts.resumable.State(tmp_path / "state.json", {"mode": "gpu"})
     assert scripts.resumable.run(every[:2], state, 5, after=lambda: written.append(1))
     state = scripts.resumable.State(tmp_path / "state.json", {"mode": "gpu"})
     assert scripts.resumable.run(every, state, 5)
     ran = (tmp_path / "ran").read_text().split()
-    assert (ran, len(written)) == (["first", "broken", "last"], 2)
+    assert ran == ["first", "broken", "last"]
+    assert len(written) == 2
     assert state.found("first") == {"kind": "first"}
     assert state.found("broken") is None
     assert "the words of the error" in state.parts["broken"]["error"]
@@ -82,7 +88,7 @@ def test_what_is_finished_is_not_run_again_and_what_fails_stops_nothing(scripts,
         scripts.resumable.State(tmp_path / "state.json", {"mode": "dry-run"})
 
 
-def test_the_message_of_a_process_that_c_plus_plus_ends_is_kept(scripts, tmp_path):
+def test_the_message_of_a_process_that_c_plus_plus_ends_is_kept(scripts: SimpleNamespace, tmp_path: Path) -> None:
     parts(scripts.resumable, tmp_path)
     state = scripts.resumable.State(tmp_path / "state.json", {})
     ended = scripts.resumable.Part("ended", (str(tmp_path / "fake.py"), "ended"), 30)
@@ -93,7 +99,7 @@ def test_the_message_of_a_process_that_c_plus_plus_ends_is_kept(scripts, tmp_pat
     assert told.count("PjitFunction") < 4
 
 
-def test_a_slice_ends_and_the_next_one_begins_what_it_stopped_anew(scripts, tmp_path):
+def test_a_slice_ends_and_the_next_one_begins_what_it_stopped_anew(scripts: SimpleNamespace, tmp_path: Path) -> None:
     every = parts(scripts.resumable, tmp_path, seconds=120)
     slow = scripts.resumable.Part("slow", (str(tmp_path / "fake.py"), "slow"), 21)
     state = scripts.resumable.State(tmp_path / "state.json", {})
@@ -106,14 +112,41 @@ def test_a_slice_ends_and_the_next_one_begins_what_it_stopped_anew(scripts, tmp_
     assert "took longer than 1 seconds" in state.parts["slow"]["error"]
 
 
-def test_a_schedule_is_read(scripts):
+def test_the_page_has_failures_and_what_was_not_reached(scripts: SimpleNamespace, tmp_path: Path) -> None:
+    state = scripts.resumable.State(tmp_path / "state.json", {})
+    every = scripts.gpu.parts_of("gpu")
+    state.put("laws", {"state": "done", "seconds": 3.0, "found": {"tried": 9, "of": 471, "wrong": {"sine": "is off"}}})
+    state.put("train", {"state": "failed", "seconds": 2.0, "error": "ended with 1\nXlaRuntimeError: no memory"})
+    text = scripts.gpu_page.page(state, every, "gpu", "python scripts/gpu.py")
+    assert "Of 9 of the 471 rows" in text
+    assert "wrong: `sine` (is off)" in text
+    assert "**train**, after 2 s:\n\n```text\nended with 1\nXlaRuntimeError: no memory\n```" in text
+    assert "mocked 32 moe" in text.split("not reached")[1]
+    assert "```python" not in text, "the tests run those"
+
+
+def test_parts_have_names_of_their_own_and_fit_into_a_slice(scripts: SimpleNamespace) -> None:
+    for mode in ("gpu", "described", "dry-run"):
+        every = scripts.gpu.parts_of(mode)
+        assert len({part.name for part in every}) == len(every)
+        assert all(part.seconds <= 9 * 60 - scripts.resumable.SAVING for part in every)
+        assert all((ROOT / part.command[0]).exists() for part in every)
+        assert all(part.environment["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false" for part in every)
+
+
+def test_a_schedule_is_read(scripts: SimpleNamespace) -> None:
     found = scripts.gpu_schedule.schedule(HLO)
     each = 2 * 32 * 3 // 4
     assert found["kinds"] == {"all_reduce": [4, 4 * each]}
     assert (found["asynchronous"], found["hidden"], found["hidden_bytes"], found["between"]) == (2, 1, each, 1)
 
 
-def dry_run(script, folder, *options):
+def test_the_comparison_of_models_takes_the_time_that_is_left(scripts: SimpleNamespace) -> None:
+    line = scripts.gpu_scaling.scaling(Path("data"), Path("out"), "gpu", "one GPU", 7.5)
+    assert line[line.index("--minutes") + 1] == "7.50"
+
+
+def dry_run(script: str, folder: Path, *options: str) -> str:
     line = [sys.executable, ROOT / "scripts" / script, "--dry-run", "--output", folder, *options]
     environment = {**os.environ, "XLA_FLAGS": ""}
     done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=280)
@@ -122,7 +155,7 @@ def dry_run(script, folder, *options):
 
 
 @pytest.mark.slow
-def test_the_dry_run_writes_its_page_and_resumes(tmp_path):
+def test_the_dry_run_writes_its_page_and_resumes(tmp_path: Path) -> None:
     chosen = ("--only", "machine", "--only", "step dense", "--only", "virtual 8 tensor")
     said = dry_run("gpu.py", tmp_path, *chosen)
     assert said.count(" ... ") == 3
@@ -134,12 +167,11 @@ def test_the_dry_run_writes_its_page_and_resumes(tmp_path):
     first = json.loads((tmp_path / "state.json").read_text())
     assert " ... " not in dry_run("gpu.py", tmp_path, *chosen)
     assert json.loads((tmp_path / "state.json").read_text()) == first
-    assert not (ROOT / "docs" / "gpu.md").exists() or "Dry run" not in (ROOT / "docs" / "gpu.md").read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "page"), [("gpu.py", "gpu.md"), ("gpu_scaling.py", "gpu_throughput.md")])
-def test_the_whole_dry_run_has_no_failure(script, page, tmp_path):
+def test_the_whole_dry_run_has_no_failure(script: str, page: str, tmp_path: Path) -> None:
     dry_run(script, tmp_path, "--minutes", "60")
     text = (tmp_path / page).read_text()
     assert "What failed" not in text, text

@@ -12,6 +12,7 @@ from jax import ShapeDtypeStruct
 
 import gshard
 from families import CASES, SMALL
+from gshard.api.configure import estimated
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import tables
 from gshard.device.cost import cost
@@ -23,7 +24,6 @@ from gshard.planning.strategies import components, splits
 from gshard.rewrite import driver
 from gshard.search import seconds as emitted
 from gshard.search.pipeline import CHOOSE_WITHIN_LIMIT, Draft, Settings, plans_of, run
-from gshard.search.screening import estimated
 from gshard.search.seconds import OwnWays, Seconds, emitted_alone, has_own_way, on_machine
 from gshard.tracing.trace import trace
 

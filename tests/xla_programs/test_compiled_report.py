@@ -127,7 +127,7 @@ def test_a_fusion_without_a_line_has_that_of_what_it_computes(found):
 
 def test_arguments_have_their_axes_and_the_lines_that_read_them(found):
     w, x, g = found["gpu"].data()["tensors"]
-    assert (w["name"], w["short"], w["spec"]) == ("params['w']", "params.w", "P(None, 'data')")
+    assert (w["name"], w["short"], w["spec"]) == ("params['w']", "params/w", "P(None, 'data')")
     assert (w["shape"], w["dims"], w["local"], w["bytes"]) == ([256, 256], [[], ["data"]], 131072, 262144)
     assert set(w["read"]) == {"train.py:12", "layers.py:9"}
     assert (x["shape"], x["note"]) == ([128, 256], "one of 2 parts")

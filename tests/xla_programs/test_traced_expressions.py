@@ -1,4 +1,4 @@
-"""Constraints at expressions: the traced function is the one in which the constraint is written."""
+"""Constraints at expressions: what is compiled takes what the function takes in which the constraint is written."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,97 +8,119 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gshard.xla_programs.traced_expressions import Constraint, TracedOtherwise, constrained, expressions_of
-from xla_programs.advised_steps import mesh_of_devices
+import gshard
+from gshard.xla_programs.traced_expressions import Constraint, TracedExpression, TracedProgram
+from xla_programs.advised_steps import given, mesh_of_devices
 
 P = PartitionSpec
-W, X = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.float32)
+MESH = mesh_of_devices()
+W, X = given(MESH, (8, 8), "data", "model"), given(MESH, (16, 8), None, "model")
 Mark = Callable[[Any], Any]
 
 
-def plain(w, x, mark):
+def plain(w: Any, x: Any, mark: Mark) -> Any:
     h = mark(x @ w)
     return jnp.sin(h)
 
 
-def loop(w, x, mark):
+def loop(w: Any, x: Any, mark: Mark) -> Any:
     for _ in range(3):
         x = mark(x @ w)
     return x
 
 
-def scanned(w, x, mark):
-    def body(x, _):
+def scanned(w: Any, x: Any, mark: Mark) -> Any:
+    def body(x: Any, _: None) -> tuple[Any, None]:
         return mark(x @ w), None
 
     return jax.lax.scan(body, x, None, length=3)[0]
 
 
-def recomputed(w, x, mark):
+def recomputed(w: Any, x: Any, mark: Mark) -> Any:
     return jax.checkpoint(lambda x: jnp.sin(mark(x @ w)))(x)
 
 
-def jitted(w, x, mark):
+def jitted(w: Any, x: Any, mark: Mark) -> Any:
     layer = jax.jit(lambda x: jnp.sin(mark(x @ w)))
     return layer(layer(x))
 
 
-def mapped(w, x, mark):
-    return jax.vmap(lambda row: mark(jnp.dot(row, w)))(x)
+def added(w: Any, x: Any, mark: Mark) -> Any:
+    for _ in range(2):
+        x = mark(x + jnp.tanh(x @ w))
+    return x
 
 
-def branch(w, x, mark):
+def biased(w: Any, x: Any, mark: Mark) -> Any:
+    return mark(x @ w + w[0])
+
+
+def normalised(w: Any, x: Any, mark: Mark) -> Any:
+    return mark(jax.nn.softmax(x @ w)) @ w
+
+
+def squared(w: Any, x: Any, mark: Mark) -> Any:
+    x = x @ w
+    return x / jnp.sqrt(mark(x * x).mean(-1, keepdims=True))
+
+
+def branch(w: Any, x: Any, mark: Mark) -> Any:
     return jax.lax.cond(x.sum() > 0, lambda x: mark(x @ w), lambda x: x, x)
 
 
-def own_gradient(w, x, mark):
+def own_gradient(w: Any, x: Any, mark: Mark) -> Any:
     @jax.custom_vjp
-    def f(x):
+    def f(x: Any) -> Any:
         return x
 
     f.defvjp(lambda x: (x, None), lambda _, g: (g,))
     return mark(f(x)) @ w
 
 
-def of_library(w, x, mark):
+def of_library(w: Any, x: Any, mark: Mark) -> Any:
     return mark(jax.nn.gelu(x)) @ w
 
 
-def with_own_gradient_of_library(w, x, mark):
+def with_own_gradient_of_library(w: Any, x: Any, mark: Mark) -> Any:
     return mark(jax.nn.relu(x)) @ w
 
 
-def einsum(w, x, mark):
+def einsum(w: Any, x: Any, mark: Mark) -> Any:
     return mark(jnp.einsum("bi,ij,jk->bk", x, w, w))
 
 
 PROGRAMS = [
-    plain, loop, scanned, recomputed, jitted, mapped, branch, own_gradient, of_library, with_own_gradient_of_library,
-    einsum,
+    plain, loop, scanned, recomputed, jitted, branch, own_gradient, of_library, with_own_gradient_of_library, einsum,
+    added, biased, normalised, squared,
 ]  # fmt: skip
 
 
-def traced(f, mark, *, gradient):
-    def whole(w, x):
+def explained(f: Callable[..., Any], mark: Mark, *, gradient: bool) -> gshard.stages.CompiledExplanation:
+    def whole(w: Any, x: Any) -> Any:
         return f(w, x, mark)
 
     function = jax.grad(lambda w, x: (whole(w, x) ** 2).sum()) if gradient else whole
-    return jax.jit(function).trace(W, X).jaxpr
+    found = gshard.explain(jax.jit(function), W, X)
+    assert isinstance(found, gshard.stages.CompiledExplanation)
+    return found
 
 
-def the_one_in(f, expressions):
+def program_of(f: Any, *arguments: Any) -> TracedProgram:
+    return TracedProgram(jax.jit(f).trace(*arguments).jaxpr)
+
+
+def unmarked(x: Any) -> Any:
+    return x
+
+
+def the_one_in(f: Callable[..., Any], expressions: tuple[TracedExpression, ...]) -> TracedExpression:
     """The expression in the call of ``mark``."""
     lines = f.__code__.co_firstlineno, max(line for _, _, line in f.__code__.co_lines() if line)
-    inside = [
-        e
-        for e in expressions
-        if lines[0] <= e.place.line <= lines[1] + 3 and e.place.file == __file__ and marked_text(e)
-    ]
-    assert len(inside) == 1, inside
-    return inside[0]
+    here = [e for e in expressions if e.place.file == __file__ and lines[0] <= e.place.line <= lines[1] + 3]
+    return max((e for e in here if marked_text(e)), key=lambda e: e.place)  # x @ w begins where x @ w + b does
 
 
-def marked_text(e):
+def marked_text(e: TracedExpression) -> bool:
     """Whether ``mark(`` stands in front of an expression."""
     with open(__file__, encoding="utf-8") as file:
         line = file.read().splitlines()[e.place.line - 1]
@@ -107,107 +129,124 @@ def marked_text(e):
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
 @pytest.mark.parametrize("f", PROGRAMS, ids=lambda f: f.__name__)
-def test_it_is_traced_as_if_it_were_written(f, gradient):
-    mesh = mesh_of_devices()
-    spec = P("model") if f is mapped else P("data", "model")
+def test_it_is_compiled_as_if_it_were_written(f: Callable[..., Any], gradient: bool) -> None:
+    spec = P("data", "model")
 
-    def written(x):
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    def written(x: Any) -> Any:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(MESH, spec))
 
-    def unmarked(x):
-        return x
+    found, expected = (explained(f, mark, gradient=gradient) for mark in (unmarked, written))
+    assert found.again is not None
+    assert expected.again is not None
+    program = TracedProgram(found.again.traced())
+    at = the_one_in(f, program.expressions)
+    changed = program.with_constraints([Constraint(at, spec)], MESH)
+    made = found.again.compiled({}, lambda _: changed)
+    assert made is not None
+    assert made.figures == expected.figures
+    counts = [str(jaxpr).count("sharding_constraint[") for jaxpr in (changed, expected.again.traced())]
+    assert counts[0] == counts[1] > 0
+    if not gradient:
+        assert str(changed) == str(expected.again.traced())
 
-    expressions, _ = expressions_of(lambda: traced(f, unmarked, gradient=gradient))
-    at = the_one_in(f, expressions)
-    with constrained([Constraint(at, spec)], mesh) as outcome:
-        made = traced(f, unmarked, gradient=gradient)
-    assert outcome.is_as_before
-    expected = traced(f, written, gradient=gradient)
-    assert str(made) == str(expected)
-    assert str(made).count("sharding_constraint") > 0
 
-
-def test_a_constraint_is_removed_or_replaced_as_if_it_were_not_written():
-    mesh = mesh_of_devices()
-
-    def program(spec):
-        def f(w, x):
+def test_a_constraint_is_removed_or_replaced_as_if_it_were_not_written() -> None:
+    def program(spec: PartitionSpec | None) -> TracedProgram:
+        def f(w: Any, x: Any) -> Any:
             h = x @ w
             if spec is not None:
-                h = jax.lax.with_sharding_constraint(h, NamedSharding(mesh, spec))
+                h = jax.lax.with_sharding_constraint(h, NamedSharding(MESH, spec))
             return (h**2).sum()
 
-        return jax.jit(jax.grad(f)).trace(W, X).jaxpr
+        return program_of(jax.grad(f), W, X)
 
-    [own] = [e for e in expressions_of(lambda: program(P("model")))[0] if e.spec is not None]
+    made = program(P("model"))
+    [own] = [e for e in made.expressions if e.spec is not None]
     assert own.spec == P("model")
     for spec in (None, P("data")):
-        with constrained([Constraint(own, spec)], mesh) as outcome:
-            made = program(P("model"))
-        assert outcome.is_as_before
-        assert str(made) == str(program(spec))
+        assert str(made.with_constraints([Constraint(own, spec)], MESH)) == str(program(spec).jaxpr)
 
 
-def test_a_constraint_of_several_arrays_is_one_expression():
-    mesh = mesh_of_devices()
-
-    def f(w, x):
-        pair = jax.lax.with_sharding_constraint({"a": x @ w, "b": w @ w}, NamedSharding(mesh, P("data")))
+def test_a_constraint_of_several_arrays_is_one_expression() -> None:
+    def f(w: Any, x: Any) -> Any:
+        pair = jax.lax.with_sharding_constraint({"a": x @ w, "b": w @ w}, NamedSharding(MESH, P("data")))
         return pair["a"].sum() + pair["b"].sum()
 
-    [own] = [e for e in expressions_of(lambda: jax.jit(f).trace(W, X))[0] if e.spec is not None]
+    program = program_of(f, W, X)
+    [own] = [e for e in program.expressions if e.spec is not None]
     assert own.shape is None
-    with constrained([Constraint(own, None)], mesh) as outcome:
-        assert "sharding_constraint" not in str(jax.jit(f).trace(W, X).jaxpr)
-    assert outcome.is_as_before
+    assert "sharding_constraint" not in str(program.with_constraints([Constraint(own, None)], MESH))
 
 
-def test_expressions_read_others():
-    expressions, _ = expressions_of(lambda: traced(plain, lambda x: x, gradient=True))
+def test_expressions_read_others() -> None:
+    found = explained(plain, unmarked, gradient=True)
+    assert found.again is not None
+    expressions = TracedProgram(found.again.traced()).expressions
     product = the_one_in(plain, expressions)
-    assert [e.primitive for e in expressions if product.place in e.reads] == ["jit"]  # jnp.sin is jitted
-    assert (product.shape, product.dtype, product.evaluations) == ((16, 8), "float32", 1)
+    [sine] = [e for e in expressions if product.place in e.reads]
+    assert Constraint(sine, P("data")).text.endswith("(jnp.sin(h), P('data')) instead of jnp.sin(h)")
+    assert (product.shape, product.type) == ((16, 8), "float32[16,8]")
 
 
-def test_what_has_no_one_value_is_left_out():
-    def f(w, x):
-        def helper(a):
+def test_what_has_no_one_value_is_left_out() -> None:
+    def f(w: Any, x: Any) -> Any:
+        def helper(a: Any) -> Any:
             return jax.lax.sin(a)  # of two shapes
 
         return helper(w).sum() + helper(x).sum()
 
-    expressions, left_out = expressions_of(lambda: jax.jit(f).trace(W, X))
-    assert all(e.primitive != "sin" for e in expressions)
-    assert left_out >= 1
+    program = program_of(f, W, X)
+    assert not program.expressions
+    assert program.left_out >= 1
 
 
-def test_the_body_of_a_shard_map_has_none():
-    mesh = mesh_of_devices()
+def test_what_is_in_vmap_is_left_out() -> None:
+    """Its arrays have a dimension more than those of the user. A constraint in it can be removed."""
 
-    def f(w, x):
-        inside = jax.shard_map(lambda x: jax.lax.sin(x), mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    def f(w: Any, x: Any) -> Any:
+        def row(x: Any) -> Any:
+            return jax.lax.with_sharding_constraint(x @ w, NamedSharding(MESH, P("model")))
+
+        return jax.vmap(row)(x)
+
+    program = program_of(f, W, X)
+    [own] = program.expressions
+    assert own.spec is not None
+    assert own.shape is None
+    assert program.left_out == 1
+    assert "sharding_constraint" not in str(program.with_constraints([Constraint(own, None)], MESH))
+
+
+def test_the_body_of_a_shard_map_has_none() -> None:
+    def f(w: Any, x: Any) -> Any:
+        inside = jax.shard_map(lambda x: jax.lax.sin(x), mesh=MESH, in_specs=P("data"), out_specs=P("data"))
         return inside(x) @ w
 
-    expressions, _ = expressions_of(lambda: jax.jit(f).trace(W, X))
-    assert "sin" not in {e.primitive for e in expressions}
-    # The results of the shard_map can be constrained, or it is refused.
-    at = next(e for e in expressions if e.primitive == "shard_map")
-    with pytest.raises(NotImplementedError), constrained([Constraint(at, P("data", "model"))], mesh):
-        jax.jit(f).trace(W, X)
+    texts = [Constraint(e, P("data")).text for e in program_of(f, W, X).expressions]
+    assert [text.partition(" instead of ")[2] for text in texts] == ["inside(x)", "inside(x) @ w"]
 
 
-def test_a_function_that_is_traced_otherwise_is_refused():
-    mesh, calls = mesh_of_devices(), []
+def test_what_is_written_for_statements(tmp_path: Any) -> None:
+    path = tmp_path / "step.py"
+    path.write_text("\n".join(["def f(w, x):", *(f"    {line}" for line in STATEMENTS)]))
+    names: dict[str, Any] = {"g": jax.lax.sin}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    texts = [Constraint(e, P()).text for e in program_of(names["f"], W, X).expressions]
+    assert texts == [
+        "after step.py:2: h = jax.lax.with_sharding_constraint(h, P())",
+        "after step.py:3: h = jax.lax.with_sharding_constraint(h, P())",
+        "after step.py:4: k = jax.lax.with_sharding_constraint(k, P())",
+        "step.py:6: jax.lax.with_sharding_constraint(g(k), P()) instead of g(k)",
+        "step.py:5: jax.lax.with_sharding_constraint(..., P()) around what makes this value",
+        "after step.py:7: m = jax.lax.with_sharding_constraint(m, P())",
+        "step.py:8: jax.lax.with_sharding_constraint(k @ w, P()) instead of k @ w",
+    ]
 
-    def f(w, x):
-        calls.append(1)
-        operation = jax.lax.sin if len(calls) == 1 else jax.lax.cos
-        return operation(x @ w)
 
-    expressions, _ = expressions_of(lambda: jax.jit(f).trace(W, X))
-    sine = next(e for e in expressions if e.primitive == "sin")
-    with pytest.raises(TracedOtherwise), constrained([Constraint(sine, P("data"))], mesh):
-        jax.jit(f).trace(W, X)
-    with constrained([Constraint(sine, P("data"))], mesh) as outcome:
-        pass
-    assert not outcome.is_as_before, "the expression was not evaluated"
+STATEMENTS = """h = x @ w  # a product
+h *= 2.0
+k: object = g(h)
+m = g(
+    x=g(k)
+) + h
+return k @ w""".splitlines()

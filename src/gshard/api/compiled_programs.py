@@ -19,9 +19,9 @@ from gshard.api.lowered import Compiled, Lowered, Traced
 from gshard.api.wrapped import clear_call_errors, mesh_of_shardings
 from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.jax_adapter import mesh_of_context, user_line
-from gshard.core.jax_adapter_jit import arguments_of_calls, axes_of_exported, given_to_jit
+from gshard.core.jax_adapter_jit import arguments_of_call, axes_of_exported, calls_of_jit, given_to_jit
 from gshard.core.mesh import Mesh, MeshLike
-from gshard.core.paths import leaf_names
+from gshard.core.paths import leaf_names, path_of
 from gshard.device.machine import Machine, kind_of_devices, machine_of
 from gshard.tracing.by_jax import name_of
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
@@ -224,7 +224,7 @@ def _word(entry: Any) -> str:
 
 def _results(tree: Any) -> list[str]:
     paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))[0]
-    return [f"result{jax.tree_util.keystr(path)}" for path, _ in paths]
+    return [path_of("result", path) for path, _ in paths]
 
 
 # Framework jit: functions that ``flax.nnx.jit`` or ``equinox.filter_jit`` returned, which call ``jax.jit`` themselves.
@@ -237,6 +237,19 @@ def is_from_framework(f: Any) -> bool:
     return is_from_jax_jit(f) and not isinstance(f, Jitted) and given_to_jit(f) is None
 
 
+def traced_call(f: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[int]]:
+    """The jaxpr of a call of a function, and the numbers of the leaves of its arguments that are arrays."""
+    leaves, tree = jax.tree.flatten((args, dict(kwargs)))
+    arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
+
+    def called(given: list[Any]) -> None:
+        whole = dict(enumerate(leaves)) | dict(zip(arrays, given, strict=True))
+        args, kwargs = jax.tree.unflatten(tree, [whole[i] for i in range(len(leaves))])
+        f(*args, **kwargs)
+
+    return jax.make_jaxpr(called)([leaves[i] for i in arrays]), arrays
+
+
 def names_of_arrays(f: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, str]:
     """The names of arrays in the user's arguments, by the names that they have in the program of ``jax.jit``.
 
@@ -244,21 +257,15 @@ def names_of_arrays(f: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     """
     if not is_from_framework(f):
         return {}
-    leaves, tree = jax.tree.flatten((args, dict(kwargs)))
-    arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
     names = leaf_names(f, (args, dict(kwargs)))
-
-    def called(given: list[Any]) -> None:
-        whole = dict(enumerate(leaves)) | dict(zip(arrays, given, strict=True))
-        args, kwargs = jax.tree.unflatten(tree, [whole[i] for i in range(len(leaves))])
-        f(*args, **kwargs)
-
     try:
-        found = arguments_of_calls(jax.make_jaxpr(called)([leaves[i] for i in arrays]))
+        traced, arrays = traced_call(f, args, kwargs)
     except Exception as error:  # what is lowered need not be traced in a program: it keeps the framework's names
         _log.info("gshard: the arguments of %s have the names of its framework: %s", name_of(f), error)
         return {}
-    return {name: names[arrays[i]] for name, i in found[0].items()} if len(found) == 1 else {}
+    calls = calls_of_jit(traced)
+    found = arguments_of_call(traced, calls[0]) if len(calls) == 1 else {}
+    return {name: names[arrays[i]] for name, i in found.items()}
 
 
 def mesh_of_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> MeshLike:

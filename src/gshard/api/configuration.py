@@ -1,32 +1,116 @@
-"""Configuration: one configuration of a training step, with the plan that was found for it, and what runs it."""
+"""Configurations of a training step: what ``gshard.configure`` returns, each with its step, its mesh and its plan."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from gshard.api.built_step import BuiltStep, built_by
 from gshard.api.jit import Jitted, jit
+from gshard.api.signature import Parameters
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import put_all, user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
+from gshard.core.memory_kinds import PINNED_HOST
 from gshard.core.mesh import Mesh, MeshLike
-from gshard.core.number_text import format_seconds
+from gshard.core.number_text import format_seconds, significant
 from gshard.core.plan import Plan, local_bytes
 from gshard.core.program import format_bytes
 from gshard.device.cost import Cost
 from gshard.device.machine import Machine
 from gshard.explanation.search_result import SearchResult
+from gshard.explanation.verdict import headline
 from gshard.planning.saved_plan import SavedPlan
 from gshard.search.builder_choices import text_of
-from gshard.search.pipeline import PricedPlan
+from gshard.search.find import ended, how_near
+from gshard.search.state_on_host import with_state_on_host
 from gshard.tracing.by_jax import name_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BuiltStep:
+    """A step with its arguments."""
+
+    keywords: Mapping[str, Any]  # the keywords that were chosen
+    fixed: Mapping[str, Any]  # other keywords, which every call of the builder gets
+    step: Callable[..., Any]  # the function
+    arguments: tuple[Any, ...]  # its arguments; those of the state on the host name this memory in their shardings
+    own: Mapping[str, Any]  # static and donated arguments and ``finite``, as ``gshard.jit`` takes them
+    # pairs of a flat argument in the memory of the host and the flat result that replaces it
+    host: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The keywords, and where the state is."""
+        return f"{text_of(self.keywords)}{', state on the host' if self.host else ''}"
+
+    @property
+    def static(self) -> tuple[int, ...]:
+        """The numbers of the positional arguments that are no arrays."""
+        if isinstance(self.step, Jitted):
+            return ()
+        named = self.own["static_argnums"], self.own["static_argnames"]
+        return Parameters.of(self.step, named, (None, None)).static_numbers
+
+    def leaves(self, arguments: tuple[Any, ...]) -> tuple[list[Any], Any]:
+        """The flat arrays of arguments, and their structure."""
+        static = self.static
+        leaves, tree = jax.tree.flatten([x for i, x in enumerate(arguments) if i not in static])
+        return leaves, tree
+
+    def with_leaves(self, arguments: tuple[Any, ...], leaves: list[Any], tree: Any) -> tuple[Any, ...]:
+        """Arguments with other arrays."""
+        static, arrays = self.static, iter(jax.tree.unflatten(tree, leaves))
+        return tuple(x if i in static else next(arrays) for i, x in enumerate(arguments))
+
+    def with_host(self, pairs: Mapping[int, int]) -> BuiltStep:
+        """The same with a part of the state in the memory of the host."""
+        leaves, tree = self.leaves(self.arguments)
+        placed = [_on_host(x) if i in pairs else x for i, x in enumerate(leaves)]
+        return dataclasses.replace(
+            self,
+            step=with_state_on_host(self.step, frozenset(pairs.values()), self.static),
+            arguments=self.with_leaves(self.arguments, placed, tree),
+            host=tuple(sorted(pairs.items())),
+        )
+
+
+def built_by(
+    builder: Callable[..., Any], keywords: Mapping[str, Any], fixed: Mapping[str, Any], own: Mapping[str, Any]
+) -> BuiltStep | None:
+    """Calls a builder; None if it returns None, because there is no step for these keywords."""
+    name = name_of(builder)
+    try:
+        made = builder(**fixed, **keywords)
+    except Exception as error:
+        error.add_note(f"gshard called {name}({text_of({**fixed, **keywords})})")
+        raise
+    if made is None:
+        return None
+    if not isinstance(made, tuple) or not made or not callable(made[0]):
+        kind = "a tuple that begins with no function" if isinstance(made, tuple) else type(made).__name__
+        raise ArgumentError(
+            f"{name} returned {kind}{'' if isinstance(made, tuple) else ', not a tuple'}.",
+            user_line(),
+            text_of(keywords),
+            "A builder returns (step, *arguments), or None if there is no step for these keywords.",
+        )
+    return BuiltStep(dict(keywords), dict(fixed), made[0], made[1:], own)
+
+
+def _on_host(x: Any) -> Any:
+    """The type of an array in the memory of the host. A sharding that it has stays."""
+    given = getattr(x, "sharding", None)
+    placed = isinstance(given, jax.sharding.NamedSharding)
+    sharding: Any = given if placed else jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    weak = bool(getattr(x, "weak_type", False))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.with_memory_kind(PINNED_HOST), weak_type=weak)
+
 
 _FORMAT = 1
 _FIELDS = tuple("format keywords fixed machine axes memory_limit global_batch own host plan".split())
@@ -83,11 +167,6 @@ class Configuration:
             ArgumentError: the configuration was loaded.
         """
         return self.search_result.cost
-
-    @property
-    def chosen(self) -> PricedPlan:
-        """The plan with its cost, as the search has it."""
-        return self.search_result.best.chosen
 
     @property
     def seconds(self) -> float:
@@ -248,3 +327,198 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict) or any(name not in data for name in _FIELDS) or data["format"] != _FORMAT:
         raise ArgumentError(f"{path} is no saved configuration of this version.", user_line(), hint=hint)
     return data
+
+
+_SHOWN = 5  # rows of the table
+_NONE = 1e-5  # a gap that counts as none, to the printed digits
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NotSearched:
+    """A configuration that was left out, and why."""
+
+    text: str  # its keywords, and where the state is
+    why: str  # the reason
+    fits: bool  # whether it may fit into memory. If not, no bound needs to hold for it.
+    least_seconds: float = 0.0  # seconds that it takes at least in the simplified model; 0 if nothing is known
+    is_estimated: bool = True  # whether it was estimated
+
+    def __str__(self) -> str:
+        return f"{self.text}: {self.why}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Configurations:
+    """The configurations that were found for a step, the best first.
+
+    Attributes:
+        rows: the configurations that have a plan: first those that fit, by time; then the others, by memory.
+        not_searched: the configurations without a plan, and why they have none.
+        machine: the machine.
+        limit: bytes that a device may hold.
+        bound: seconds that no plan of any configuration goes below, in the simplified model of ``gshard.search``; 0 if
+            some configuration was not estimated. It is for plans without recomputed values, besides those that the
+            builder's step recomputes, and without collective matmuls, on the meshes that were given.
+        searched_bound: the same for the configurations whose problems were solved on all meshes only; 0 if none was.
+        solved: the number of these.
+        left_out: steps that were cut, or not begun, because the time was over.
+        failed: steps that ended with an error, each with its first line.
+        notes: what else limits the result.
+        seconds: the time that it took.
+        stopped: the signal that ended it; None if none did.
+    """
+
+    rows: tuple[Configuration, ...]
+    not_searched: tuple[NotSearched, ...]
+    machine: Machine
+    limit: float
+    bound: float
+    searched_bound: float
+    solved: int
+    left_out: tuple[str, ...]
+    failed: tuple[str, ...]
+    notes: tuple[str, ...]
+    seconds: float
+    stopped: int | None = None
+
+    @property
+    def best(self) -> Configuration:
+        """The best configuration."""
+        return self.rows[0]
+
+    def __iter__(self) -> Iterator[Configuration]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Configuration:
+        return self.rows[i]
+
+    @property
+    def gap(self) -> float | None:
+        """The largest share of the best configuration's time in the simplified model that another one could save.
+
+        None if nothing is proven: there is no bound over all configurations, the model has no plan like the best, or
+        its mesh has three axes.
+        """
+        found = self.best.found
+        if found is None or found.best.predicted is None or found.best.near is not None or not self.bound:
+            return None
+        return max(0.0, 1 - self.bound / found.best.predicted)
+
+    def table(self, shown: int = _SHOWN) -> str:
+        """The best configurations, one a line.
+
+        Args:
+            shown: the number of lines.
+        """
+        keywords = list(dict.fromkeys(key for row in self.rows for key in row.keywords))
+        batch = any(row.global_batch is not None for row in self.rows)
+        head = ["a step", *(["examples/s"] if batch else []), "peak", "sent", "on host", "mesh", *keywords]
+        lines = [[*head, "gshard recomputes", "gap"]]
+        for row in self.rows[:shown]:
+            fits = row.cost.peak <= self.limit
+            rate = row.examples_per_second
+            lines.append([
+                format_seconds(row.seconds),
+                *([significant(rate, 4) if rate is not None else ""] if batch else []),
+                f"{format_bytes(row.cost.peak)}{'' if fits else ', does not fit'}",
+                format_bytes(row.cost.sent),
+                format_bytes(row.bytes_on_host) if row.built.host else "-",
+                " ".join(f"{name}={size}" for name, size in row.mesh.axes),
+                *(_shown(row.keywords, key) for key in keywords),
+                "yes" if row.recomputes else "-",
+                _percent(None if row.found is None else row.found.gap),
+            ])  # fmt: skip
+        return "\n".join(_columns(lines))
+
+    def data(self) -> dict[str, Any]:
+        """The result as plain data, for JSON."""
+        rows = [
+            {
+                "keywords": {key: _plain(value) for key, value in row.keywords.items()},
+                "seconds": row.seconds, "examples_per_second": row.examples_per_second, "peak": row.cost.peak,
+                "fits": row.cost.peak <= self.limit, "sent": row.cost.sent, "flops": row.cost.flops,
+                "bytes_on_host": row.bytes_on_host, "mesh": dict(row.mesh.axes), "recomputes": row.recomputes,
+                "gap": None if row.found is None else row.found.gap, "by_bound": row.cost.by_bound,
+            }
+            for row in self.rows
+        ]  # fmt: skip
+        return {
+            "machine": self.machine.name, "memory_limit": int(self.limit), "configurations": rows,
+            "bound": self.bound, "searched_bound": self.searched_bound, "gap": self.gap,
+            "not_searched": [dataclasses.asdict(other) for other in self.not_searched],
+            "left_out": list(self.left_out), "failed": list(self.failed), "notes": list(self.notes),
+            "seconds": self.seconds,
+        }  # fmt: skip
+
+    def html(self, path: str | Path) -> Path:
+        """Writes the report of the best plan as one page, as ``gshard.search`` does. Returns the path."""
+        return self.best.search_result.html(path)
+
+    def __str__(self) -> str:
+        best = self.best
+        total = len(self.rows) + len(self.not_searched)
+        lines = [
+            f"{total} configuration{'s' * (total != 1)} on {self.machine.name}, "
+            f"{format_bytes(int(self.limit))} of memory; {len(self.rows)} with plans; {self.seconds:.1f} s",
+            self.table(),
+            headline(best.cost),
+        ]
+        if best.found is not None:
+            lines.append(f"the best: {how_near(best.found.best)}")
+        if best.recomputes:
+            lines.append("gshard recomputes some of its values to fit: best.jit() has the memory limit for that")
+        lines += self._bounds()
+        lines += _folded(self.not_searched)
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines + ended(self.seconds, self.left_out, self.stopped, self.failed))
+
+    __repr__ = __str__
+
+    def _bounds(self) -> list[str]:
+        text, best = "in the simplified model of gshard.search", self.best.found
+        if any(row.found is not None and row.found.best.near is not None for row in self.rows):
+            text += ", on meshes with up to two axes"
+        if self.bound:
+            lines = [f"{text}, no configuration takes less than {format_seconds(self.bound)}"]
+            if self.gap is not None and best is not None and best.best.predicted is not None:
+                lines[0] += f"; the best takes {format_seconds(best.best.predicted)} there, {_more(self.gap)}"
+        else:
+            lines = ["there is no bound over all configurations, because some were not estimated"]
+        if self.solved and self.searched_bound > self.bound:
+            lines.append(
+                f"the {self.solved} that {'was' if self.solved == 1 else 'were'} searched on all meshes: no plan takes "
+                f"less than {format_seconds(self.searched_bound)} there"
+            )
+        return lines
+
+
+def _folded(others: Sequence[NotSearched]) -> list[str]:
+    """A line for each reason why configurations have no plan, with their number and the first of them."""
+    of_reason: dict[str, list[NotSearched]] = {}
+    for other in others:
+        of_reason.setdefault(other.why, []).append(other)
+    return [f"{len(some)} {why}: {some[0].text}{', ...' * (len(some) > 1)}" for why, some in of_reason.items()]
+
+
+def _shown(keywords: dict[str, Any], key: str) -> str:
+    return str(keywords[key]) if key in keywords else ""
+
+
+def _percent(gap: float | None) -> str:
+    return "-" if gap is None else "0 %" if gap < _NONE else f"{significant(100 * gap, 2)} %"
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(f"{cell:<{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _more(gap: float) -> str:
+    return "no more" if gap < _NONE else f"at most {significant(100 * gap / (1 - gap), 2)} % more"

@@ -1,34 +1,37 @@
 """Function again: how a function from ``jax.jit``, or from the jit of a framework, is compiled once more.
 
-The arguments of the compiled program are not those of the function: a framework takes modules apart, and ``jax.jit``
-leaves out what nothing reads. Both are matched by their names. Arrays are kept as shapes, so that an explanation keeps
-no array of the user's in memory. ``equinox.filter_jit`` takes arrays and no shapes, so functions of frameworks get the
-user's arrays as long as these exist.
+It is traced once, and what it gives to ``jax.jit`` is compiled with changes. The arguments of the compiled program are
+not those of the function: a framework takes modules apart, and ``jax.jit`` leaves out what nothing reads. Both are
+matched by their names. Arrays are kept as shapes.
 """
 
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 
-from gshard.api.compiled_programs import is_from_framework, is_from_jax_jit, lowered_by_jax, on_first_devices
+from gshard.api.compiled_programs import is_from_framework, is_from_jax_jit, on_first_devices, traced_call
 from gshard.api.jit import jit
 from gshard.core.deadline import OutOfTime, until
-from gshard.core.errors import GShardError
+from gshard.core.errors import ArgumentError, GShardError
 from gshard.core.jax_adapter import is_transposed, user_place
-from gshard.core.memory_kinds import in_memory
+from gshard.core.jax_adapter_jit import calls_of_jit, jitted_as, operands_of_call
+from gshard.core.memory_kinds import in_memory, shape_of_type
 from gshard.core.mesh import Mesh
 from gshard.core.paths import leaf_names
 from gshard.planning.added_marks import spec_of_cut
+from gshard.tracing.by_jax import name_of
 from gshard.xla_programs.compiled_explanation import CompiledAgain, CompiledExplanation
-from gshard.xla_programs.tried_shardings import Specs
+from gshard.xla_programs.constraint_candidates import Planned
+from gshard.xla_programs.tried_changes import Specs
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_Traced = tuple[Any, list[Any], list[int | None]]
 
 
 def with_bound_arguments(f: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Arguments]:
@@ -51,47 +54,51 @@ def compiled_again(
     leaves, tree = jax.tree.flatten(on_first_devices(given))
     shapes = [_shape_of(leaf) for leaf in leaves]
     numbers = _numbers(found, f, given, shapes)
-    is_of_framework = is_from_framework(f)
-    alive = [weakref.ref(leaf) if is_of_framework and isinstance(leaf, jax.Array) else None for leaf in leaves]
     del leaves, given
+    once: list[_Traced] = []
 
-    def arguments(specs: Specs) -> Arguments:
-        changed = {numbers[i]: spec for i, spec in specs.items()}
-        made = [_with_spec(shape, changed[i]) if i in changed else shape for i, shape in enumerate(shapes)]
-        arrays = [None if reference is None else reference() for reference in alive]
-        made = [
-            leaf if x is None else x if i not in changed else jax.device_put(x, leaf.sharding)
-            for i, (x, leaf) in enumerate(zip(arrays, made, strict=True))
-        ]
-        args, kwargs = jax.tree.unflatten(tree, made)
-        return args, kwargs
+    def traced() -> _Traced:
+        if not once:
+            args, kwargs = jax.tree.unflatten(tree, shapes)
+            once.append(_traced(f, args, kwargs, shapes))
+        return once[0]
 
-    def lower(specs: Specs) -> Any:
-        args, kwargs = arguments(specs)
-        return lowered_by_jax(f, args, kwargs)
+    def lower(jaxpr: Any, specs: Specs) -> Any:
+        call, operands, passed = traced()
+        changed = {numbers[n]: spec for n, spec in specs.items()}
+        pairs = zip(operands, passed, strict=True)
+        return jitted_as(call, jaxpr).lower(*(_with_spec(x, changed[i]) if i in changed else x for x, i in pairs))
 
-    def planned(seconds: float) -> dict[tuple[str, int, tuple[int, ...]], list[Any]]:
-        return {} if is_of_framework else _planned(f, arguments({}), found.mesh, seconds)
+    def planned(seconds: float) -> Planned:
+        call, operands, _ = traced()
+        return _planned(jaxpr_as_fun(call.params["jaxpr"]), operands, found.mesh, seconds)
 
-    return CompiledAgain(tuple(None if n is None else shapes[n] for n in numbers), lower, read, planned)
+    leaves_of = tuple(None if n is None else shapes[n] for n in numbers)
+    return CompiledAgain(leaves_of, lambda: traced()[0].params["jaxpr"], lower, read, planned)
+
+
+def _traced(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Sequence[Any]) -> _Traced:
+    """What a function gives to ``jax.jit``: the equation, its operands, and which leaves of its arguments they are."""
+    whole, arrays = traced_call(f, args, kwargs)
+    calls = calls_of_jit(whole)
+    if len(calls) != 1:
+        raise ArgumentError(f"{name_of(f)} calls {len(calls)} jitted functions, so no change of it is compiled.")
+    passed = [None if i is None else arrays[i] for i in operands_of_call(whole, calls[0])]
+    types = [shape_of_type(v.aval) for v in calls[0].invars]
+    return calls[0], [x if i is None else shapes[i] for x, i in zip(types, passed, strict=True)], passed
 
 
 def _shape_of(leaf: Any) -> Any:
     """An array as a shape with its sharding; what is no array itself."""
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return leaf
-    is_placed = getattr(leaf, "committed", True)
-    sharding = leaf.sharding if is_placed else None
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=_is_weak(leaf))
-
-
-def _is_weak(leaf: Any) -> bool:
-    return bool(getattr(leaf, "weak_type", False))  # keys have no such type
+    sharding = leaf.sharding if getattr(leaf, "committed", True) else None
+    is_weak = bool(getattr(leaf, "weak_type", False))  # keys have no such type
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=is_weak)
 
 
 def _with_spec(leaf: Any, spec: Any) -> Any:
-    sharding = in_memory(NamedSharding(leaf.sharding.mesh, spec), leaf.sharding.memory_kind)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=_is_weak(leaf))
+    return leaf.update(sharding=in_memory(NamedSharding(leaf.sharding.mesh, spec), leaf.sharding.memory_kind))
 
 
 def _numbers(found: CompiledExplanation, f: Any, given: Arguments, shapes: list[Any]) -> list[int | None]:
@@ -104,20 +111,17 @@ def _numbers(found: CompiledExplanation, f: Any, given: Arguments, shapes: list[
     return [number_of.get(argument.name) for argument in arguments]
 
 
-def _planned(f: Any, given: Arguments, mesh: Mesh, seconds: float) -> dict[tuple[str, int, tuple[int, ...]], list[Any]]:
+def _planned(f: Any, operands: Sequence[Any], mesh: Mesh, seconds: float) -> Planned:
     """The shardings that gshard plans for the values of a function; none if it cannot plan it in so many seconds."""
-    args, kwargs = given
     try:
         with until(time.monotonic() + seconds):
-            plan = jit(f, mesh=mesh.user_jax_mesh).lower(*args, **kwargs).plan
+            plan = jit(f, mesh=mesh.user_jax_mesh).lower(*operands).plan
     except (GShardError, OutOfTime):
         return {}
-    found: dict[tuple[str, int, tuple[int, ...]], list[Any]] = {}
+    found: dict[tuple[str, int, tuple[int, ...]], Any] = {}
     for e in plan.program.block.walk():
         place = None if is_transposed(e.source_info) else user_place(e.source_info)
         for v in e.outputs if place is not None else ():
-            spec = spec_of_cut(plan.sharding(v), plan.mesh)
-            same = found.setdefault((*place, v.shape), []) if place is not None and spec is not None else []
-            if spec is not None and spec not in same:
-                same.append(spec)
+            if place is not None and (spec := spec_of_cut(plan.sharding(v), plan.mesh)) is not None:
+                found.setdefault((*place, v.shape), spec)
     return found

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -35,7 +36,6 @@ from jax._src.random import prng as _prng
 from jax.extend import core as _extend_core
 from jax.extend import source_info_util as _public_source_info
 
-from gshard.core.library_files import is_of_jax_or_gshard, is_of_library
 from gshard.core.memory_kinds import shape_of_type
 from gshard.core.planning_tables import tabulated
 
@@ -44,8 +44,34 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 for _folder in sorted(entry.name for entry in os.scandir(_PACKAGE) if entry.is_dir() and entry.name != "moe"):
     _public_source_info.register_exclusion(os.path.join(_PACKAGE, _folder))
 
+_FOLDERS = tuple(os.path.join(os.path.abspath(folder), "") for folder in (os.path.dirname(jax.__file__), _PACKAGE))
+_LIBRARIES = re.compile(r"[/\\](site|dist)-packages[/\\](chex|einops|equinox|flax|haiku|jaxtyping|optax|penzai)[/\\]")
+
 # JAX refuses to choose the sharding of a result, on a mesh with axes of type Explicit.
 ShardingTypeError = _core.ShardingTypeError
+
+
+def is_of_library(path: str) -> bool:
+    """Whether a source file belongs to an installed library of layers or optimizers.
+
+    A layer of Flax is one line of Flax for all layers of a model; the user's line that calls it tells them apart.
+
+    >>> is_of_library("/env/site-packages/flax/linen/linear.py"), is_of_library("/elsewhere/flax/train.py")
+    (True, False)
+    """
+    return _LIBRARIES.search(path) is not None
+
+
+def is_of_jax_or_gshard(path: str) -> bool:
+    """Whether a source file belongs to JAX or gshard, and not to a package whose name begins like theirs.
+
+    >>> import jax
+    >>> is_of_jax_or_gshard(jax.__file__), is_of_jax_or_gshard("/env/site-packages/jaxtyping/_array_types.py")
+    (True, False)
+    >>> is_of_jax_or_gshard(jax.__file__.replace("__init__", "_models/net").replace("jax/_models", "jax_models"))
+    False
+    """
+    return path.startswith(_FOLDERS)
 
 
 @tabulated(64)
@@ -79,6 +105,24 @@ def user_place(source_info: Any) -> tuple[str, int] | None:
     return None if frame is None else (frame.file_name, frame.start_line)
 
 
+class Expression(NamedTuple):
+    """The place of an expression of the user's in a source file; columns count bytes from 0."""
+
+    file: str  # the path of the file
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+
+
+def user_expression(source_info: Any) -> Expression | None:
+    """The user's expression that performs an equation; None if JAX kept no line, or a line of a framework only."""
+    frame = None if source_info is None else _user_frame(source_info.traceback)
+    if frame is None or is_of_library(frame.file_name):
+        return None
+    return Expression(frame.file_name, frame.start_line, frame.start_column, frame.end_line, frame.end_column)
+
+
 def user_places(source_info: Any) -> list[tuple[str, int]]:
     """Files and lines of all calls that led to an equation, except those inside of JAX and gshard; innermost first."""
     frames = () if source_info is None else _source_info_util.user_frames(source_info.traceback)
@@ -96,6 +140,17 @@ def in_scopes_of(source_info: Any, call: Any) -> Any:
 def is_transposed(source_info: Any) -> bool:
     """Whether an equation belongs to the backward half of a gradient, for which the user wrote no line."""
     return "transpose(" in str(getattr(source_info, "name_stack", ""))
+
+
+def is_backward(source_info: Any, outer: bool) -> bool:
+    """Whether an equation is transposed, in a body whose equation is so or not; what remat computes again is not."""
+    stack = str(source_info.name_stack)
+    return (outer or "transpose(" in stack) and "rematted_computation" not in stack
+
+
+def is_of_vmap(source_info: Any) -> bool:
+    """Whether ``jax.vmap`` made an equation: its arrays have a dimension that the user's do not have."""
+    return "vmap(" in str(source_info.name_stack)
 
 
 _OF_JAX = {"rematted_computation"}  # scopes that JAX itself opens
@@ -158,11 +213,6 @@ def put_all(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     """Places arrays. While a mesh is set, JAX refuses arrays on other devices than its, or on its devices reordered."""
     with no_mesh_set():
         return list(jax.device_put(list(arrays), list(shardings))) if arrays else []
-
-
-def is_tracing() -> bool:
-    """Whether JAX traces or transforms a function now."""
-    return not _core.trace_state_clean()
 
 
 def is_mapped(x: Any) -> bool:
@@ -359,6 +409,23 @@ def body_of_call(name: str, params: dict[str, Any]) -> Any | None:
 def called_jaxpr(eqn: Any) -> Any | None:
     """The body of an equation that is a call (``body_of_call``); None for other equations."""
     return body_of_call(eqn.primitive.name, eqn.params)
+
+
+def bodies_as_written(eqn: Any) -> tuple[Any, ...]:
+    """The bodies of calls, loops and branches, in which the user may write sharding constraints."""
+    is_call = eqn.primitive.name in _CALLS and not eqn.primitive.name.startswith("custom")
+    return sub_jaxprs(eqn.params) if is_call or eqn.primitive.name in ("scan", "while", "cond") else ()
+
+
+def is_accumulation(eqn: Any) -> bool:
+    """Whether an equation adds up the cotangents of a value that several equations read."""
+    return bool(eqn.primitive.name == "add_any")
+
+
+def constraint_of(eqn: Any) -> jax.sharding.PartitionSpec | None:
+    """The spec of an equation that is a sharding constraint; None for other equations."""
+    sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
+    return sharding.spec if isinstance(sharding, jax.sharding.NamedSharding) else None
 
 
 def named_axes(eqn: Any) -> frozenset[Any]:

@@ -18,7 +18,7 @@ from jax._src import sharding_impls as _sharding_impls
 from jax._src import stages as _stages
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lib import _jax
-from jax.extend.core import Var
+from jax.extend.core import Var, jaxpr_as_fun
 
 _OPEN = (type(None), _sharding_impls.UnspecifiedValue)  # types that leave a sharding open
 
@@ -268,15 +268,37 @@ def axes_of_exported(exported: Any) -> dict[str, int] | None:
     return None if mesh is None else dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
 
 
-def arguments_of_calls(traced: Any) -> list[dict[str, int]]:
-    """Of each jitted function that a traced function calls, its arguments by name."""
+def calls_of_jit(traced: Any) -> list[Any]:
+    """The equations of the jitted functions that a traced function calls."""
+    return [e for e in traced.jaxpr.eqns if e.primitive.name in ("jit", "pjit")]
+
+
+def operands_of_call(traced: Any, call: Any) -> list[int | None]:
+    """The operands of an equation: which arguments of the traced function they are; None for others."""
     numbers = {v: i for i, v in enumerate(traced.jaxpr.invars)}
-    calls = []
-    for e in traced.jaxpr.eqns:
-        if e.primitive.name not in ("jit", "pjit"):
-            continue
-        names = e.params["jaxpr"].jaxpr.debug_info.arg_names or ()
-        passed = [numbers.get(v) if isinstance(v, Var) else None for v in e.invars]
-        pairs = list(zip(names, passed, strict=False)) if len(names) == len(passed) else []
-        calls.append({name: i for name, i in pairs if i is not None and list(names).count(name) == 1})
-    return calls
+    return [numbers.get(v) if isinstance(v, Var) else None for v in call.invars]
+
+
+def arguments_of_call(traced: Any, call: Any) -> dict[str, int]:
+    """The arguments of a jitted function that a traced function calls: the numbers of its own, by name."""
+    names = call.params["jaxpr"].jaxpr.debug_info.arg_names or ()
+    passed = operands_of_call(traced, call)
+    pairs = list(zip(names, passed, strict=False)) if len(names) == len(passed) else []
+    return {name: i for name, i in pairs if i is not None and list(names).count(name) == 1}
+
+
+def jitted_as(call: Any, jaxpr: Any) -> Any:
+    """A jaxpr as a function from ``jax.jit``, with the options of the equation of a jitted function."""
+
+    def given(kind: str) -> list[Any] | None:
+        pairs = zip(call.params[f"{kind}_shardings"], call.params[f"{kind}_layouts"], strict=True)
+        is_left = (_sharding_impls.UnspecifiedValue, type(None))
+        made = [_layout.Format(layout, s) if layout else None if isinstance(s, is_left) else s for s, layout in pairs]
+        return None if all(s is None for s in made) else made
+
+    ins, donated = given("in"), call.params["donated_invars"]
+    return jax.jit(
+        jaxpr_as_fun(jaxpr), in_shardings=None if ins is None else tuple(ins), out_shardings=given("out"),
+        donate_argnums=[i for i, is_donated in enumerate(donated) if is_donated],
+        keep_unused=call.params["keep_unused"], compiler_options=dict(call.params["compiler_options_kvs"]),
+    )  # fmt: skip

@@ -139,12 +139,12 @@ class Kind:
 
 _T, _G, _GIB = 1e12, 1e9, 2**30
 
-# The share of a vendor's figures that XLA's kernels reach on a GPU. On one H100 (docs/gpu.md), 695 of 989 TFLOP/s in
-# bfloat16, 371 of 494 in TF32; 2.8 to 3.2 of 3.35 TB/s in elementwise kernels and reductions. Links were not measured.
+# The share of a vendor's figures that XLA's kernels reach on a GPU. On one H100 (benchmarks/RESULTS.md), 695 of 989
+# TFLOP/s in bfloat16, 371 of 494 in TF32; 2.8 to 3.2 of 3.35 TB/s in elementwise kernels and reductions.
 REACHED_PRODUCTS = 0.7
 REACHED_MEMORY = 0.9
 # The share of the links of TPU v3 that collectives reach: 0.69 for AllReduces and AllToAlls in figure 9 of the GShard
-# paper, without AllReduces on rectangles (docs/benchmarks.md). No other links were measured.
+# paper, without AllReduces on rectangles (benchmarks/RESULTS.md). No other links were measured.
 REACHED_LINKS = 0.7
 
 

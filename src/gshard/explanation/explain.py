@@ -2,7 +2,7 @@
 
 print(gshard.explain(loss, params, batch, mesh=8))
 
-tensors     the largest ones: sharding, bytes of one device's part, the reasons back to a mark
+tensors     with format(tensors=...) the largest ones: sharding, bytes of one device's part, the reasons back to a mark
 collectives kind, how often, bytes that each device sends, axes, the user's line, what needed it
 layout      what names of dimensions came to, if there is one
 gathered    operations without a rule, if there are any
@@ -176,8 +176,8 @@ class Explanation(ExplainedPlan):
         return framed(self.data(), self.name)
 
     @with_tables
-    def format(self, tensors: int = 12, collectives: int = 30) -> str:
-        """The report as text with at most so many rows of each kind; with 0 ``tensors`` of the collectives only."""
+    def format(self, tensors: int = 0, collectives: int = 12) -> str:
+        """The report as text, with at most so many rows of arguments and of values inside, and of collectives."""
         whole, local = self.argument_bytes
         lines = [
             f"{self.name} on {self.mesh.size} devices ({self.mesh}), {self.equations} equations",
@@ -210,7 +210,7 @@ class Explanation(ExplainedPlan):
         """The chain of reasons for one tensor, from its sharding back to a mark.
 
         Args:
-            name: a printed name: an argument, by its short name or its whole path, ``%2`` for a value inside,
+            name: a printed name: an argument, ``params/up`` or ``params['up']``, ``%2`` for a value inside,
                 ``train.py:9`` for the largest value that the line makes, or the array of a collective, such as
                 ``gradient of w``.
 

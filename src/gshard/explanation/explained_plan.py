@@ -36,7 +36,7 @@ from gshard.explanation.warnings import (
 )
 from gshard.language.mark_primitive import bound_text
 from gshard.language.transfer import Transfer, changes_memory, transfers_of
-from gshard.naming.array_names import GRADIENT, UPDATE, ArrayNames
+from gshard.naming.array_names import UPDATE, ArrayNames
 from gshard.planning.demands import demands
 
 # Host memory: the arrays that a program keeps in host memory, and the transfers of a call.
@@ -282,7 +282,7 @@ def _purpose(
     atoms_of_data: set[str],
 ) -> str:
     name = names.array(c.value).text
-    if name.startswith(GRADIENT):
+    if names.is_gradient(c.value):
         if c.kind == "reduce_scatter" and atoms_of_data.isdisjoint(c.atoms):
             return "sums gradients of weights that products gathered over an axis that splits no input"
         if c.kind == "reduce_scatter":

@@ -15,8 +15,8 @@ from gshard.core.plan import Plan, local_bytes
 from gshard.core.program import Block, Value, format_bytes
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.device.cost import Cost, origins, place_of
+from gshard.naming.argument_names import without_numbers
 from gshard.naming.array_names import ArrayNames
-from gshard.naming.short_names import without_numbers
 
 _NAMED = 24  # names of arguments in a message
 
@@ -25,7 +25,7 @@ _NAMED = 24  # names of arguments in a message
 class TensorRow:
     """One array of the program."""
 
-    name: str  # an argument's path, or ``%12`` with the primitive and line that made it
+    name: str  # ``params['up']`` of an argument, or ``%12`` with the primitive and line that made it
     sharding: str  # text form
     bytes: int  # of the whole array
     local_bytes: int  # of one device's part
@@ -33,7 +33,7 @@ class TensorRow:
     plan: Plan = dataclasses.field(repr=False)  # the plan
     value: Value = dataclasses.field(repr=False)  # the value in the plan
     note: str = ""  # what to know of a value that no mark can split: one device's part, or what becomes of parts
-    short: str = ""  # what an argument is called where space is short: ``blocks[3].up.kernel``
+    short: str = ""  # the path of an argument: ``params/blocks/3/up``
     alike: str = ""  # the same with ``*`` for the number of a layer, where there are several
 
     @property
@@ -109,7 +109,7 @@ class CollectiveRow:
     shape: str  # the local operand of the largest
     line: str  # the user's source line; empty if the program does not tell
     why: str  # what needed it
-    array: str  # what is moved: a weight by its short name, ``gradient of`` one, or the operation that makes it
+    array: str  # what is moved: a weight by its path, ``gradient of`` one, or the operation that makes it
     module: str  # of what caused it, ``decoder/layers_0/mlp``; empty if nothing names it
     arrays: int = 1  # how many rows this one stands for: those of equal layers
     exact: bool = True  # whether ``times`` is certain; False in a branch, and in a loop whose length depends on data

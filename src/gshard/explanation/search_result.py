@@ -323,11 +323,12 @@ class SearchResult:
             notes.append(f"{by} runs the plan itself")
         has_marks = bool(known.marks or schedules_of(self.plan.program))
         keywords = jit_keywords(self.mesh, known.priced, self.best.limit, paths, self.donated) if has_marks else None
-        if self.jitted_by_framework and keywords:
+        if keywords:
             given = ", ".join(f"{name}={value}" for name, value in keywords.items())
-            notes.append(f"marks have an effect in: with gshard.instead_of_jit({given})")
-            keywords = None
-        return patch_of(known.marks, self.plan.program, paths, defined, self.plan.mesh, notes, keywords)
+            by = f"marks have an effect in: with gshard.instead_of_jit({given})"
+            by_jit = f"run it by gshard.jit({self.plan.program.name}, {given})"
+            notes.append(by if self.jitted_by_framework else by_jit)
+        return patch_of(known.marks, self.plan.program, self.plan.mesh, paths, defined, notes)
 
     def without(self, i: int) -> PricedPlan:
         """The plan that follows from all of ``marks`` but one, and what it costs.
@@ -399,7 +400,7 @@ class SearchResult:
         model if everything else is chosen optimally again; for a few rows that is solved exactly.
 
         Args:
-            what: a part of an argument's name (``"mlp.w1"``; ``"['w1']"`` of its whole path) or of a line
+            what: a part of an argument's name (``"mlp/w1"``, or ``"['w1']"``) or of a line
                 (``"model.py:38"``).
 
         Raises:

@@ -1,26 +1,27 @@
-"""Finds names for the arrays of a program in reports, and the module of each equation.
+"""Finds names for the arrays of a program in rows, and the module of each equation.
 
 A collective moves a weight, its gradient or an activation, and rarely the argument itself but a cast of it, or one
-layer's slice. The name of an argument is therefore also the name of such forms of it. In frameworks with one function
-for all products, all products have the same source line. The name of the weight and the module distinguish them.
+layer's slice. The path of an argument is therefore also the name of such forms of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 from collections import deque
-from collections.abc import Collection, Hashable, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import jax
 
+from gshard.comm.collectives import KINDS
 from gshard.core.jax_adapter import is_transposed, scopes_of
 from gshard.core.mark import Mark
 from gshard.core.program import Block, Equation, Program, Value, type_text
+from gshard.core.rule import REDUCE
 from gshard.core.spmd import Collective
 from gshard.language.mark_primitive import steps_of_rounding
-from gshard.naming.array_forms import adds_in, in_another_form, is_elementwise, joined_by, source_of
-from gshard.naming.short_names import Path, ShortName, common_name, equal_layers, short_names, tokens_of
+from gshard.naming.argument_names import ArrayName, Path, argument_names, common_name, equal_layers
 
 GRADIENT, UPDATE = "gradient of ", "update of "
 
@@ -28,7 +29,7 @@ GRADIENT, UPDATE = "gradient of ", "update of "
 class ArrayNames:
     """Names for the arrays of one program."""
 
-    def __init__(self, program: Program, called: Sequence[ShortName] = ()) -> None:
+    def __init__(self, program: Program, called: Sequence[ArrayName] = ()) -> None:
         self._producers = {v: e for e in program.block.walk() for v in e.outputs}
         self._scopes: dict[Equation, Path] = {}
         self._backward: set[Equation] = set()
@@ -40,21 +41,17 @@ class ArrayNames:
         self._outside: dict[Value, Value] = {}  # inputs of bodies that iterations do not change: the value outside
         self._find_roots(program.block)
         kinds = {name: (v.shape, v.dtype) for v, name in zip(program.block.inputs, program.names, strict=True)}
-        # the arguments that products and look-ups read: weights and data, but not biases or moments
-        self.read = frozenset(v for root in self._read_by_products(program.block) for v in self._arguments_of(root))
-        weights = [name for v, name in zip(program.block.inputs, program.names, strict=True) if v in self.read]
-        short = {} if called else short_names(kinds, weights)
-        called = called or [short[name] for name in program.names]
+        paths = {} if called else argument_names(kinds)
+        called = called or [paths[name] for name in program.names]
         # the name of each argument
-        self.arguments: dict[Value, ShortName] = dict(zip(program.block.inputs, called, strict=True))
-        self._module_of = {v: _module(self.arguments[v], name) for v, name in zip(program.block.inputs, program.names)}
+        self.arguments: dict[Value, ArrayName] = dict(zip(program.block.inputs, called, strict=True))
         self._gradients: set[Value] = set()
         self._constants: set[Value] = set()  # values that depend on no array: scales, zeros, sums that begin as zeros
         self._find_gradients(program.block)
         # Values that lead to the next value of an argument, or of several: the arguments.
         self._updated: dict[Value, tuple[Value, ...]] = {}
+        self._returned: dict[Value, ArrayName] = {}  # gradients that lead to another result: its name
         self._find_updates(program)
-        self._is_scoped = any(self._scopes.values())
         self._equal_layers = equal_layers(dict.fromkeys(self._scopes.values()), same_inside=False)
 
     @staticmethod
@@ -66,48 +63,42 @@ class ArrayNames:
         block = dataclasses.replace(block, inputs=block.inputs[constants:])
         return ArrayNames(dataclasses.replace(program, block=block), called)
 
-    def array(self, v: Value | None) -> ShortName:
+    def array(self, v: Value | None) -> ArrayName:
         """The name of an array; empty for a value that is not in the program."""
         if v is None:
-            return ShortName()
+            return ArrayName()
         if (root := self._roots.get(v)) is not None:
             return common_name([self.arguments[x] for x in self._arguments_of(root)])
         if (arguments := self._updated.get(v)) is not None:
             prefix = GRADIENT if v in self._gradients else UPDATE
             name = common_name([self.arguments[x] for x in arguments])
-            return ShortName(prefix + name.text, prefix + name.alike)
+            return ArrayName(prefix + name.text, prefix + name.alike)
+        if v in self._returned:
+            return self._returned[v]
         text = self._operation_of(v)
-        return ShortName(text, text)
+        return ArrayName(text, text)
 
-    def moved(self, c: Collective) -> ShortName:
+    def moved(self, c: Collective) -> ArrayName:
         """The name of what a collective moves: inside an equation, of those operands that have its dtype and rank."""
         if c.value is not None or c.cause is None:
             return self.array(c.value)
         arrays = sorted((x for x in c.cause.inputs if isinstance(x, Value)), key=lambda x: -x.bytes)
         like = [x for x in arrays if _form(type_text(x)) == _form(c.shape)]
         names = [name for name in map(self.array, like) if name.text]
-        return common_name([*dict.fromkeys(names)]) if names else ShortName()
+        return common_name([*dict.fromkeys(names)]) if names else ArrayName()
 
     def is_named(self, v: Value | None) -> bool:
-        """Whether the name of an array contains the name of an argument."""
-        return v in self._roots or v in self._updated
+        """Whether the name of an array contains the path of an argument or a result."""
+        return v in self._roots or v in self._updated or v in self._returned
 
-    def module(self, e: Equation | None) -> ShortName:
-        """The module of the model that contains an equation, such as ``decoder/layers_0/mlp``.
+    def is_gradient(self, v: Value | None) -> bool:
+        """Whether an array is the gradient of an argument, or a gradient that is a result."""
+        return v in self._gradients and (v in self._updated or v in self._returned)
 
-        It is known from named scopes; without scopes, from the name of the weight that the equation reads.
-        """
-        if e is None:
-            return ShortName()
-        path = self._scopes.get(e) or scopes_of(e.source_info)
-        if path:
-            return ShortName("/".join(path), "/".join(self._equal_layers.get(path, path)))
-        if self._is_scoped:
-            return ShortName()
-        values = (v for v in (*e.outputs, *e.inputs) if isinstance(v, Value))
-        roots = dict.fromkeys(self._roots[v] for v in values if v in self._roots)
-        modules = (common_name([self._module_of[x] for x in self._arguments_of(root)]) for root in roots)
-        return max(modules, key=lambda module: module.text.count("/") + bool(module.text), default=ShortName())
+    def module(self, e: Equation | None) -> ArrayName:
+        """The module of the model that contains an equation, from named scopes: ``decoder/layers_0/mlp``."""
+        path = () if e is None else self._scopes.get(e) or scopes_of(e.source_info)
+        return ArrayName("/".join(path), "/".join(self._equal_layers.get(path, path)))
 
     def _arguments_of(self, root: Value) -> tuple[Value, ...]:
         return self._joined.get(root, (root,))
@@ -186,48 +177,32 @@ class ArrayNames:
                 self._roots[v] = root
                 waiting += self._producers[v].inputs if v in self._producers else ()
 
-    def _read_by_products(self, block: Block) -> Iterator[Value]:
-        """The arguments that products and look-ups read: equations with several arrays that are not elementwise."""
-        for e in block.walk():
-            if e.rule is None or is_elementwise(e) or any(in_another_form(e)):
-                continue
-            arrays = [x for x in e.inputs if isinstance(x, Value) and x.shape]
-            if len(arrays) > 1:
-                yield from (self._roots[x] for x in arrays if x in self._roots)
-
     def _find_updates(self, program: Program) -> None:
         """Finds the values that lead to a result, and the argument that the result replaces in the next step.
 
-        This is the nearest argument that elementwise equations combine into the result. If there is none, as for a
-        gradient that is a result, it is the argument at the same path.
+        This is the nearest argument that elementwise equations combine into the result. A gradient belongs to a weight
+        or a bias, although it is also added to moments, which nothing but updates reads. Other values belong to the
+        nearest one. A gradient that is combined with no argument has the path of the result.
         """
-        by_path = _by_path(program)
-        # For each value the results that it leads to: whether the argument is no weight, the distance, and the number.
-        candidates: dict[Value, list[tuple[bool, int, int]]] = {}
-        arguments: list[Value] = []
-        for i, result in enumerate(program.block.outputs):
+        candidates: dict[Value, list[tuple[int, Value]]] = {}  # for each value: the distances of arguments
+        for result, name in zip(program.block.outputs, _results(program), strict=True):
             if not isinstance(result, Value) or not result.shape or result in self._roots:
                 continue
             distances, nearest = self._values_before(result)
-            argument = nearest if nearest is not None else by_path.get(i)
-            if argument is not None:
-                for v, distance in distances.items():
-                    candidates.setdefault(v, []).append((argument not in self.read, distance, len(arguments)))
-                arguments.append(argument)
-        # A gradient belongs to a weight, although it is also added to moments. Other values belong to the nearest one.
-        read_otherwise = self._read_besides(candidates.keys())
+            for v, distance in distances.items():
+                if nearest is not None:
+                    candidates.setdefault(v, []).append((distance, nearest))
+                elif v in self._gradients:
+                    self._returned.setdefault(v, name)
+        read = self._read_besides(candidates.keys())
         for v, rows in candidates.items():
-            ranks = [
-                (no_weight, arguments[i] not in read_otherwise, distance)
-                if v in self._gradients
-                else (distance, no_weight)
-                for no_weight, distance, i in rows
-            ]
-            first = (arguments[i] for rank, (*_, i) in zip(ranks, rows, strict=True) if rank == min(ranks))
+            is_gradient = v in self._gradients
+            ranks = [(is_gradient and argument not in read, distance) for distance, argument in rows]
+            first = (argument for rank, (_, argument) in zip(ranks, rows, strict=True) if rank == min(ranks))
             self._updated[v] = tuple(dict.fromkeys(first))
 
     def _read_besides(self, updates: Collection[Value]) -> set[Value]:
-        """The arguments that equations read which compute none of these values: biases, but not moments."""
+        """The arguments that equations read which compute none of these values: weights and biases, but not moments."""
         return {
             argument
             for e in self._producers.values()
@@ -298,41 +273,62 @@ def _form(array_type: str) -> tuple[str, int]:
     return array_type.partition("[")[0], array_type.count(",")
 
 
-def _module(short: ShortName, name: str) -> ShortName:
-    """The module of an argument: its name without the last word; empty if only the name of the argument is left."""
-    text, alike = (name.rpartition(".")[0].replace(".", "/") for name in (short.text, short.alike))
-    return ShortName(text, alike) if text != tokens_of(name)[0] else ShortName()
+def _results(program: Program) -> list[ArrayName]:
+    """The names of the results: their paths, such as ``result/params/w``."""
+    tree, outputs = program.out_tree, program.block.outputs
+    names = [f"result[{i}]" for i in range(len(outputs))]
+    with contextlib.suppress(Exception):  # of a class of the user that accepts only arrays
+        leaves = [] if tree is None else jax.tree.unflatten(tree, [0] * tree.num_leaves)
+        paths = [f"result{jax.tree_util.keystr(keys)}" for keys, _ in jax.tree_util.tree_leaves_with_path(leaves)]
+        names = [*paths, *names[len(paths) :]][: len(outputs)]
+    found = argument_names({name: (v.shape, v.dtype) for name, v in zip(names, outputs, strict=True)})
+    return [found[name] for name in names]
 
 
-def _by_path(program: Program) -> dict[int, Value]:
-    """For each result the argument of the same type at the most similar path, if there is exactly one."""
-    tree: Any = program.out_tree
-    if tree is None:
-        return {}
-    outputs = program.block.outputs[: tree.num_leaves]
-    if len(outputs) != tree.num_leaves:
-        return {}
-    try:
-        leaves, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, list(range(len(outputs)))))
-    except Exception:  # a class of the user that accepts only arrays
-        return {}
-    of_type: dict[Hashable, list[tuple[Path, Value]]] = {}
-    for v, name in zip(program.block.inputs, program.names, strict=True):
-        of_type.setdefault((v.shape, v.dtype), []).append((tokens_of(name), v))
-    arguments = {}
-    for path, i in leaves:
-        tokens, v = tokens_of(jax.tree_util.keystr(path)), outputs[i]
-        candidates = of_type.get((v.shape, v.dtype), [])
-        similarity = [_common_parts(tokens, other) for other, _ in candidates]
-        best = max(similarity, default=0)
-        if best and similarity.count(best) == 1:
-            arguments[i] = candidates[similarity.index(best)][1]
-    return arguments
+def source_of(e: Equation, result: Value) -> Value | None:
+    """The operand that a result is another form of; None if the equation computes new values."""
+    sources = in_another_form(e)
+    return sources[e.outputs.index(result)] if sources else None
 
 
-def _common_parts(a: Path, b: Path) -> int:
-    """The number of equal parts at the ends of two paths."""
-    n = 0
-    while n < min(len(a), len(b)) and a[-1 - n] == b[-1 - n]:
-        n += 1
-    return n
+def in_another_form(e: Equation) -> tuple[Value | None, ...]:
+    """For each result, the operand that the equation casts, reshapes, slices or sends; () if it computes new values."""
+    if e.rule is None:
+        return ()
+    if e.rule.passes or (e.name in KINDS and len(e.inputs) == len(e.outputs)):
+        return tuple(x if isinstance(x, Value) else None for x in e.inputs)
+    arrays = [(i, x) for i, x in enumerate(e.inputs) if isinstance(x, Value) and x.shape]
+    if len(arrays) != 1:
+        return ()
+    if any(f.kind == REDUCE and f.size > 1 and f.monoid != "pick" for f in e.rule.factors):
+        return ()
+    ((i, source),) = arrays
+    monoids = [monoid for monoid, operands in e.rule.linear if operands == {i}]
+    keeps_values = "add" in monoids or (len(e.inputs) == 1 and monoids) or e.mark is not None
+    return (source,) * len(e.outputs) if keeps_values else ()
+
+
+def joined_by(e: Equation) -> list[Value]:
+    """The arrays that an equation puts beside each other; none if it does something else."""
+    arrays = {i: x for i, x in enumerate(e.inputs) if isinstance(x, Value) and x.shape}
+    size = sum(math.prod(x.shape) for x in arrays.values())
+    is_whole = len(e.outputs) == 1 and len(arrays) > 1 and size == math.prod(e.outputs[0].shape)
+    return [*arrays.values()] if is_whole and adds_in(e, {*arrays}) else []
+
+
+def adds_in(e: Equation, operands: set[int]) -> bool:
+    """Whether an equation is linear in these operands together."""
+    return e.rule is not None and any(monoid == "add" and operands <= positions for monoid, positions in e.rule.linear)
+
+
+def is_elementwise(e: Equation) -> bool:
+    """Whether each element of the result depends on one element of each operand. Operands may be broadcast."""
+    if e.rule is None or len(e.outputs) != 1 or not e.rule.known:
+        return False
+    (result,) = e.rule.results
+    for x, dims in zip(e.inputs, e.rule.operands, strict=True):
+        if not x.shape:
+            continue
+        if len(dims) != len(result) or any(dim and dim != other for dim, other in zip(dims, result, strict=True)):
+            return False
+    return True

@@ -1,12 +1,7 @@
-"""Finds the dimensions of a program that are the same, and joins them to classes.
-
-In an equation, all dimensions with the same factor are the same, such as the columns of ``x`` and the rows of ``w`` in
-``x @ w``. The closure of this relation over a program has few classes, such as the batch, the length and the
-vocabulary. So the names of some dimensions of arguments name all dimensions.
-
-Products of dimensions (``(batch length)`` after a reshape) have their own classes. Products of the same classes are the
-same, and equal products that are split in the same sizes have the same factors. The iterations of a loop are one
-dimension, with the stacked dimensions of all its operands and results.
+"""Finds the dimensions of a program that are the same, and joins them to classes: those with the same factor in an
+equation, such as the columns of ``x`` and the rows of ``w`` in ``x @ w``. Products of dimensions, such as ``(batch
+length)`` after a reshape, have their own classes; equal products that are split in equal sizes have the same factors.
+The iterations of a loop are one dimension, with the stacked dimensions of all its operands and results.
 """
 
 from __future__ import annotations
@@ -20,6 +15,7 @@ from typing import Any
 
 from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.rule import Dims, Rule
+from gshard.naming.argument_names import path_of_name
 
 _SHOWN = 4  # arguments of a class in the text
 
@@ -101,7 +97,8 @@ def dimensions_of(program: Program, paths: Sequence[str] = ()) -> Dimensions:
     label = _labels(ranked, user_names)
     labels = {v: _with_primes(v, classes, label) for v in program.block.values()}
     inputs = program.block.inputs[len(program.captured) :]
-    named_inputs = dict(zip(inputs, paths or program.names[len(program.captured) :], strict=True))
+    names = program.names[len(program.captured) :]
+    named_inputs = dict(zip(inputs, paths or map(path_of_name, names), strict=True))
     producers = {v: e for e in program.block.walk() for v in e.outputs}
 
     def class_of(root: Hashable) -> DimensionClass:

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from jax.sharding import PartitionSpec
 
 from gshard.core.jax_adapter import scan_counts
-from gshard.core.mark import Mark
-from gshard.core.pipeline_schedule import Schedule
+from gshard.core.mark import Mark, Schedule
 from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.rule import PARALLEL
 from gshard.rewrite.shard_scan import only_added_to

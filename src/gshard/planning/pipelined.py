@@ -1,8 +1,5 @@
 """Runs scans over marked stacks of layers as pipelines (``gshard.pipeline``).
 
-    stacked = gshard.pipeline(stacked, "stage", micro_batches=8)
-    x, _ = jax.lax.scan(layer, x, stacked)     ──▶     a scan over turns, in which all stages run at once
-
 A scan is a pipeline if it reads a marked stack, or a stack that a pipeline made, and hands a carry from layer to layer.
 So the loop of the derivative, which reads the residuals, is a pipeline in the other direction. Loops that only add to
 their carry are left to ``rewrite.shard_scan``.
@@ -17,22 +14,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import no_mesh_set, scan_counts, user_line
-from gshard.core.mark import atoms_of_partitions
+from gshard.core.mark import Schedule, atoms_of_partitions
 from gshard.core.mesh import Mesh
-from gshard.core.pipeline_schedule import Schedule
 from gshard.core.program import RUN_AS_PIPELINE, Block, Constant, Equation, Fired, Program, Value
-from gshard.language.region import with_edges
+from gshard.language.region import Interpreter, value_of, with_edges
 from gshard.language.traits import traits_of
 from gshard.planning.layer_stacks import all_schedules, entering, hands_on, layers_handed_on, schedules_of
-from gshard.planning.loop_fission import computed_before, without_tables
 from gshard.planning.micro_batches import Mixed, Rows, micro_body
-from gshard.planning.pipeline_loop import PipelinedLoop
-from gshard.planning.stage_layout import StageLayout
+from gshard.planning.pipeline_loop import PipelinedLoop, StageLayout
 from gshard.rewrite.driver import recorded
-from gshard.rewrite.equation_graph import common_key, without_dead_code, written
+from gshard.rewrite.equation_graph import Array, common_key, is_pure, without_dead_code, written
 from gshard.rewrite.shard_scan import only_added_to, shard_scan
 from gshard.tracing.builder import Builder
 from gshard.tracing.permitted import permitted
@@ -97,9 +92,9 @@ class _Walk:
                 try:
                     equations += self._pipeline(e, schedule, known)
                 except Mixed as mixed:
-                    parts = without_tables(e, self._builder)
+                    parts = _without_tables(e, self._builder)
                     if parts is None and (eqn := mixed.equation) is not None:
-                        parts = computed_before(e, eqn.primitive.name, user_line(eqn.source_info), self._builder)
+                        parts = _computed_before(e, eqn.primitive.name, user_line(eqn.source_info), self._builder)
                     if parts is None:
                         raise _refusal(e, schedule, mixed) from None
                     pending += reversed(parts)
@@ -111,32 +106,41 @@ class _Walk:
             known |= _handed_on(new, known)
         if not is_changed:
             return block
-        equations, outputs = self._without_open_marks(*_merged(equations, block.outputs))
+        equations, outputs = self._cleaned(equations, block.outputs)
         return Block(block.inputs, tuple(without_dead_code(equations, outputs)), outputs)
 
-    def _without_open_marks(
-        self, equations: Sequence[Equation], outputs: Sequence[Value | Constant]
-    ) -> tuple[list[Equation], tuple[Value | Constant, ...]]:
-        """The equations without marks of stacks in several rounds, and with one reshape for several in a row.
+    def _cleaned(
+        self, equations: Sequence[Equation], outputs: Sequence[Array]
+    ) -> tuple[list[Equation], tuple[Array, ...]]:
+        """The equations with one in place of several equal ones, and of several reshapes in a row.
 
-        A stack ``[rounds, layers of a round, ...]`` that is split along its second dimension cannot be split as
-        ``[length, ...]``. So reshapes between this form and that of a pipeline must be one.
+        The loop of a derivative reads the weights that the forward loop reads. Both arrange them by stages, which moves
+        a stack in several rounds: once, not twice. A stack ``[rounds, layers of a round, ...]`` that is split along its
+        second dimension cannot be split as ``[length, ...]``. So marks of stacks in several rounds, which leave them
+        open, are dropped, and reshapes between this form and that of a pipeline are one.
         """
-        renamed, reshaped, kept = dict[Any, Any](), dict[Any, Any](), list[Equation]()
+        renamed, known, reshaped, kept = dict[Any, Any](), dict[Any, Equation](), dict[Any, Any](), list[Equation]()
         for e in equations:
             inputs = tuple(renamed.get(x, x) for x in e.inputs)
-            if e.mark is not None and e.mark.schedule is not None and e.mark.schedule.rounds > 1:
-                renamed[e.outputs[0]] = inputs[0]
-                continue
             new = e if inputs == e.inputs else dataclasses.replace(e, inputs=inputs)
             new = with_edges(new) if new is not e and new.blocks else new
-            if traits_of(e.name).shape_in == _RESHAPE and e.params.get("dimensions") is None:
-                (v,) = e.outputs
+            key = None if new.blocks else common_key(new.primitive, new.params, inputs, new.context)
+            if new.mark is not None:
+                key = new.mark, inputs
+            first = new if key is None else known.setdefault(key, new)
+            if first is not new:
+                renamed |= zip(new.outputs, (renamed.get(v, v) for v in first.outputs), strict=True)
+            elif new.mark is not None and new.mark.schedule is not None and new.mark.schedule.rounds > 1:
+                renamed[new.outputs[0]] = inputs[0]
+            elif traits_of(new.name).shape_in == _RESHAPE and new.params.get("dimensions") is None:
+                (v,) = new.outputs
                 reshaped[v] = x = reshaped.get(inputs[0], inputs[0])
-                if x is not inputs[0]:
-                    kept += written(self._builder, functools.partial(jnp.reshape, shape=v.shape), [x], [v], e)
-                    continue
-            kept.append(new)
+                if x is inputs[0]:
+                    kept.append(new)
+                else:
+                    kept += written(self._builder, functools.partial(jnp.reshape, shape=v.shape), [x], [v], new)
+            else:
+                kept.append(new)
         return kept, tuple(renamed.get(v, v) for v in outputs)
 
     def _with_bodies(self, e: Equation, known: Mapping[Value, _Stack]) -> Equation:
@@ -188,30 +192,6 @@ class _Walk:
         return equations
 
 
-def _merged(
-    equations: Sequence[Equation], outputs: Sequence[Value | Constant]
-) -> tuple[list[Equation], tuple[Value | Constant, ...]]:
-    """The equations, with one in place of several equal ones.
-
-    The loop of a derivative reads the weights that the forward loop reads. Both arrange them by stages, which moves a
-    stack in several rounds: once, not twice.
-    """
-    renamed, known, kept = dict[Any, Any](), dict[Any, Equation](), list[Equation]()
-    for e in equations:
-        inputs = tuple(renamed.get(x, x) for x in e.inputs)
-        new = e if inputs == e.inputs else dataclasses.replace(e, inputs=inputs)
-        new = with_edges(new) if new is not e and new.blocks else new
-        key = None if new.blocks else common_key(new.primitive, new.params, inputs, new.context)
-        if new.mark is not None:
-            key = new.mark, inputs
-        first = new if key is None else known.setdefault(key, new)
-        if first is new:
-            kept.append(new)
-        else:
-            renamed |= zip(new.outputs, first.outputs, strict=True)
-    return kept, tuple(renamed.get(v, v) for v in outputs)
-
-
 def _loop(e: Equation, layout: StageLayout, rows: Sequence[Rows | None]) -> PipelinedLoop:
     """The pipeline of a loop."""
     counts = scan_counts(e.params)
@@ -261,6 +241,102 @@ def _check_layers(e: Equation, schedule: Schedule, stages: int) -> None:
             str(schedule),
             f"Give at least {stages} micro-batches: a stage begins a round when the last stage has its results.",
         )
+
+
+def _without_tables(e: Equation, builder: Builder) -> list[Equation] | None:
+    """A scan whose body reads tables, arrays that depend on nothing, instead of making them; None if it makes none.
+
+    A table of positions along the batch, such as the counters of random bits, has other elements in each micro-batch.
+    """
+    (body,) = e.blocks
+    made, tables = set[Value](), list[Equation]()
+    for q in body.equations:
+        if (
+            q.rule is not None
+            and is_pure(q)
+            and q.mark is None
+            and all(isinstance(x, Constant) or x in made for x in q.inputs)
+        ):
+            tables.append(q)
+            made.update(q.outputs)
+    others = [q for q in body.equations if q not in tables]
+    read = {x for q in others for x in q.inputs} | {*body.outputs}
+    return _split(e, builder, others, once=tables) if any(v.shape for v in made & read) else None
+
+
+def _computed_before(e: Equation, name: str, line: str, builder: Builder) -> list[Equation] | None:
+    """A scan whose body reads what some equations compute; None if all of these depend on the carry.
+
+    A loop before it computes them for all iterations. A split of a random key into one for each row, for example, needs
+    the positions of the rows.
+    """
+    (body,) = e.blocks
+    consts, carry = scan_counts(e.params)
+    known = {*body.inputs[:consts], *body.inputs[consts + carry :]}
+    early = list[Equation]()
+    for q in body.equations:
+        values = {x for x in q.inputs if isinstance(x, Value)}
+        if q.rule is None or q.mark is not None:
+            continue
+        if q.rule.passes:  # a barrier: each result depends on one operand
+            early.append(q)
+            known.update(v for x, v in zip(q.inputs, q.outputs, strict=True) if x in known)
+        elif is_pure(q) and values <= known:
+            early.append(q)
+            known.update(q.outputs)
+    moved = [q for q in early if (q.name, user_line(q.source_info)) == (name, line)]
+    needed, before = {v for q in moved for v in q.outputs}, list[Equation]()
+    for q in reversed(early):
+        if not needed.isdisjoint(q.outputs):
+            before.insert(0, q)
+            needed.update(x for x in q.inputs if isinstance(x, Value) and x in known)
+    others = [q for q in body.equations if q not in moved]
+    return _split(e, builder, others, before=before, made=[v for q in moved for v in q.outputs]) if moved else None
+
+
+def _split(
+    e: Equation,
+    builder: Builder,
+    others: Sequence[Equation],
+    *,
+    once: Sequence[Equation] = (),
+    before: Sequence[Equation] = (),
+    made: Sequence[Value] = (),
+) -> list[Equation]:
+    """A scan of ``others``. ``once`` runs before it, and ``before``, which makes ``made``, in a scan of its own."""
+    (body,) = e.blocks
+    consts, carry = scan_counts(e.params)
+    slices = body.inputs[consts + carry :]
+    inputs = {x for q in before for x in q.inputs}
+    read = [i for i, v in enumerate(slices) if v in inputs]
+    params = {name: e.params[name] for name in ("length", "reverse", "unroll")}
+
+    def loops(*operands: Any) -> list[Any]:
+        shared = dict(zip(body.inputs[:consts], operands, strict=False))
+        Interpreter().evaluate(once, shared)
+        start, stacks = list(operands[consts : consts + carry]), list(operands[consts + carry :])
+
+        def first(_: None, own: Any) -> Any:
+            env = shared | {slices[i]: x for i, x in zip(read, own, strict=True)}
+            for q in before:
+                if q.rule is not None and q.rule.passes:
+                    env.update((v, env[x]) for x, v in zip(q.inputs, q.outputs, strict=True) if x in env)
+                else:
+                    Interpreter().evaluate([q], env)
+            return None, [value_of(v, env) for v in made]
+
+        def second(carried: Any, own: Any) -> Any:
+            env = shared | dict(zip((*body.inputs[consts:], *made), (*carried, *own), strict=True))
+            Interpreter().evaluate(others, env)
+            out = [value_of(v, env) for v in body.outputs]
+            return out[:carry], out[carry:]
+
+        if made:
+            stacks += lax.scan(first, None, [stacks[i] for i in read], length=e.params["length"])[1]
+        end, stacked = lax.scan(second, start, stacks, **params)
+        return [*end, *stacked]
+
+    return written(builder, loops, e.inputs, e.outputs, e)
 
 
 def _refusal(e: Equation, schedule: Schedule, mixed: Mixed) -> ShardingError:

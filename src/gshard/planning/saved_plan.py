@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from gshard.core.errors import MeshError, PlanError
-from gshard.core.mark import Order
+from gshard.core.mark import Order, Schedule
 from gshard.core.mesh import Mesh
-from gshard.core.pipeline_schedule import Schedule
 from gshard.core.plan import AS_MARKED, Boundary, Plan, Reason, Ring
 from gshard.core.program import Equation, Program, Value, format_block
 from gshard.core.rule import Split

@@ -1,9 +1,7 @@
 """Reads from a builder of training steps what may be chosen.
 
-    def build(micro_batches: int, recompute: Literal["none", "full"]): ...
-
-A builder is a function of keywords that returns ``(step, *arguments)``. ``choices_of`` gives the values that each
-keyword may have: those that the user states, else those of its annotation, else the usual ones of its name.
+A builder is a function of keywords that returns ``(step, *arguments)``. A keyword has the values that the user states,
+else those of its annotation, else the usual ones of its name.
 """
 
 from __future__ import annotations

@@ -1,105 +1,199 @@
-"""Patch: writes the marks of a plan into the user's source files as a unified diff.
+"""The diff of a plan: writes its marks into the user's source files, for ``git apply``.
 
-A mark on what a statement assigns (``h = x @ w``) becomes a statement after it (``h = gshard.shard(h, P("x"))``), one
-on what is returned is put around it. Marks of arguments are statements in front of the function's first
-(``search.argument_marks``). Other marks (of parts of expressions), and the call of ``gshard.jit`` under which
-marks have an effect, are listed in front of the diff, where ``git apply`` and ``patch`` pass over them.
+Marks of arguments stand in front of a function's first statement, by paths for a pytree. A mark of what an assignment
+computes follows it. Others are printed with their line in front of the diff, in lines that begin with ``#``.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Mapping, Sequence
+import difflib
+import json
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from jax.sharding import PartitionSpec
+
+from gshard.core.jax_adapter import is_of_library, is_transposed, user_places
+from gshard.core.mark import text_of_spec
 from gshard.core.mesh import Mesh
+from gshard.core.paths import is_below
 from gshard.core.program import Program, Value
+from gshard.naming.argument_names import equal_layers
+from gshard.planning.added_marks import spec_of_cut
 from gshard.planning.layer_stacks import schedules_of
-from gshard.search.argument_marks import argument_marks, pipeline_statements
 from gshard.search.as_marks import FoundMark
-from gshard.search.source_file import SourceFile
-from gshard.search.statement_results import StatementResults
+
+_SEVERAL = (ast.Tuple, ast.List, ast.Set, ast.Dict)
+_LATER = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)  # run at another time, or often
 
 
 def patch_of(
     marks: Sequence[FoundMark],
     program: Program,
+    mesh: Mesh,
     paths: Sequence[str] = (),
     defined: tuple[str, int] | None = None,
-    mesh: Mesh | None = None,
     notes: Sequence[str] = (),
-    keywords: Mapping[str, str] | None = None,
 ) -> str:
     """The diff; in front of it, in lines that begin with ``#``, notes and the marks that it leaves out."""
-    patch = Patch(program)
-    left: list[str] = []
-    inputs = program.block.inputs[len(program.captured) :]
-    of_arguments = {v: s for mark in marks for v, s in mark.shardings.items() if v in inputs}
-    statements, unsaid = ({}, set(of_arguments)) if mesh is None else argument_marks(of_arguments, inputs, paths, mesh)
-    stages, by_hand = pipeline_statements({inputs[i]: s for i, s in schedules_of(program).items()}, inputs, paths)
-    both = {name: "\n".join(of[name] for of in (stages, statements) if name in of) for name in {**stages, **statements}}
-    left += [*patch.begin(defined, both), *(f"{call}: not written, do it by hand" for call in by_hand)]
+    patch, inputs, left = Patch(program), program.block.inputs[len(program.captured) :], [*notes]
+    cuts = {v: s for mark in marks for v, s in mark.shardings.items() if v in inputs}
+    specs = {v: spec_of_cut(s, mesh) if s.atoms else PartitionSpec() for v, s in cuts.items()}
+    texts = {v: f"shard(x, jax.{text_of_spec(spec)})" for v, spec in specs.items() if spec is not None}
+    stages = {inputs[i]: str(schedule) for i, schedule in schedules_of(program).items()}
+    (staged, by_hand), (marked, unsaid) = (argument_statements(of, inputs, paths) for of in (stages, texts))
+    rows = [row for name in {**staged, **marked} for of in (staged, marked) for row in of.get(name, ())]
+    if rows and not (defined and patch.begin(*defined, {*staged, *marked}, rows)):
+        left.append(f"{program.name} is in no file, or not in this form: write in front of its first statement")
+        left += [f"  {row}" for row in rows]
+    names = dict(zip(program.block.inputs, program.names, strict=True))
+    left += [f"gshard.{stages[v]} with x = {names[v]}: not written, do it by hand" for v in stages if v in by_hand]
     for mark in marks:
-        others = [v for v in mark.shardings if v not in of_arguments or v in unsaid]
+        others = [v for v in mark.shardings if v not in texts or v in unsaid]
         if others and not patch.mark(others, mark.text):
             left.append(f"{mark.text} {mark.at}: not written, do it by hand")
-    if keywords:
-        given = ", ".join(f"{name}={value}" for name, value in keywords.items())
-        left.append(f"run it by gshard.jit({program.name}, {given})")
-    return patch.text([*notes, *left])
+    return "\n".join([*(f"# {line}" for line in left), *patch.diff()]) + "\n"
 
 
 class Patch:
-    """Changes of the source files of a program."""
+    """Lines that are added to the source files of a program."""
 
     def __init__(self, program: Program):
-        self._name = program.name
         self._inputs = {*program.block.inputs}
-        self._results = StatementResults(program)
-        self._files: dict[str, SourceFile] = {}
+        self._files: dict[str, tuple[list[str], ast.Module, dict[int, list[str]]]] = {}  # lines, tree, lines to add
+        self._place: dict[Value, tuple[str, int]] = {}  # the user's file and line that compute a value
+        self._at: dict[tuple[str, int], list[Value]] = {}  # the values of a line
+        self._read_at: dict[Value, list[Collection[tuple[str, int]]]] = {}  # where values are read; () of results
+        for block in (program.block, *(body for e in program.block.walk() for body in e.blocks)):
+            reads: list[tuple[object, Collection[tuple[str, int]]]] = [(x, ()) for x in block.outputs]
+            for e in block.equations:
+                if not is_transposed(e.source_info):  # gradients keep intermediate values of a statement
+                    places = user_places(e.source_info)
+                    reads += [(x, places) for x in e.inputs]
+                    if places and not is_of_library(places[0][0]):
+                        self._place |= dict.fromkeys(e.outputs, places[0])
+                        self._at.setdefault(places[0], []).extend(e.outputs)
+            for x, where in reads:
+                if isinstance(x, Value):
+                    self._read_at.setdefault(x, []).append(where)
 
     def can_mark(self, values: Collection[Value]) -> bool:
-        """Whether statements can mark exactly these values; marks on arguments are in front of a function's first."""
-        return self._statements([v for v in values if v not in self._inputs]) is not None
+        """Whether statements can mark exactly these values; marks of arguments are in front of a function's first."""
+        return self._assignments([v for v in values if v not in self._inputs]) is not None
 
     def mark(self, values: Collection[Value], text: str) -> bool:
-        """Writes a mark on values, whose source text has ``x`` in their place; False where statements cannot."""
-        statements = self._statements(values)
-        for file, statement in statements or ():
-            file.mark(statement, text)
-        return statements is not None
+        """Adds a mark, whose text has ``x`` in place of the values; False if they are not results of assignments."""
+        found = self._assignments(values)
+        for path, node in found or ():
+            name, text = _target(node), re.sub(r"(?<!\.)\bP\(", "jax.P(", text)
+            self._add(path, node.end_lineno or 0, node.col_offset, [f"{name} = {text.replace('(x', f'({name}', 1)}"])
+        return found is not None
 
-    def _statements(self, values: Collection[Value]) -> list[tuple[SourceFile, ast.stmt]] | None:
-        """The statements whose results are exactly these values; None if there are none."""
+    def begin(self, path: str, line: int, parameters: set[str], rows: Sequence[str]) -> bool:
+        """Adds statements in front of the first of the function at a line; False if it is in another form."""
+        lines, tree, _ = self._file(path)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and _first_line(node) == line:
+                arguments = {a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+                first = node.body[1 if ast.get_docstring(node) is not None and len(node.body) > 1 else 0]
+                number, indent = _first_line(first) - 1, first.col_offset
+                if parameters <= arguments and not lines[number].encode()[:indent].strip():
+                    self._add(path, number, indent, rows)
+                    return True
+        return False
+
+    def diff(self) -> Iterator[str]:
+        """The added lines of all files as a unified diff."""
+        for path, (lines, tree, added) in self._files.items():
+            imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+            bound = {a.asname or a.name.partition(".")[0] for node in imports for a in node.names}
+            needed = [f"import {name}" for name in ("gshard", "jax") if f"{name}." in str(added) and name not in bound]
+            before = [*(tree.body[:1] if ast.get_docstring(tree) else ()), *imports]
+            place = max((node.end_lineno or 0 for node in before if node.lineno <= min(added, default=0)), default=0)
+            rows = [*lines[:place], *needed, *added.get(place, ())]
+            rows += [row for i, line in enumerate(lines[place:], place + 1) for row in (line, *added.get(i, ()))]
+            shown = path.lstrip("/") if (near := os.path.relpath(path)).startswith("..") else near
+            yield from difflib.unified_diff(lines, rows, f"a/{shown}", f"b/{shown}", lineterm="")
+
+    def _add(self, path: str, line: int, indent: int, rows: Sequence[str]) -> None:
+        self._file(path)[2].setdefault(line, []).extend(" " * indent + row for row in rows)
+
+    def _file(self, path: str) -> tuple[list[str], ast.Module, dict[int, list[str]]]:
+        if path not in self._files:
+            text = Path(path).read_text("utf-8") if Path(path).is_file() else ""
+            self._files[path] = text.splitlines(), ast.parse(text), {}
+        return self._files[path]
+
+    def _assignments(self, values: Collection[Value]) -> list[tuple[str, ast.stmt]] | None:
+        """The assignments whose results are exactly these values; None if there are none."""
         computed: dict[tuple[str, ast.stmt], set[Value]] = {}
         for v in values:
-            place = self._results.place(v)
-            file = None if place is None else self._file(place[0])
-            statement = None if file is None or place is None else file.statement(place[1])
-            if file is None or statement is None or not file.can_mark(statement):
+            path, line = self._place.get(v, (os.devnull, 0))
+            lines, tree, _ = self._file(path)
+            around = [x for x in ast.walk(tree) if isinstance(x, ast.stmt) and x.lineno <= line <= (x.end_lineno or 0)]
+            node = max(around, key=lambda x: x.lineno, default=None)
+            if node is None or _target(node) is None:
                 return None
-            computed.setdefault((file.path, statement), set()).add(v)
-        if not all(self._results.are_results(of, path, at) for (path, at), of in computed.items()):
-            return None
-        return [(self._files[path], statement) for path, statement in computed]
+            after = lines[(node.end_lineno or 0) - 1].encode()[node.end_col_offset :].strip()
+            if lines[node.lineno - 1].encode()[: node.col_offset].strip() or after[:1] not in (b"", b"#"):
+                return None  # it shares a line with another one
+            computed.setdefault((path, node), set()).add(v)
+        return list(computed) if all(self._results(*at) == of for at, of in computed.items()) else None
 
-    def begin(self, defined: tuple[str, int] | None, statements: Mapping[str, str]) -> list[str]:
-        """Puts statements for parameters in front of a function's first; else these, as lines of text."""
-        if not statements:
-            return []
-        file = None if defined is None else self._file(defined[0])
-        if file is not None and defined is not None and file.begin(defined[1], statements):
-            return []
-        of = f"the function {self._name} is in no file, or not in this form: write in front of its first statement"
-        return [of, *(f"  {line}" for text in statements.values() for line in text.splitlines())]
+    def _results(self, path: str, node: ast.stmt) -> set[Value]:
+        """The values that a statement computes in all its runs and that code outside of it reads."""
+        places = {(path, line) for line in range(node.lineno, (node.end_lineno or 0) + 1)}
+        computed = [v for place in places for v in self._at.get(place, ())]
+        return {v for v in computed if any(map(places.isdisjoint, self._read_at.get(v, ())))}
 
-    def text(self, notes: Sequence[str]) -> str:
-        """The diff of all files, behind notes in lines that begin with ``#``."""
-        return (
-            "\n".join([*(f"# {n}" for n in notes), *(line for f in self._files.values() for line in f.diff())]) + "\n"
-        )
 
-    def _file(self, path: str) -> SourceFile | None:
-        if path not in self._files and Path(path).is_file():
-            self._files[path] = SourceFile(path)
-        return self._files.get(path)
+def _first_line(node: ast.stmt) -> int:
+    return min((node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))))
+
+
+def _target(node: ast.stmt) -> str | None:
+    """The one name to which a statement assigns one array; None of other statements."""
+    targets, value = getattr(node, "targets", None) or [getattr(node, "target", None)], getattr(node, "value", None)
+    if value is None or isinstance(value, _SEVERAL) or any(isinstance(part, _LATER) for part in ast.walk(value)):
+        return None
+    return targets[0].id if len(targets) == 1 and isinstance(targets[0], ast.Name) else None
+
+
+def argument_statements(
+    calls: Mapping[Value, str], inputs: Sequence[Value], paths: Sequence[str]
+) -> tuple[dict[str, list[str]], set[Value]]:
+    """The lines that call a function of gshard with arguments, by parameter; and the arguments without such a line."""
+    statements, left, parameters = dict[str, list[str]](), {*calls}, dict[str, dict[str, Value]]()
+    for v, path in zip(inputs, paths, strict=bool(paths)):
+        parameters.setdefault(path.partition("/")[0], {})[path.partition("/")[2]] = v
+    for name, values in parameters.items():
+        own = {path: calls[v].replace("'", '"') for path, v in values.items() if v in calls}
+        patterns = own if "" in own else _patterns(own, values)
+        if not patterns or not name.isidentifier():
+            continue
+        call = next(iter(own.values())).replace("(x,", f"({name},", 1)
+        if "" in own:
+            statements[name] = [f"{name} = gshard.{call}"]
+        elif call.startswith("shard("):
+            rows = [f"{json.dumps(pattern, ensure_ascii=False)}: {text[9:-1]}" for pattern, text in patterns.items()]
+            call = f"{name} = gshard.shard_by_path({name}, {{"
+            statements[name] = [call, *(f"    {row}," for row in rows), "})"] if rows[1:] else [f"{call}{rows[0]}}})"]
+        elif len({*own.values()}) == 1:
+            statements[name] = [f"{name} = gshard.{call[:-1]}, paths={json.dumps([*patterns], ensure_ascii=False)})"]
+        left -= {values[path] for path in own} if name in statements else set()
+    return statements, left
+
+
+def _patterns(texts: Mapping[str, str], values: Mapping[str, Value]) -> dict[str, str] | None:
+    """Patterns that give each path its text and match no other path; None if there are none."""
+    words = {path: tuple(path.split("/")) for path in values}
+    folded = equal_layers({words[path]: (v.shape, v.dtype, texts.get(path)) for path, v in values.items()})
+    alike = {"/".join(folded.get(words[path], words[path])): text for path, text in texts.items()}
+    for candidate in (alike, dict(texts)):
+        first_match = {path: next((p for p in candidate if is_below(p, path)), "") for path in values}
+        if all(candidate.get(p) == texts.get(path) for path, p in first_match.items()):
+            return candidate
+    return None

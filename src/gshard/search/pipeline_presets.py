@@ -11,9 +11,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable
 
-from gshard.core.mark import atoms_of_partitions
+from gshard.core.mark import Schedule, atoms_of_partitions
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.pipeline_schedule import Schedule
 from gshard.core.plan import Boundary
 from gshard.core.program import Program
 from gshard.device.cost import Cost

@@ -16,8 +16,8 @@ from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import AS_MARKED, Boundary, Plan
 from gshard.core.program import Program, Value
 from gshard.device.machine import Machine
-from gshard.naming.dimension_classes import Dimensions
-from gshard.naming.dimension_names import DimensionNames
+from gshard.naming.argument_names import path_of_name
+from gshard.naming.dimension_classes import Dimensions, dimensions_of, of_equal_layers
 from gshard.planning.layer_stacks import schedules_of
 from gshard.planning.reshard_costs import axes_of, joined
 from gshard.planning.settled import settled
@@ -104,8 +104,7 @@ def _state(program: Program, boundary: Boundary) -> set[int]:
 def _by_dimension(program: Program, mesh: Mesh, data: Sequence[int]) -> Iterator[tuple[str, dict[int, Mark | None]]]:
     """Splits one of the largest dimensions over all devices; or over the last axis, with the batch over the others."""
     axes = {name: atoms for name, atoms in mesh.atoms_of.items() if atoms}
-    names = DimensionNames(program)
-    dimensions = names.dimensions
+    dimensions = of_equal_layers(dimensions_of(program))
     inputs = program.block.inputs
     bytes_of_values, bytes_of_inputs = (_bytes(dimensions, values) for values in (dimensions.labels, inputs))
     largest_classes = sorted(dimensions.classes, key=lambda c: -bytes_of_inputs.get(c.label, 0))[:_OUTSIDE]
@@ -116,7 +115,9 @@ def _by_dimension(program: Program, mesh: Mesh, data: Sequence[int]) -> Iterator
         dim_of_input = {
             i: dimensions.labels[v].index(c.label) for i, v in enumerate(inputs) if c.label in dimensions.labels[v]
         }
-        class_name = names.of(c)
+        largest = max(dim_of_input, key=lambda i: inputs[i].bytes)
+        place = f"dimension {dim_of_input[largest]} of {path_of_name(program.names[largest])}"
+        class_name = f"{c.names[0] if c.names else place} ({c.size})"
         yield (
             f"{class_name} over all devices",
             {i: split_over(inputs[i], d, mesh.atoms, mesh) for i, d in dim_of_input.items()},

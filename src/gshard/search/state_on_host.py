@@ -1,13 +1,7 @@
 """Keeps the optimizer state of a training step in the memory of the host.
 
-Arrays of the state that only the update reads, such as the moments of Adam, are idle during the forward and the
-backward pass. ``state_to_offload`` finds them. ``with_state_on_host`` makes a step that fetches each of them before its
-first use and sends the array that replaces it back once it is computed:
-
-    gradients ──▶ fetch m[0] ──▶ update of layer 0 ──▶ send m[0] ──▶ fetch m[1] ──▶ update of layer 1 ──▶ ...
-
-The equations of the update run in the order of the results, so that the state of one layer is on the devices at a time.
-What is computed is the same.
+Arrays that only the update reads, such as the moments of Adam, are idle during the forward and the backward pass. The
+step fetches each before its first use and sends its new value back at once, in the order of the results.
 """
 
 from __future__ import annotations

@@ -40,7 +40,6 @@ from gshard.language.mark_primitive import mark_p, name_p
 from gshard.tracing.builder import Builder
 from gshard.tracing.by_jax import closed_of, name_of
 from gshard.tracing.permitted import permitted
-from gshard.tracing.stage_loops import with_stage_loops
 
 # Chooses short printed names for the user's source files.
 
@@ -229,7 +228,7 @@ def program_of(
     jaxpr, consts = closed(whole)
     builder = Builder(layout=layout)
     with wide_enough_for(dtypes_in(jaxpr)):
-        body = jaxpr_without_dead_code(with_stage_loops(as_traced_here(jaxpr)))
+        body = jaxpr_without_dead_code(as_traced_here(jaxpr))
         block = builder.block(body, captured=consts)
         block = builder.marked_by_type(block, jaxpr.outvars, as_typed)
     block = permitted(block, finite=finite)

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from gshard.core.library_files import is_of_library
+from gshard.core.jax_adapter import is_of_library
 
 BRANCHES = ("branch_computations", "true_computation", "false_computation")  # attributes that name computations
 _COMMENT = re.compile(r"/\*[^*]*\*/")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -44,15 +45,22 @@ from gshard.xla_programs.compiled_rows import (
     whole_arguments,
     whole_lines,
 )
-from gshard.xla_programs.constraint_candidates import Planned, candidates_of
-from gshard.xla_programs.traced_expressions import expressions_of
-from gshard.xla_programs.tried_changes import Figures
-from gshard.xla_programs.tried_constraints import TriedConstraints, try_constraints
-from gshard.xla_programs.tried_shardings import SECONDS, Specs, TriedShardings, try_shardings
+from gshard.xla_programs.constraint_candidates import Planned, constraints_to_try
+from gshard.xla_programs.traced_expressions import TracedProgram
+from gshard.xla_programs.tried_changes import (
+    SECONDS,
+    Change,
+    Figures,
+    Specs,
+    Tried,
+    constraint_helps,
+    sharding_changes,
+    sharding_helps,
+    try_changes,
+)
 
 # What JAX and XLA raise for a program with a sharding that they do not support, or that jax.jit was given otherwise.
 _REFUSED = (jax.errors.JaxRuntimeError, ValueError, TypeError, NotImplementedError)
-Tried = TriedShardings | TriedConstraints
 _OF_PROGRAM = ("parts", "arguments", "whole", "regathered", "bytes_by_kind", "times_by_kind")
 
 
@@ -63,16 +71,17 @@ class CompiledAgain:
     # for each argument of the program the array that the user gives, as ``jax.ShapeDtypeStruct`` with its sharding;
     # None if it is not known
     leaves: tuple[Any, ...]
-    lower: Callable[[Specs], Any]  # traces and lowers the function, with other shardings of some arguments
+    traced: Callable[[], Any]  # the jaxpr of the function
+    lower: Callable[[Any, Specs], Any]  # lowers a jaxpr in its place, with other shardings of some arguments
     read: Callable[[Any], CompiledExplanation]  # compiles and explains what is lowered
-    # the shardings that gshard plans for values of the function, by the path of the file, the line, and the shape. It
-    # takes the seconds after which it gives up.
+    # the sharding that gshard plans for each value; it takes the seconds after which it gives up
     planned: Callable[[float], Planned]
 
-    def compiled(self, specs: Specs) -> CompiledExplanation | None:
-        """Compiles the function with other shardings, by the number of the argument; None if JAX or XLA refuses it."""
+    def compiled(self, specs: Specs, changed: Callable[[Any], Any] = lambda jaxpr: jaxpr) -> CompiledExplanation | None:
+        """Compiles the function with other shardings and a changed jaxpr; None if JAX or XLA refuses it."""
+        jaxpr = self.traced()
         try:
-            return self.read(self.lower(specs))
+            return self.read(self.lower(changed(jaxpr), specs))
         except _REFUSED:
             return None
 
@@ -194,7 +203,7 @@ class CompiledExplanation(Comparable):
         there = self if machine is None else self.on(machine)
         return CompiledVerdict(there._own_cost, there.collectives, self.program.platform)
 
-    def try_shardings(self, seconds: float = SECONDS) -> TriedShardings:
+    def try_shardings(self, seconds: float = SECONDS) -> Tried:
         """Compiles the function with other shardings of its arguments, and tells which lower bytes, memory or time.
 
         Each dimension of an argument that causes traffic, or that every device holds whole, is split over each axis of
@@ -211,16 +220,22 @@ class CompiledExplanation(Comparable):
             ArgumentError: this is a program that was compiled elsewhere: there is no function to compile again.
         """
         again = self._again("other shardings")
-        return try_shardings(self.program, self.parts, again.leaves, self.figures, self._figures_with, seconds)
+
+        def compiled(changes: Sequence[Change]) -> Figures | None:
+            specs = {i: change.spec for change in changes for i in change.arguments if change.spec is not None}
+            return self._figures_of(again.compiled(specs))
+
+        changes = list(sharding_changes(self.program, self.parts, again.leaves)) if seconds > 0 else []
+        return try_changes(self.figures, "other shardings of arguments", changes, compiled, sharding_helps, seconds)
 
     def try_constraints(
         self, seconds: float = SECONDS, progress: bool | Callable[[str], object] | None = False
-    ) -> TriedConstraints:
+    ) -> Tried:
         """Compiles the function with sharding constraints on values inside, and tells which lower time or bytes.
 
         For the values that collectives move, and for the constraints that the function has, a few shardings are tried.
-        Each is applied where the expression is evaluated while the function is traced again, as if you had written
-        ``jax.lax.with_sharding_constraint`` there, so it also holds for the gradient. A constraint helps if it lowers
+        Each is put into the traced program as if you had written ``jax.lax.with_sharding_constraint`` there: on the
+        value of the expression, and on its cotangent in the gradient. A constraint helps if it lowers
         the modelled time, or the bytes sent at no more time, and raises the peak of memory by 5 % at most. Without a
         machine it helps if it lowers the bytes sent, and at most 2 % more is computed.
 
@@ -238,17 +253,28 @@ class CompiledExplanation(Comparable):
             ArgumentError: this is a program that was compiled elsewhere: there is no function to compile again.
         """
         again, began = self._again("sharding constraints"), time.monotonic()
-        mesh = self.mesh.user_jax_mesh
-        expressions, left_out = expressions_of(lambda: again.lower({})) if seconds > 0 else ((), 0)
-        planned = again.planned(seconds / 4) if seconds > 0 else {}
-        is_auto = [kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types]
-        axes = zip(mesh.axis_names, mesh.axis_sizes, is_auto, strict=True)
-        sizes = {str(name): size for name, size, is_open in axes if is_open and size > 1}
-        candidates = candidates_of(self.collectives, expressions, again.leaves, sizes, planned)
-        left = max(seconds - (time.monotonic() - began), 1e-3) if seconds > 0 else 0.0
-        shown = dataclasses.replace(Progress.of(progress), name="gshard.explain")
+        mesh, before = self.mesh.user_jax_mesh, self.figures
         assert isinstance(mesh, jax.sharding.Mesh), "it was compiled for devices"
-        return try_constraints(self.figures, candidates, left_out, lambda: self._figures_with({}), mesh, left, shown)
+        if seconds <= 0:
+            return try_changes(before, "sharding constraints inside", (), lambda _: None, sharding_helps, seconds)
+        program = TracedProgram(again.traced())
+        planned = again.planned(seconds / 4)
+        found, notes = constraints_to_try(self.collectives, program, again.leaves, mesh, planned)
+        changes = [Change(f"{c.text}  ({c.expression.type})", c.spec, constraint=c) for c in found]
+        shown = dataclasses.replace(Progress.of(progress), name="gshard.explain")
+        numbers = itertools.count(1)
+
+        def compiled(some: Sequence[Change]) -> Figures | None:
+            first = f"a constraint, {next(numbers)} of {len(changes)}: {some[0].text}" if len(some) == 1 else ""
+            shown.step(f"compiling with {first or f'{len(some)} constraints'}")
+            constraints = [change.constraint for change in some if change.constraint is not None]
+            return self._figures_of(again.compiled({}, lambda _: program.with_constraints(constraints, mesh)))
+
+        left = max(seconds - (time.monotonic() - began), 1e-3)
+        return try_changes(
+            before, "sharding constraints inside", changes, compiled,
+            lambda now, then: constraint_helps(now, then, before.peak), left, notes,
+        )  # fmt: skip
 
     def _again(self, what: str) -> CompiledAgain:
         if self.again is None:
@@ -258,9 +284,8 @@ class CompiledExplanation(Comparable):
             )
         return self.again
 
-    def _figures_with(self, specs: Specs) -> Figures | None:
-        """What the function takes, compiled again with other shardings; None if JAX or XLA refuses it."""
-        other = self._again("other shardings").compiled(specs)
+    def _figures_of(self, other: CompiledExplanation | None) -> Figures | None:
+        """What the function takes, compiled again with a change; None if JAX or XLA refuses it."""
         return None if other is None else (other if self.machine is None else other.on(self.machine)).figures
 
     @property
@@ -339,7 +364,7 @@ class CompiledExplanation(Comparable):
         """The report in a frame, for notebooks."""
         return framed(self.data(), self.name)
 
-    def format(self, collectives: int = 30, arguments: int = 8, held: int = 6) -> str:
+    def format(self, collectives: int = 12, arguments: int = 0, held: int = 3) -> str:
         """The explanation as text with at most so many rows of each kind."""
         program = self.program
         local, sizes = sum(a.local_bytes for a in program.arguments), [a.bytes for a in program.arguments]

@@ -14,7 +14,7 @@ import numpy as np
 from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.mesh import Atoms, Mesh
 from gshard.device.memory import MemoryTotals
-from gshard.naming.short_names import ShortName, short_names
+from gshard.naming.argument_names import ArrayName, argument_names
 from gshard.xla.dataflow import PRODUCTS, Array, Dataflow
 from gshard.xla.hlo_collectives import Sent, sent_by
 from gshard.xla.hlo_parser import Instruction, Module, read_module
@@ -138,7 +138,7 @@ class CompiledArgument:
     """One argument of a compiled program."""
 
     name: str  # its path, ``params['up']``; ``argument 3`` if the program does not tell
-    short: ShortName  # what it is called in tables
+    short: ArrayName  # what it is called in tables
     type: str  # of one device's part, ``f32[8,4]``
     local_bytes: int  # of this part;
     bytes: int | None  # and of the whole array; None if the program does not tell
@@ -311,8 +311,7 @@ def _arguments(
     names = [called.get(i.op_name, i.op_name) or f"argument {i.number}" for i in found]
     names = [name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names)]
     types = [arrays_of(i.type) for i in found]
-    weights = [names[i] for i in program.weights if i < len(names)]
-    short = short_names({name: str(type) for name, type in zip(names, types, strict=True)}, weights)
+    short = argument_names({name: str(type) for name, type in zip(names, types, strict=True)})
     rows = []
     for i, (made, name, arrays) in enumerate(zip(found, names, types, strict=True)):
         local = sum(a.bytes for a in arrays)

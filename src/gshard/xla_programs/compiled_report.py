@@ -26,7 +26,7 @@ from gshard.explanation.report.data import (
     timeline_data,
 )
 from gshard.explanation.timeline import COMPUTE, NETWORK, Event, Loop, Run, Timeline, complete_event, trace_events
-from gshard.naming.short_names import equal_layers
+from gshard.naming.argument_names import equal_layers
 from gshard.tracing.trace import names_of_files
 from gshard.xla.dataflow import Array
 from gshard.xla.hlo_collectives import pairs_of

@@ -10,8 +10,8 @@ from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import format_bytes
 from gshard.device.network import atoms_among
 from gshard.explanation.rows import ArrayLine, CollectiveRow, array_lines, collective_lines
+from gshard.naming.argument_names import ArrayName, common_name, equal_layers
 from gshard.naming.array_names import GRADIENT, UPDATE
-from gshard.naming.short_names import ShortName, common_name, equal_layers
 from gshard.xla.dataflow import Array
 from gshard.xla.hlo_collectives import Sent, pairs_of
 from gshard.xla.hlo_parser import Computation, Instruction, Origin, origin_of
@@ -32,7 +32,7 @@ class Part:
     number: int  # which of its arrays
     bytes: int  # that each device sends of it in one run
     type: ArrayType  # the operand on one device
-    array: ShortName  # what it is called
+    array: ArrayName  # what it is called
     is_named: bool  # whether it is called after an argument
     origin: Origin  # the operator for which it is moved;
     line: str  # its line, ``train.py:9``;
@@ -100,7 +100,7 @@ def _where(
 
 def _name(
     program: CompiledProgram, sent: Sent, origin: Origin, operand: Array | None, result: Array
-) -> tuple[ShortName, bool]:
+) -> tuple[ArrayName, bool]:
     numbers = () if operand is None else program.flow.arguments(operand)
     if numbers and max(numbers) < len(program.arguments):
         return common_name([program.arguments[n].short for n in numbers]), True
@@ -113,17 +113,17 @@ def _name(
         if weights and (reach.results or origin.is_backward):
             before = GRADIENT if origin.is_backward else UPDATE
             short = common_name([program.arguments[n].short for n in weights])
-            return ShortName(before + short.text, before + short.alike), True
+            return ArrayName(before + short.text, before + short.alike), True
         named = sorted(r for r in reach.results if r < len(program.results))
         if named and origin.is_backward:
             text = program.results[named[0]]
-            return ShortName(text, text), True
+            return ArrayName(text, text), True
     made = None if operand is None else program.flow.made(program.flow.source(operand))
     operation = (origin_of(made.op_name).operation if made is not None and made.opcode != "parameter" else "") or (
         origin.operation or (made.opcode if made is not None else sent.itself.opcode)
     )
     text = f"{operation}{_phase(origin)}"
-    return ShortName(text, text), False
+    return ArrayName(text, text), False
 
 
 def _phase(origin: Origin) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,17 +23,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
+from gshard.core.mark import mark_of_cut, resolve
 from gshard.core.memory_kinds import in_memory
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import with_tables
-from gshard.core.program import Program, format_bytes
+from gshard.core.program import Program, Value, format_bytes
+from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.explanation.search_result import SearchResult
-from gshard.planning.added_marks import spec_of_cut
+from gshard.language.mark_primitive import mark_p
+from gshard.planning.added_marks import spec_of_cut, with_marks
 from gshard.search.as_marks import FoundMark
 from gshard.xla.peer import xla_function
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
-from gshard.xla_programs.marks_as_constraints import constrained, constraint_text, own_marks
 from gshard.xla_programs.plan_compiler import (
     NEAR,
     ExportedArgument,
@@ -218,7 +220,7 @@ class ExportedPlan:
         lines += [f"split less than by the plan: {line}" for line in self.less_split]
         if self.everywhere:
             lines.append("with a constraint on every value, which few lines do not say: run the plan by gshard.jit")
-        lines += [f"  {constraint_text(mark)}  {mark.at}" for mark in self.constraints]
+        lines += [f"  {_constraint_text(mark)}  {mark.at}" for mark in self.constraints]
         return "\n".join([*lines, *worse_text(self.worse)])
 
 
@@ -245,11 +247,11 @@ def exported_plan(found: SearchResult, spmd: SpmdProgram, devices: Sequence[obje
             compiled = made.compiled(function)
             ways[way] = _Tried(compiled, function, tuple(constraints), made.distance(compiled))
 
-    try_way(_ALONE, constrained(made, ()))
-    if own := list(own_marks(made)):
-        try_way(_OWN, constrained(made, own), own)
+    try_way(_ALONE, _constrained(made, ()))
+    if own := list(_own_marks(made)):
+        try_way(_OWN, _constrained(made, own), own)
     if is_far() and (inside := _inside(found, program)):  # these take a while to find
-        try_way(_FEW, constrained(made, [*own, *inside]), [*own, *inside])
+        try_way(_FEW, _constrained(made, [*own, *inside]), [*own, *inside])
     try_way(_EVERYWHERE, xla_function(program, there, plan))
     ins, outs = ([spec_of_cut(s, there) for s in own] for own in (made.come[len(program.captured) :], made.leave))
     positional, named = jax.tree.unflatten(found.in_tree, ins)
@@ -263,3 +265,40 @@ def _inside(found: SearchResult, program: Program) -> list[FoundMark]:
     """The marks that are about values inside: those of arguments are their shardings."""
     inputs = program.block.inputs
     return [mark for mark in found.marks.marks if not any(v in inputs for v in mark.shardings)]
+
+
+def _constraint_text(mark: FoundMark) -> str:
+    """A mark as JAX writes it."""
+    text = mark.text.replace("gshard.replicate(x)", "gshard.shard(x, P())")
+    return text.replace("gshard.shard(", "jax.lax.with_sharding_constraint(")
+
+
+def _own_marks(made: PlanCompiler) -> Iterator[FoundMark]:
+    """The marks of gshard's that the function has inside, as far as they split over whole axes.
+
+    Under ``jax.jit`` such a mark is the identity, so they are constraints that a plan for it may need. A mark without
+    a line is none of the function's text: ``out_shardings`` of ``gshard.jit`` are such marks.
+    """
+    for e in made.program.block.walk():
+        if e.primitive is not mark_p or e.mark is None or e.mark.unreduced or not e.line:
+            continue
+        demand = resolve(e.mark, made.mesh, e.outputs[0].shape, e.line)
+        spec = spec_of_cut(Sharding(demand.dims), made.mesh)
+        if spec is None or all(demand.open):
+            continue
+        entries = ["P.UNCONSTRAINED" if is_open else repr(n) for n, is_open in zip(spec, demand.open, strict=True)]
+        text = f"gshard.shard(x, P({', '.join(entries)}))"
+        yield FoundMark(f"mark at {e.line}", text, 0.0, {e.outputs[0]: Sharding(demand.dims)})
+
+
+def _constrained(made: PlanCompiler, constraints: Sequence[FoundMark]) -> Callable[..., list[Any]] | None:
+    """The program with these constraints and without other marks of gshard's; None where one cannot be added."""
+    wanted = {v: s for mark in constraints for v, s in mark.shardings.items()}
+    own = _marked_values(made.program)
+    added = {v: mark_of_cut(s.dims, made.mesh) for v, s in wanted.items() if v not in own}
+    program = with_marks(made.program, added) if added else made.program
+    return None if program is None else xla_function(program, made.mesh, ignored=own - wanted.keys())
+
+
+def _marked_values(program: Program) -> set[Value]:
+    return {v for e in program.block.walk() if e.primitive is mark_p for v in e.outputs}

@@ -24,7 +24,6 @@ from gshard.core.spmd import SpmdProgram
 from gshard.device.fusion_model import PRODUCT
 from gshard.emit.compile import named_sharding
 from gshard.explanation.search_result import SearchResult
-from gshard.naming.dimension_metadata import boxes_of
 from gshard.planning.added_marks import spec_of_cut
 from gshard.planning.demands import by_axes
 from gshard.rewrite.rewrites import TRACE
@@ -274,7 +273,7 @@ def arguments_of(made: PlanCompiler) -> tuple[ExportedArgument, ...]:
     numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
     flat = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(numbered)]
     rows = []
-    for keys, node in boxes_of(numbered):
+    for keys, node in jax.tree_util.tree_leaves_with_path(numbered, is_leaf=_is_box):
         (i,) = jax.tree.leaves(node)
         v, name = inputs[first + i], program.names[first + i]
         parameter = name.removesuffix(jax.tree_util.keystr(flat[i][2:]))
@@ -283,6 +282,11 @@ def arguments_of(made: PlanCompiler) -> tuple[ExportedArgument, ...]:
         memory = program.input_memory(first + i)
         rows.append(ExportedArgument(path_of(parameter, keys[2:]), v, spec, memory))
     return tuple(rows)
+
+
+def _is_box(x: Any) -> bool:
+    """Whether a node of a pytree is one array with metadata: a box of Linen or a variable of NNX."""
+    return hasattr(type(x), "get_metadata") or (hasattr(x, "names") and hasattr(x, "value") and hasattr(x, "unbox"))
 
 
 def less_split(made: PlanCompiler) -> Iterator[str]:

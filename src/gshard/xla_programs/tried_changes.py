@@ -1,19 +1,36 @@
-"""Tried changes: compiles a program with changes, one by one, and puts those together that help."""
+"""Tried changes: compiles a program with changes, one by one, and puts those together that help, the best first.
+
+A change is another sharding of arguments, equal layers together (``sharding_changes``), or a sharding constraint on a
+value inside. The figures of all together are those of one program that was compiled with them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
-from collections.abc import Callable, Hashable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gshard.core.mark import axes_of_entry, spec_of_axes, text_of_spec
 from gshard.core.number_text import format_ms
 from gshard.core.program import format_bytes, format_flops
 from gshard.search.time_budget import Watch
+from gshard.xla_programs.compiled_program import CompiledProgram
+from gshard.xla_programs.compiled_rows import Part
+from gshard.xla_programs.traced_expressions import Constraint
 
-WORTH = 0.98  # of bytes, memory or seconds: a change must spare 2 % of one
-SAME = 1.001  # of bytes, memory or seconds: no more is no more
-ROWS = 8  # changes that are printed
+SECONDS = 30.0  # how long to try, if nothing else is asked for
+MORE_PEAK = 1.05  # of the peak: what a constraint may take for less time or fewer bytes
+_MORE_FLOPS = 1.02  # of the operations, without a machine: a constraint may move some elementwise work
+_WORTH = 0.98  # of bytes, memory or seconds: a change must spare 2 % of one
+_SAME = 1.001  # of bytes, memory or seconds: no more is no more
+_ROWS = 8  # changes that are printed
+_ALONE = 0.7  # of the seconds, in which changes are tried one by one, if many are about one value
+
+Specs = Mapping[int, PartitionSpec]  # by the number of the argument
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,43 +62,57 @@ class Figures:
         return ", ".join(f"{what} {then} -> {now}" if then != now else f"{what} {then}" for what, then, now in pairs)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TriedChange:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Change:
     """A change of a program."""
 
+    text: str  # what to write, and where
+    spec: PartitionSpec | None  # the other sharding; None removes a constraint
+    arguments: tuple[int, ...] = ()  # the numbers of the arguments that have it
+    constraint: Constraint | None = None  # None for arguments
     # what the program takes with it; None before it is compiled, and if JAX or XLA refuses it
     figures: Figures | None = None
 
     @property
-    def parts(self) -> set[Hashable]:
-        """What it is about: of one part one change can be made."""
-        raise NotImplementedError
+    def about(self) -> frozenset[Hashable]:
+        """The arguments, or the expression: of each, one change can be made."""
+        return frozenset(self.arguments) if self.constraint is None else frozenset([self.constraint.expression])
 
 
-Change = TypeVar("Change", bound=TriedChange)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tried(Generic[Change]):
-    """What became of changes."""
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """What became of changes; print it."""
 
     before: Figures  # what the unchanged program takes
-    helping: tuple[Change, ...]  # the changes that help by themselves, the best first
+    what: str  # what the changes are, as text
+    helping: tuple[Change, ...]  # the changes that help by themselves, of each value the best one, the best first
     together: tuple[tuple[Change, ...], Figures]  # those of them that help together, and what the program then takes
     tried: int  # tried, changes: how many changes were compiled, of how many
     changes: int
-    # at how many of these JAX or XLA failed, or ``jax.jit``, which may have been given ``in_shardings``
-    refused: int = 0
-
-    @property
-    def of(self) -> str:
-        """How many were compiled, as text."""
-        return f"{self.tried} of {self.changes}" if self.tried < self.changes else f"all {self.changes}"
+    refused: int  # at how many of these JAX or XLA failed, or ``jax.jit``, which may have been given ``in_shardings``
+    seconds: float  # that this took
+    notes: tuple[str, ...] = ()  # further lines
 
     @property
     def lines(self) -> tuple[str, list[str]]:
         """The result as a title and lines below it."""
-        raise NotImplementedError
+        of = f"{self.tried} of {self.changes}" if self.tried < self.changes else f"all {self.changes}"
+        how = f"ompiled with {of} in {self.seconds:.0f} s"
+        if self.helping:
+            title = f"{self.what[0].upper()}{self.what[1:]} that help, c{how}"
+        else:
+            title = f"C{how}, {self.what}: none helps" if self.changes else f"No {self.what} to try"
+        rows: list[str] = []
+        for change in self.helping[:_ROWS]:
+            assert change.figures is not None, "it helps"
+            rows += [change.text, f"  {self.before.change_to(change.figures)}"]
+        rows += [f"and {len(self.helping) - _ROWS} more that help"] * (len(self.helping) > _ROWS)
+        kept, after = self.together
+        if len(kept) > 1:
+            numbers = " ".join(f"({self.helping.index(change) + 1})" for change in kept)
+            rows += [f"together {numbers}", f"  {self.before.change_to(after)}"]
+        rows += [f"JAX or XLA refused {self.refused} of them"] * bool(self.refused)
+        return title, [*rows, *self.notes, *["with more seconds, more are tried"] * (self.tried < self.changes)]
 
     def __str__(self) -> str:
         title, rows = self.lines
@@ -90,17 +121,16 @@ class Tried(Generic[Change]):
 
 def try_changes(
     before: Figures,
+    what: str,
     changes: Sequence[Change],
     compiled: Callable[[Sequence[Change]], Figures | None],
     helps: Callable[[Figures, Figures], bool],
     seconds: float,
-    *,
-    alone: float = 1.0,
-    only_best: bool = False,
-) -> Tried[Change]:
+    notes: Sequence[str] = (),
+) -> Tried:
     """Compiles a program with changes."""
     began = time.monotonic()
-    watch = Watch(began + alone * seconds)
+    watch = Watch(began + (_ALONE if any(change.constraint for change in changes) else 1.0) * seconds)
 
     def figures(some: Sequence[Change]) -> Figures | None:
         with watch.trial():
@@ -115,22 +145,77 @@ def try_changes(
         refused += made is None
         if made is not None and helps(made, before):
             helping.append((made, dataclasses.replace(change, figures=made)))
-    helping.sort(key=lambda pair: pair[0].rank)
-    if only_best:
-        best: dict[Hashable, tuple[Figures, Change]] = {}
-        for made, change in helping:
-            best.setdefault(frozenset(change.parts), (made, change))
-        helping = list(best.values())
+    best: dict[Hashable, tuple[Figures, Change]] = {}
+    for made, change in sorted(helping, key=lambda pair: pair[0].rank):
+        best.setdefault(change.about if change.constraint else change, (made, change))
     watch.end = began + seconds
     after, together = before, list[Change]()
-    for made, change in helping:
+    for made, change in best.values():
         if not together:
             after, together = made, [change]
-        elif not watch.is_over and not any(change.parts & kept.parts for kept in together):
+        elif not watch.is_over and not any(change.about & kept.about for kept in together):
             more = figures([*together, change])
             if more is not None and helps(more, after):
                 after, together = more, [*together, change]
     return Tried(
-        before=before, helping=tuple(change for _, change in helping), together=(tuple(together), after), tried=tried,
-        changes=len(changes), refused=refused,
+        before, what, tuple(change for _, change in best.values()), (tuple(together), after), tried, len(changes),
+        refused, time.monotonic() - began, tuple(notes),
     )  # fmt: skip
+
+
+def constraint_helps(now: Figures, then: Figures, peak: int) -> bool:
+    """Whether a constraint lowers the time, or the bytes at no more time, and raises the peak by 5 % at most."""
+    if now.peak > MORE_PEAK * peak:
+        return False
+    sends_less = now.sent < _WORTH * then.sent
+    if not then.seconds:
+        return sends_less and now.flops <= _MORE_FLOPS * then.flops
+    return now.seconds < _WORTH * then.seconds or (sends_less and now.seconds <= _SAME * then.seconds)
+
+
+def sharding_helps(now: Figures, then: Figures) -> bool:
+    """Whether something is lower than before, and nothing higher."""
+    pairs = [(now.sent, then.sent), (now.peak, then.peak), (now.seconds, then.seconds)]
+    return all(after <= _SAME * before for after, before in pairs) and any(a < _WORTH * b for a, b in pairs)
+
+
+def sharding_changes(program: CompiledProgram, moved: Sequence[Part], leaves: Sequence[Any]) -> Iterator[Change]:
+    """Other shardings: of the arguments at which most bytes are at stake first, and of those that are held whole."""
+    stake: dict[str, int] = {}
+    for part in moved:
+        name = part.array.alike.rpartition(" of ")[2]
+        stake[name] = stake.get(name, 0) + part.bytes * part.sent.collective.executions
+    groups: dict[tuple[str, str], list[int]] = {}
+    for i, argument in enumerate(program.arguments):
+        groups.setdefault((argument.short.alike, argument.sharding), []).append(i)
+
+    def weight(group: tuple[tuple[str, str], list[int]]) -> int:
+        (name, _), members = group
+        held = sum(program.arguments[i].local_bytes for i in members if program.arguments[i].is_whole)
+        return stake.get(name, 0) + held
+
+    for (name, sharding), members in sorted(groups.items(), key=lambda group: -weight(group)):
+        if weight(((name, sharding), members)):
+            own = program.arguments[members[0]].short.text if len(members) == 1 else name
+            for spec in _other_specs(leaves[members[0]]):
+                text = f"{own}: {text_of_spec(spec)} instead of {sharding or 'its sharding'}"
+                yield Change(text, spec, tuple(members))
+
+
+def _other_specs(leaf: Any) -> Iterator[PartitionSpec]:
+    """Other shardings of an array: each dimension over each axis, which then splits no other dimension."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return
+    now = [*sharding.spec, *(None for _ in range(len(leaf.shape) - len(sharding.spec)))]
+    known = [axes_of_entry(entry) for entry in now]
+    seen = {tuple(known)}
+    for axis, size in sharding.mesh.shape.items():
+        for d, n in enumerate(leaf.shape):
+            for kept in ((), tuple(a for a in known[d] if a != axis)):
+                dims = [tuple(a for a in own if a != axis) for own in known]
+                dims[d] = (*kept, axis)
+                parts = math.prod(sharding.mesh.shape[a] for a in dims[d])
+                if size > 1 and n % parts == 0 and tuple(dims) not in seen:
+                    seen.add(tuple(dims))
+                    yield spec_of_axes(dims)

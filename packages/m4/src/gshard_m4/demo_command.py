@@ -124,7 +124,7 @@ class Demo:
         print(
             f"\nwhat it cannot do yet: languages other than {', '.join(map(name_of, text.languages))};\n"
             f"sentences of more than {text.length - 1} tokens; text that is not of the kind that programs show.\n"
-            f"More English and longer training help, see docs/training.md.\n\n"
+            f"More English and longer training help, see packages/m4/docs/training.md.\n\n"
             f"{(time.perf_counter() - began) / 60:.1f} minutes in all; the model "
             f"is in {run.directory}\n{what_next(run.directory)}"
         )
