@@ -1,19 +1,11 @@
 """Batch dimensions of primitives without a rule: what their vmap rule proves, and what it does not."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import Primitive
 
 import gshard
-from gshard.core.rule import Rule
-from gshard.language.batch import same
 from gshard.testing import check_rule
 from gshard.tracing.trace import trace
 from invented import invented_p, primitive_of
@@ -23,10 +15,10 @@ X = RNG.standard_normal((7, 5, 4)).astype(np.float32)
 SQUARES = RNG.standard_normal((4, 4, 4)).astype(np.float32)
 
 
-def leading(primitive: Callable[[], Primitive]) -> Callable[..., Any]:
+def leading(primitive):
     """The usual vmap rule: the primitive takes any number of batch dimensions in front."""
 
-    def batched(args: Any, dims: Any, **params: Any) -> Any:
+    def batched(args, dims, **params):
         size = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
         moved = [
             jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims)
@@ -42,7 +34,7 @@ applied_p = primitive_of(
 )
 
 
-def along(args: Any, dims: Any, *, axis: int) -> Any:
+def along(args, dims, *, axis):
     (x,), (d,) = args, dims
     return summed_p.bind(x, axis=axis + (axis >= d)), d
 
@@ -50,7 +42,7 @@ def along(args: Any, dims: Any, *, axis: int) -> Any:
 summed_p = primitive_of("summed", lambda x, axis: jnp.cumsum(x, axis), along)
 
 
-def rule_of(f: Callable[..., Any], *args: Any) -> Rule:
+def rule_of(f, *args):
     (equation,) = trace(f, *args).block.equations
     assert equation.rule is not None
     assert not equation.rule.known
@@ -71,38 +63,32 @@ def rule_of(f: Callable[..., Any], *args: Any) -> Rule:
         (invented_p.bind, (X,), "a b c -> d e f; replicate a b c d e f"),  # no vmap rule
     ],
 )
-def test_what_is_proven(f: Callable[..., Any], args: tuple[Any, ...], rule: str) -> None:
+def test_what_is_proven(f, args, rule):
     assert str(rule_of(f, *args)) == rule
 
 
-@pytest.mark.parametrize(
-    "f, args",
-    [
-        (centred_p.bind, (X,)),
-        (applied_p.bind, (X, X[:, 0])),
-        (lambda x: summed_p.bind(x, axis=1), (X,)),
-        (lambda x: summed_p.bind(x, axis=0), (X,)),
-    ],
-)
+@pytest.mark.parametrize("f, args", [
+    (centred_p.bind, (X,)), (applied_p.bind, (X, X[:, 0])), (lambda x: summed_p.bind(x, axis=1), (X,)),
+    (lambda x: summed_p.bind(x, axis=0), (X,)),
+])  # fmt: skip
 @pytest.mark.one_in(2)
-def test_what_is_proven_is_true(f: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def test_what_is_proven_is_true(f, args):
     assert check_rule(f, *args)
 
 
-def test_a_batch_stays_where_it_lies_and_nothing_is_reported() -> None:
-    def f(x: Any) -> Any:
+def test_a_batch_stays_where_it_lies_and_nothing_is_reported():
+    def f(x):
         return centred_p.bind(gshard.split(x, 0, 7)) * 2
 
     found = gshard.explain(f, X, mesh=7)
-    assert found.gathered == ()
-    assert found.total_bytes == 0
+    assert (found.gathered, found.total_bytes) == ((), 0)
     jitted = gshard.jit(f, mesh=7, strict=True)
     assert "split a@devices; proven by its vmap rule" in str(jitted.lower(X).plan)
     np.testing.assert_allclose(jitted(X), 2 * centred_p.bind(X), rtol=1e-5, atol=1e-5)
 
 
-def test_another_dimension_is_gathered_and_reported() -> None:
-    def f(x: Any) -> Any:
+def test_another_dimension_is_gathered_and_reported():
+    def f(x):
         return centred_p.bind(gshard.shard(x, jax.P("a", "b")))
 
     mesh = gshard.Mesh.abstract(a=7, b=5)
@@ -114,29 +100,18 @@ def test_another_dimension_is_gathered_and_reported() -> None:
         gshard.jit(f, mesh=mesh, strict=True).lower(X).plan  # noqa: B018
 
 
-def test_a_split_that_can_move_to_the_batch_moves_there() -> None:
-    x = RNG.standard_normal((8, 8, 64)).astype(np.float32)
-    f = lambda x: gshard.split(centred_p.bind(gshard.split(x, 1, 8)), 0, 8)  # noqa: E731
-    found = gshard.explain(f, x, mesh=8)
-    assert found.gathered == ()
-    assert set(found.bytes_by_kind) == {"all_to_all"}
-
-
 @pytest.mark.parametrize(
     "f, args",
-    [
-        (jax.lax.linalg.ormqr, (X, X[:, :4, 0], X)),
-        (jax.random.clone, (jax.random.split(jax.random.key(0), 7),)),
-    ],
+    [(jax.lax.linalg.ormqr, (X, X[:, :4, 0], X)), (jax.random.clone, (jax.random.split(jax.random.key(0), 7),))],
 )
-def test_primitives_of_jaxs_own(f: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def test_primitives_of_jaxs_own(f, args):
     (equation,) = trace(f, *args).block.equations
     assert equation.rule is not None
     assert "parallel" in {factor.kind for factor in equation.rule.factors}
     assert check_rule(f, *args)
 
 
-def test_arrays_that_the_primitive_was_not_made_for_prove_nothing() -> None:
+def test_arrays_that_the_primitive_was_not_made_for_prove_nothing():
     """Its shape rule takes anything; what it would compute for a vector cannot be lowered."""
     meaning = lambda x: x - x.mean((-2, -1), keepdims=True)  # noqa: E731
     careless_p = primitive_of("careless", meaning, leading(lambda: careless_p))
@@ -145,37 +120,23 @@ def test_arrays_that_the_primitive_was_not_made_for_prove_nothing() -> None:
     assert str(rule_of(careless_p.bind, X)) == "a b c -> a d e; replicate b c d e"
 
 
-def test_a_vmap_rule_that_says_more_than_the_primitive_proves_nothing() -> None:
+def test_a_vmap_rule_that_says_more_than_the_primitive_proves_nothing():
     meaning = lambda x: jnp.cumsum(x, 0)  # noqa: E731
 
-    def transposed(args: Any, dims: Any) -> Any:
+    def transposed(args, dims):
         return jnp.moveaxis(turned_p.bind(jnp.moveaxis(args[0], dims[0], -1)), -1, 0), 0
 
     turned_p = primitive_of("turned", meaning, transposed)
     assert str(rule_of(turned_p.bind, X[0])) == "a b -> c d; replicate a b c d"
 
-    def negated(args: Any, dims: Any) -> Any:
+    def negated(args, dims):
         return -negated_p.bind(-jnp.moveaxis(args[0], dims[0], 0)), 0
 
     negated_p = primitive_of("negated", jnp.sin, negated)
     assert str(rule_of(negated_p.bind, X[0])) == "a b -> c d; replicate a b c d"
 
-    def counted(args: Any, dims: Any, *, batches: int) -> Any:
+    def counted(args, dims, *, batches):
         return counted_p.bind(jnp.moveaxis(args[0], dims[0], 0), batches=batches + 1), 0
 
     counted_p = primitive_of("counted", lambda x, batches: x.sum(tuple(range(batches, x.ndim))), counted)
     assert str(rule_of(lambda x: counted_p.bind(x, batches=0), X)).startswith("a b c -> ()")
-
-
-def test_parameters_that_cannot_be_compared_are_not_the_same() -> None:
-    jaxpr = lambda f: jax.make_jaxpr(f)(1.0, 2.0)  # noqa: E731
-    assert same(jaxpr(lambda x, y: (x + 2 * y, x)), jaxpr(lambda a, b: (a + 2 * b, a)))
-    for other in (lambda x, y: (y + 2 * x, x), lambda x, y: (x + 3 * y, x), lambda x, y: (x + 2 * y, y)):
-        assert not same(jaxpr(lambda x, y: (x + 2 * y, x)), jaxpr(other))
-    array = np.ones(3)
-    assert same({"a": [array, None]}, {"a": [array, None]})
-    for x, y in ((array, np.ones(3)), (object(), object()), (1, 1.0), (True, 1), (float("nan"), float("nan"))):
-        assert not same(x, y)
-    assert same(np.float32("nan"), np.float32("nan"))
-    assert same(jnp.dtype("f4"), jnp.dtype("f4"))
-    assert not same(jax.make_jaxpr(lambda x: x + array)(1.0), jax.make_jaxpr(lambda x: x + np.ones(3))(1.0))

@@ -1,10 +1,5 @@
 """The rule of a kernel: which loops of its plain function are found, and which splits are proven."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -16,8 +11,8 @@ from gshard.language.kernel_primitive import Kernel, kernel_p, kernel_rule
 MESH = Mesh.abstract(a=2, b=3)
 
 
-def attention(causal: bool) -> Callable[..., Any]:
-    def attend(q: Any, k: Any, v: Any) -> Any:
+def attention(causal):
+    def attend(q, k, v):
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
         if causal:
@@ -27,39 +22,39 @@ def attention(causal: bool) -> Callable[..., Any]:
     return attend
 
 
-def norm(x: Any, scale: Any) -> Any:
+def norm(x, scale):
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * scale
 
 
-def loss(logits: Any, labels: Any) -> Any:
+def loss(logits, labels):
     return jax.nn.logsumexp(logits, -1) - jnp.sum(jnp.where(labels[:, None] == jnp.arange(12), logits, 0.0), -1)
 
 
-def scan(x: Any) -> Any:
+def scan(x):
     return jax.lax.scan(lambda c, row: (c + row, c * row), jnp.zeros(x.shape[1:]), x)[1]
 
 
-def recurrent(x: Any, w: Any) -> Any:
+def recurrent(x, w):
     """Rows of dimension 1 are time steps; each has a product, whose features are summed over."""
     step = lambda h, row: (jnp.tanh(row + h @ w), h)  # noqa: E731
     return jax.lax.scan(step, jnp.zeros_like(x[:, 0]), jnp.moveaxis(x, 1, 0), reverse=True)[1]
 
 
-def nested(x: Any) -> Any:
+def nested(x):
     """A scan in a scan, whose carry is a sum over the inner one."""
 
-    def inner(total: Any, row: Any) -> Any:
+    def inner(total, row):
         return total + jnp.where(row > 0, row, 0), None
 
     return jax.lax.scan(lambda c, rows: (c + jax.lax.scan(inner, c, rows)[0], c), jnp.zeros(x.shape[2:]), x)
 
 
-def transposing(x: Any) -> Any:
+def transposing(x):
     """A carry whose dimensions change places in each iteration."""
     return jax.lax.scan(lambda c, row: (c.T + row, None), jnp.zeros(x.shape[1:]), x)[0]
 
 
-def summed_inside(x: Any, w: Any) -> Any:
+def summed_inside(x, w):
     """What each iteration stacks is a sum over a dimension of its rows."""
     return jax.lax.scan(lambda c, row: (c, jnp.sum(row * w)), 0.0, x)[1]
 
@@ -67,7 +62,7 @@ def summed_inside(x: Any, w: Any) -> Any:
 FLOAT = "float32"
 HEADS = (4, 6, 8, 16), (4, 10, 4, 16), (4, 10, 4, 16)
 # The function, its arguments, the rule on the mesh, and that of its gradient.
-CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], str, str]] = {
+CASES = {
     "attention": (
         attention(False), HEADS,
         "a b (c d) e, a f c e, a f c g -> a b (c d) g; replicate e f",
@@ -110,7 +105,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], str, str
 }  # fmt: skip
 
 
-def rule_of(kernel: Kernel, *shapes: Any) -> str:
+def rule_of(kernel, *shapes):
     args = [x if hasattr(x, "dtype") else jax.ShapeDtypeStruct(x, FLOAT) for x in shapes]
     (equation,) = jax.make_jaxpr(lambda *xs: kernel_p.bind(*xs, kernel=kernel))(*args).eqns
     rule = kernel_rule(call_of(equation))
@@ -118,12 +113,12 @@ def rule_of(kernel: Kernel, *shapes: Any) -> str:
     return str(rule.on_mesh(MESH))
 
 
-def kernel_of(function: Callable[..., Any]) -> Kernel:
+def kernel_of(function):
     return Kernel("test", lambda *xs: (function(*xs),), lambda *xs: (function(*xs),))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rule(name: str) -> None:
+def test_rule(name):
     function, shapes, wanted, of_gradient = CASES[name]
     kernel = kernel_of(function)
     assert rule_of(kernel, *shapes) == wanted
@@ -134,24 +129,24 @@ def test_rule(name: str) -> None:
         assert rule_of(gradient, *shapes, jax.eval_shape(function, *arguments)) == of_gradient
 
 
-def test_shapes_that_a_function_tests_are_whole() -> None:
+def test_shapes_that_a_function_tests_are_whole():
     """The function is another one on shards of two rows."""
     assert rule_of(kernel_of(lambda x: 2 * x if x.shape[0] > 2 else x), (4, 6)) == "a b -> a b; replicate a"
 
 
-def test_labels_of_a_split_vocabulary() -> None:
+def test_labels_of_a_split_vocabulary():
     labels = jax.ShapeDtypeStruct((8,), "int32")
     assert rule_of(kernel_of(loss), (8, 12), labels) == "a b, a -> a; replicate b"
 
 
-def test_constants_along_a_dimension_are_whole() -> None:
+def test_constants_along_a_dimension_are_whole():
     assert (
         rule_of(kernel_of(lambda x: x * jnp.asarray([1.0, 2.0, 3.0, 4.0])[:, None]), (4, 6))
         == "a b -> a b; replicate a"
     )
 
 
-def test_each_split_is_proven_by_itself() -> None:
+def test_each_split_is_proven_by_itself():
     """Heads may be split as far as keys have some: the rest of a group shares them."""
     kernel = kernel_of(attention(False))
     args = [jax.ShapeDtypeStruct(shape, FLOAT) for shape in HEADS]

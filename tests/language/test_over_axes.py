@@ -1,9 +1,6 @@
 """Collectives over atoms run over the axes of the user's mesh as well, in groups where atoms are parts of an axis."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +10,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.core.mesh import Atoms
 from gshard.language.per_device import OverAxes
 
 MESH = gshard.Mesh.of(jax.make_mesh((2, 4), ("a", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 2))
@@ -21,7 +17,7 @@ OVER = [atoms for n in (1, 2, 3) for atoms in itertools.permutations(MESH.atoms,
 FAST = (("c.1",), ("a", "c.0"), ("c.1", "a"))
 
 
-def everything(x: Any, atoms: Atoms) -> list[Any]:
+def everything(x, atoms):
     count = MESH.count(atoms)
     gathered = lax.all_gather(x, atoms, tiled=True)
     return [
@@ -37,14 +33,11 @@ def everything(x: Any, atoms: Atoms) -> list[Any]:
 
 
 @pytest.mark.parametrize("some", [FAST, pytest.param(OVER, marks=pytest.mark.slow)])
-def test_the_same_numbers(some: list[Atoms]) -> None:
+def test_the_same_numbers(some):
     x = np.random.default_rng(0).standard_normal(16).astype(np.float32)
 
-    def over_atoms(x: Any) -> list[Any]:
-        return [everything(x, atoms) for atoms in some]
-
     split = {"in_specs": P(MESH.atoms), "out_specs": P(MESH.atoms), "check_vma": False}
-    mapped = jax.shard_map(over_atoms, mesh=MESH.jax_mesh, **split)
+    mapped = jax.shard_map(lambda x: [everything(x, atoms) for atoms in some], mesh=MESH.jax_mesh, **split)
     body = jax.make_jaxpr(mapped)(x).eqns[0].params["jaxpr"]
     again = OverAxes(MESH).function(body)
     axes = {"in_specs": P(("a", "c")), "out_specs": P(("a", "c")), "check_vma": False}

@@ -3,8 +3,6 @@
 Prints each step it has taken. SIGTERM saves and ends it with 143, SIGINT with 130, as with ``gshard-m4 train``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import logging
@@ -31,7 +29,7 @@ MODEL = moe.TransformerConfig(
 )  # fmt: skip
 
 
-def batch(step: int, process: int = 0, processes: int = 1) -> dict[str, np.ndarray]:
+def batch(step, process=0, processes=1):
     """Sentences of several lengths, ended and padded; of several processes the rows of one."""
     rng = np.random.default_rng(step)
     ids = np.where(np.arange(L) < rng.integers(1, L, (B, 1)), rng.integers(3, V, (B, L)), 0)
@@ -43,11 +41,11 @@ def batch(step: int, process: int = 0, processes: int = 1) -> dict[str, np.ndarr
 class Telling(Progress):
     """Says each step at once."""
 
-    def update(self, done: int, values: object) -> None:
+    def update(self, done, values):
         print(done, flush=True)
 
 
-def main() -> int:
+def main():
     folder, steps, *changes = sys.argv[1:]
     given = dict(change.split("=") for change in changes)
     defaults = dataclasses.asdict(TrainConfig()) | dataclasses.asdict(Processes()) | {"coordinator": ""}
@@ -60,7 +58,7 @@ def main() -> int:
     jax.config.update("jax_compilation_cache_dir", str(Path(folder).parent / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
-    def failing_batch(step: int, process: int = 0, count: int = 1) -> dict[str, np.ndarray]:
+    def failing_batch(step, process=0, count=1):
         if step == int(given.get("raise_at", -1)):
             raise ValueError("the corpus is on fire")
         if step == int(given.get("hang_at", -1)):
@@ -74,7 +72,7 @@ def main() -> int:
 
     print("begun", flush=True)
     try:
-        group: Alone = Alone()
+        group = Alone()
         if processes.several:
             processes.initialize()
             group = Together(processes, Run(Path(folder)).checkpoints)

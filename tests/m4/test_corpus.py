@@ -1,17 +1,13 @@
 """Readers, cleaning and the split that does not leak, on archives of the true layout made here."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zipfile
-from pathlib import Path
 
 import pytest
 
 from gshard_m4.corpus import hold_out, parallel
-from gshard_m4.corpus.clean import RULES, clean, tidy
-from gshard_m4.corpus.language import language
+from gshard_m4.corpus.clean import clean, tidy
 from gshard_m4.corpus.pair import Pair
 from gshard_m4.corpus.readers import READERS
 from gshard_m4.corpus.source import PERMISSIVE, SOURCES, chosen, of_tier
@@ -41,14 +37,14 @@ msgstr[1] "%(count)s Dateien gelöscht"
 """
 
 
-def wheel(path: Path, files: dict[str, str | bytes]) -> Path:
+def wheel(path, files):
     with zipfile.ZipFile(path, "w") as archive:
         for name, text in files.items():
             archive.writestr(name, text)
     return path
 
 
-def test_gettext_reads_translated_entries_only(tmp_path: Path) -> None:
+def test_gettext_reads_translated_entries_only(tmp_path):
     archive = wheel(
         tmp_path / "a.whl",
         {
@@ -65,8 +61,8 @@ def test_gettext_reads_translated_entries_only(tmp_path: Path) -> None:
     ]
 
 
-def test_component_pairs_by_key(tmp_path: Path) -> None:
-    def text(**strings: str) -> str:
+def test_component_pairs_by_key(tmp_path):
+    def text(**strings):
         return json.dumps({"config": {"step": strings, "number": 3}})
 
     folder = "homeassistant/components/lamp/translations"
@@ -85,7 +81,7 @@ def test_component_pairs_by_key(tmp_path: Path) -> None:
     assert found == [Pair("pt", "Ligar", "Turn on"), Pair("de", "Warm", "Warm")]
 
 
-def test_users_files_in_three_forms(tmp_path: Path) -> None:
+def test_users_files_in_three_forms(tmp_path):
     tsv, jsonl = tmp_path / "p.tsv", tmp_path / "p.jsonl"
     tsv.write_text("de\tguten Tag\tgood day\nonly one field\nxx-invented\ta\tb\n", encoding="utf-8")
     jsonl.write_text('{"language": "fr", "foreign": "oui", "english": "yes"}\n{"language": "fr"}\n[]\n')
@@ -104,7 +100,7 @@ def test_users_files_in_three_forms(tmp_path: Path) -> None:
     assert list(parallel.read(tmp_path / "talk.it")) == [Pair("it", "uno", "one"), Pair("it", "due", "two")]
 
 
-def test_a_line_of_ten_megabytes_is_rejected_and_the_rest_is_read(tmp_path: Path) -> None:
+def test_a_line_of_ten_megabytes_is_rejected_and_the_rest_is_read(tmp_path):
     huge = "x" * 10_000_000
     (tmp_path / "p.tsv").write_text(f"de\teins\tone\nde\t{huge}\ttwo\nde\tdrei\tthree\n")
     (tmp_path / "t.de").write_text(f"eins\n{huge}\ndrei")
@@ -116,7 +112,7 @@ def test_a_line_of_ten_megabytes_is_rejected_and_the_rest_is_read(tmp_path: Path
         assert (bad.number, bad.reason, len(bad.text)) == (2, "more than 100,000 bytes", 200)
 
 
-def test_a_catalogue_of_ones_own(tmp_path: Path) -> None:
+def test_a_catalogue_of_ones_own(tmp_path):
     header = 'msgid ""\nmsgstr ""\n"Language: {}\\n"\n"Content-Type: text/plain; charset=UTF-8\\n"\n'
     entries = CATALOGUE.split('charset=UTF-8\\n"', 1)[1]
     (tmp_path / "mine.po").write_text(header.format("pt_BR") + entries, encoding="utf-8")
@@ -142,14 +138,14 @@ def test_a_catalogue_of_ones_own(tmp_path: Path) -> None:
         parallel.read(tmp_path / "de.po")
 
 
-def test_fields_that_are_not_text(tmp_path: Path) -> None:
+def test_fields_that_are_not_text(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"language": "fr", "foreign": 3, "english": null}\n' + "[" * 5000 + "\n")
     assert [item.reason for item in parallel.read(tmp_path / "p.jsonl") if isinstance(item, parallel.BadLine)] == [
         "a field that is not text", "not a JSON object",
     ]  # fmt: skip
 
 
-def test_files_that_cannot_be_read_say_why(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_say_why(tmp_path):
     latin = tmp_path / "l.tsv"
     latin.write_bytes(b"de\teins\tone\nde\tgr\xfcn\tgreen\n")
     with pytest.raises(CorpusError, match=r"not UTF-8(.|\n)*l.tsv:2(.|\n)*0xfc(.|\n)*iconv"):
@@ -165,29 +161,21 @@ def test_files_that_cannot_be_read_say_why(tmp_path: Path) -> None:
         parallel.read(tmp_path / "t.de")
 
 
-@pytest.mark.parametrize(
-    ("pair", "reason"),
-    [
-        (Pair("de", "", "some text here"), "empty"),
-        (Pair("de", "Home Assistant", "home assistant"), "identical"),
-        (Pair("de", "w" * 1300, "a long word in German"), "too long"),
-        (Pair("de", "Datei öffnen", "Open"), "fewer than two words"),
-        (Pair("de", "1 2 3 4 5 x y", "12:34:56 -- 99 am pm now"), "mostly symbols"),
-        (Pair("de", "falsche Seite hier", "неверная сторона тут"), "not English"),
-        (Pair("ru", "not Russian at all", "certainly it is not"), "wrong script"),
-        (Pair("de", "the cat sat hier", "the cat sat here"), "untranslated"),
-        (Pair("de", "ja", "a very long English sentence about nothing much"), "wrong length ratio"),
-    ],
-)
-def test_each_rule_has_its_reason(pair: Pair, reason: str) -> None:
+@pytest.mark.parametrize(("pair", "reason"), [
+    (Pair("de", "", "some text here"), "empty"), (Pair("de", "Home Assistant", "home assistant"), "identical"),
+    (Pair("de", "w" * 1300, "a long word in German"), "too long"),
+    (Pair("de", "Datei öffnen", "Open"), "fewer than two words"),
+    (Pair("de", "1 2 3 4 5 x y", "12:34:56 -- 99 am pm now"), "mostly symbols"),
+    (Pair("de", "falsche Seite hier", "неверная сторона тут"), "not English"),
+    (Pair("ru", "not Russian at all", "certainly it is not"), "wrong script"),
+    (Pair("de", "the cat sat hier", "the cat sat here"), "untranslated"),
+    (Pair("de", "ja", "a very long English sentence about nothing much"), "wrong length ratio"),
+])  # fmt: skip
+def test_each_rule_has_its_reason(pair, reason):
     assert clean(pair) == reason
 
 
-def test_every_rule_is_tried_above() -> None:
-    assert len(RULES) == 9
-
-
-def test_tidy_keeps_placeholders() -> None:
+def test_tidy_keeps_placeholders():
     assert tidy("_Open <a href='x'>%(name)s</a> &now {entity_name}") == "Open %(name)s now {entity_name}"
     assert tidy("ファイル(_F)") == "ファイル"
     assert clean(Pair("zh_Hans", "打开 %s 文件", "Open the %s file")) == Pair(
@@ -195,13 +183,7 @@ def test_tidy_keeps_placeholders() -> None:
     )
 
 
-def test_languages_have_one_name() -> None:
-    assert [language(c) for c in ("sr-Latn", "zh_HK", "zh", "uz@cyrillic", "pt", "en-US", "b", "tt@iqtelif")] == [
-        "sr_Latn", "zh_Hant", "zh_Hans", "uz_Cyrl", "pt", None, None, "tt",
-    ]  # fmt: skip
-
-
-def test_the_split_is_by_english_sentence_and_never_changes() -> None:
+def test_the_split_is_by_english_sentence_and_never_changes():
     keys = [f"sentence about {a} with {b} inside" for a in "abcdefghij" for b in ("one", "two", "three")]
     keys += [hashlib.blake2b(bytes([i % 256, i // 256])).hexdigest()[:16] for i in range(3000)]
     first, again = hold_out.parts(keys, 0.05, 0.1), hold_out.parts(reversed(keys), 0.05, 0.1)
@@ -212,14 +194,14 @@ def test_the_split_is_by_english_sentence_and_never_changes() -> None:
     assert {first[k] for k in keys[:30]} == {hold_out.TRAIN}
 
 
-def test_unknown_sources_are_refused() -> None:
+def test_unknown_sources_are_refused():
     with pytest.raises(CorpusError, match=r"no source 'nothing'(.|\n)*django"):
         chosen(("django", "nothing"))
     with pytest.raises(CorpusError, match=r"licence of mediawiki is not a permissive(.|\n)*GPL-2(.|\n)*--licences all"):
         chosen(("django", "mediawiki"), "permissive")
 
 
-def test_the_table_of_sources_is_sound() -> None:
+def test_the_table_of_sources_is_sound():
     assert {s.reader for s in SOURCES.values()} == set(READERS)
     assert {s.registry for s in SOURCES.values()} == {"pip", "npm", "apt", "apt-source", "apt-descriptions"}
     for source in SOURCES.values():

@@ -1,11 +1,8 @@
 """A run that goes on with fewer devices, or with replicas, computes the same numbers: groups follow the batch."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -27,7 +24,7 @@ MODEL = moe.TransformerConfig(
 )  # fmt: skip
 
 
-def batch(step: int, *_: int) -> dict[str, np.ndarray]:
+def batch(step, *_):
     """Sentences of several lengths, ended and padded."""
     rng = np.random.default_rng(step)
     ids = np.where(np.arange(L) < rng.integers(1, L, (B, 1)), rng.integers(3, V, (B, L)), 0).astype(np.int32)
@@ -35,7 +32,7 @@ def batch(step: int, *_: int) -> dict[str, np.ndarray]:
     return {"source": ids, "target": ids[:, ::-1].copy()}
 
 
-def records(folder: Path, stages: list[tuple[int, ...]], model: moe.TransformerConfig = MODEL) -> list[dict]:
+def records(folder, stages, model=MODEL):
     """What each step says of a run in stages: so many devices, up to so many steps, in so many replicas."""
     for devices, steps, *replicas in stages:
         options = TrainConfig(steps=steps, warmup_steps=2)
@@ -46,7 +43,7 @@ def records(folder: Path, stages: list[tuple[int, ...]], model: moe.TransformerC
 
 
 @pytest.mark.slow
-def test_eight_then_four_then_one_device(tmp_path: Path) -> None:
+def test_eight_then_four_then_one_device(tmp_path):
     want = records(tmp_path / "one", [(1, 9)])
     got = records(tmp_path / "elastic", [(8, 3), (8, 5, 2), (4, 6), (4, 7, 4), (1, 9)])
     assert [of["step"] for of in got] == list(range(9))
@@ -63,7 +60,7 @@ def test_eight_then_four_then_one_device(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("devices", "replicas"), [(3, 1), (4, 1), (8, 2)])
 @pytest.mark.slow
-def test_a_new_state_is_made_where_it_stays(devices: int, replicas: int, tmp_path: Path) -> None:
+def test_a_new_state_is_made_where_it_stays(devices, replicas, tmp_path):
     """So that the second step is the program of the first one, also where 8 experts are dealt out to 3 devices."""
     model = on_devices(MODEL, devices, replicas)
     loop = train._Loop(model, TrainConfig(steps=1), Run(tmp_path), batch, [], {}, Alone(), None)
@@ -78,7 +75,7 @@ def test_a_new_state_is_made_where_it_stays(devices: int, replicas: int, tmp_pat
     assert all(map(np.array_equal, jax.tree.leaves(state), alone)), "the parameters of any number of devices"
 
 
-def test_replicas_divide_the_devices() -> None:
+def test_replicas_divide_the_devices():
     assert mesh_of(on_devices(MODEL, 8, 8)) == {"data": 8}
     assert on_devices(on_devices(MODEL, 8, 2), 1) == MODEL, "a model of replicas is used on one device"
     with pytest.raises(moe.ModelError, match=r"8 devices, 3 replicas(.|\n)*divisor"):
@@ -87,7 +84,7 @@ def test_replicas_divide_the_devices() -> None:
         on_devices(dataclasses.replace(MODEL, experts=0, groups=None), 8, 2)
 
 
-def test_each_replica_sends_its_own_tokens_to_its_experts() -> None:
+def test_each_replica_sends_its_own_tokens_to_its_experts():
     """All-to-alls among the devices of a replica; the gradients of the experts are summed over the replicas."""
     model = on_devices(MODEL, 8, 2)
     mesh = gshard.Mesh.abstract(**mesh_of(model))
@@ -101,14 +98,14 @@ def test_each_replica_sends_its_own_tokens_to_its_experts() -> None:
 
 
 @pytest.mark.slow
-def test_each_process_may_be_a_replica(tmp_path: Path) -> None:
+def test_each_process_may_be_a_replica(tmp_path):
     (one,) = start(tmp_path / "one", 4, 1)
     pair = start(tmp_path / "two", 4, 2, {rank: ["replicas=2"] for rank in range(2)})
     assert [end(process)[0] for process in (one, *pair)] == [0, 0, 0]
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=2e-4)
 
 
-def saved(folder: Path, model: dict) -> None:
+def saved(folder, model):
     """A run that ended after one step, of a model that its checkpoint describes so."""
     shapes = jax.eval_shape(lambda: train.initial_state(MODEL, 0))
     state = jax.tree.map(lambda of: np.zeros(of.shape, of.dtype), shapes) | {"step": np.int32(1)}
@@ -116,7 +113,7 @@ def saved(folder: Path, model: dict) -> None:
     checkpoint.save(Run(folder).checkpoints, 1, state, meta)
 
 
-def test_another_number_of_groups_is_refused_and_the_right_one_named(tmp_path: Path) -> None:
+def test_another_number_of_groups_is_refused_and_the_right_one_named(tmp_path):
     """Also where nobody chose a number: then it was that of the devices."""
     of_one = dataclasses.replace(MODEL, groups=None)
     saved(tmp_path, dataclasses.asdict(of_one))
@@ -125,7 +122,7 @@ def test_another_number_of_groups_is_refused_and_the_right_one_named(tmp_path: P
     records(tmp_path, [(1, 1)], dataclasses.replace(MODEL, groups=1))
 
 
-def test_a_run_goes_on_whose_checkpoint_names_fewer_choices_than_there_are_now(tmp_path: Path) -> None:
+def test_a_run_goes_on_whose_checkpoint_names_fewer_choices_than_there_are_now(tmp_path):
     then = dataclasses.asdict(MODEL)
     for name in ("groups", "top_k", "positions", "kv_heads"):
         del then[name]
@@ -137,7 +134,7 @@ def test_a_run_goes_on_whose_checkpoint_names_fewer_choices_than_there_are_now(t
 
 @pytest.mark.parametrize("rows", [8, 48, 104, 1024, 40_000])
 @pytest.mark.parametrize("accumulate", [1, 2, 8])
-def test_groups_divide_both_sides_of_a_batch(rows: int, accumulate: int) -> None:
+def test_groups_divide_both_sides_of_a_batch(rows, accumulate):
     for source, target in ((24, 32), (192, 128), (128, 128)):
         groups = groups_of((rows, source, target), accumulate)
         part = rows // accumulate
@@ -145,7 +142,7 @@ def test_groups_divide_both_sides_of_a_batch(rows: int, accumulate: int) -> None
         assert groups == 8 or 512 <= part * min(source, target) // groups < 2048 or groups < 8
 
 
-def test_what_does_not_divide_is_told() -> None:
+def test_what_does_not_divide_is_told():
     assert uneven(dataclasses.replace(MODEL, partitions=8)) == []
     assert uneven(dataclasses.replace(MODEL, partitions=4)) == []
     (experts, groups) = uneven(dataclasses.replace(MODEL, partitions=3))

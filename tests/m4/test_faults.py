@@ -13,22 +13,22 @@ NAMED = sorted(set(re.findall(r"`(test_\w+\.py)::(test_\w+)`", PAGE)))
 WHOLE = ("test_resume.py", "test_together.py")
 
 
-def names_in(file: str) -> set[str]:
+def names_in(file):
     body = ast.parse((HERE / file).read_text("utf-8")).body
     return {node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
 
 
 @pytest.mark.parametrize("file", sorted({file for file, _ in NAMED}))
-def test_every_test_that_is_named_is_there(file: str) -> None:
+def test_every_test_that_is_named_is_there(file):
     assert {name for of, name in NAMED if of == file} <= names_in(file)
 
 
 @pytest.mark.parametrize("file", WHOLE)
-def test_what_tries_faults_is_on_the_page(file: str) -> None:
+def test_what_tries_faults_is_on_the_page(file):
     assert names_in(file) <= {name for of, name in NAMED if of == file}
 
 
-def test_every_row_names_a_test() -> None:
+def test_every_row_names_a_test():
     rows = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| fault |")]
     assert len(rows) > 30
     assert all("::test_" in row for row in rows)

@@ -1,10 +1,7 @@
 """Known English: what is kept out of a language is not told by its training text, and stays in others."""
 
-from __future__ import annotations
-
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +19,7 @@ WORDS = [a + b for a in ("ba", "ke", "lo", "mi", "du", "ra") for b in ("nat", "s
 LANGUAGES = ("de", "fr", "nb", "nn", "th")
 
 
-def foreign(language: str, words: list[str]) -> str:
+def foreign(language, words):
     """Another spelling in each language; the two Norwegians often agree, and Thai puts no blanks."""
     if language == "th":
         return "".join(chr(0x0E01 + WORDS.index(word)) + chr(0x0E30) for word in words)
@@ -31,7 +28,7 @@ def foreign(language: str, words: list[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     rng = np.random.default_rng(0)
     said = [[WORDS[i] for i in rng.integers(0, len(WORDS), rng.integers(2, 7))] for _ in range(600)]
@@ -49,29 +46,29 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def pairs(folder: Path, part: str) -> Iterator[tuple[str, str, str]]:
+def pairs(folder, part):
     for line in (folder / f"{part}.tsv").read_text(encoding="utf-8").splitlines():
         language, source, english = line.split("\t")
         yield language, source, english
 
 
-def split(files: dict[str, Path], folder: Path, known: int = 10) -> dict[str, object]:
+def split(files, folder, known=10):
     folder.mkdir()
     return write_parts(files, folder, Split(0.02, 0.02, 0, known, most_known=0.05), folder / "aside.gz")
 
 
-def test_what_is_kept_out_is_not_told_by_the_training_text(files: dict[str, Path], tmp_path: Path) -> None:
+def test_what_is_kept_out_is_not_told_by_the_training_text(files, tmp_path):
     found = split(files, tmp_path / "out")
     train = list(pairs(tmp_path / "out", "train"))
-    has: dict[str, set[str]] = {}
+    has = {}
     for language, _, english in train:
         has.setdefault(key(english), set()).add(language)
     sources = {tuple(units(source)) for _, source, _ in train}
-    by_language: dict[str, list[list[str]]] = {language: [] for language in files}
+    by_language = {language: [] for language in files}
     for language, source, _ in train:
         by_language[language].append(units(source))
 
-    def runs(own: list[str], length: int) -> set[tuple[str, ...]]:
+    def runs(own, length):
         return {tuple(own[i : i + length]) for i in range(len(own) - length + 1)}
 
     kept_out = [(part, *pair) for part in (KNOWN_DEV, KNOWN_TEST) for pair in pairs(tmp_path / "out", part)]
@@ -89,10 +86,10 @@ def test_what_is_kept_out_is_not_told_by_the_training_text(files: dict[str, Path
     for one, other in itertools.combinations(PARTS, 2):
         assert not set(pairs(tmp_path / "out", one)) & set(pairs(tmp_path / "out", other))
     lines = {language: path.read_text(encoding="utf-8").count("\n") for language, path in files.items()}
-    assert sum(lines.values()) == sum(found["pairs"].values()), "every pair is in one part"  # type: ignore[attr-defined]
+    assert sum(lines.values()) == sum(found["pairs"].values()), "every pair is in one part"
 
 
-def test_the_choice_follows_from_hashes(files: dict[str, Path], tmp_path: Path) -> None:
+def test_the_choice_follows_from_hashes(files, tmp_path):
     split(files, tmp_path / "one")
     split(dict(reversed(files.items())), tmp_path / "other")
     one, other = ({part: set(pairs(tmp_path / of, part)) for part in PARTS} for of in ("one", "other"))
@@ -104,13 +101,13 @@ def test_the_choice_follows_from_hashes(files: dict[str, Path], tmp_path: Path) 
     assert not list(pairs(tmp_path / "none", KNOWN_TEST))
 
 
-def test_letters_count_where_words_are_not_parted() -> None:
+def test_letters_count_where_words_are_not_parted():
     assert units("Ouvrir %s fichier 3") == ["ouvrir", "fichier"]
     assert units("打开文件 PDF") == ["打", "开", "文", "件", "pdf"]
 
 
 @pytest.fixture
-def config(files: dict[str, Path], tmp_path: Path) -> PrepareConfig:
+def config(files, tmp_path):
     mine = tmp_path / "mine.tsv"
     with mine.open("w", encoding="utf-8") as out:
         for language, path in files.items():
@@ -121,7 +118,7 @@ def config(files: dict[str, Path], tmp_path: Path) -> PrepareConfig:
     )  # fmt: skip
 
 
-def test_a_prepared_corpus_has_both_tests(config: PrepareConfig) -> None:
+def test_a_prepared_corpus_has_both_tests(config):
     done = str(prepare(config, lambda line: None))
     text = PreparedText.load(config.folder)
     assert "known English: " in done
@@ -138,7 +135,7 @@ def test_a_prepared_corpus_has_both_tests(config: PrepareConfig) -> None:
     assert (lengths <= text.length).mean() >= 0.99
 
 
-def test_a_corpus_of_an_earlier_version_stays(config: PrepareConfig) -> None:
+def test_a_corpus_of_an_earlier_version_stays(config):
     prepare(config, lambda line: None)
     path = config.folder / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -159,7 +156,7 @@ def test_a_corpus_of_an_earlier_version_stays(config: PrepareConfig) -> None:
     assert len(text.examples(10)) == 10
 
 
-def test_one_language_has_no_known_english(config: PrepareConfig, tmp_path: Path) -> None:
+def test_one_language_has_no_known_english(config, tmp_path):
     only = tmp_path / "only.tsv"
     lines = config.files[0].read_text(encoding="utf-8").splitlines(keepends=True)
     only.write_text("".join(line for line in lines if line.startswith("de\t")), encoding="utf-8")
@@ -175,6 +172,6 @@ def test_one_language_has_no_known_english(config: PrepareConfig, tmp_path: Path
     assert "warning: test has" in str(done), "a small test is no test"
 
 
-def test_nothing_is_read_where_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_where_nothing_is_asked(monkeypatch):
     monkeypatch.setattr(known_english, "rows", lambda path: pytest.fail("a file was read"))
     assert known_english.choose({"de": Path("x")}, {}, {"de": set()}, {"de": set()}, 9, 0.1) == {"de": {}}

@@ -1,22 +1,18 @@
 """One's own text: dev and test files, what is refused, vocabularies that are kept, fine-tuning, and scoring."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from gshard_m4 import checkpoint, commands, prepare, score_command
+from gshard_m4 import checkpoint, prepare, score_command
 from gshard_m4.command_line import main
 from gshard_m4.config import Run
 from gshard_m4.corpus import hold_out
 from gshard_m4.corpus.pair import Pair
 from gshard_m4.decode import DecodeConfig
-from gshard_m4.devices import every_device
 from gshard_m4.errors import CorpusError
 from gshard_m4.prepare_config import PrepareConfig
 from gshard_m4.step import make_evaluation
@@ -29,23 +25,23 @@ ENDS = ["every day", "in the rain", "without a word", "before noon"]
 ENGLISH = [f"The {a} {v} the {b} {end}." for a, v, b, end in itertools.product(NOUNS, VERBS, NOUNS, ENDS) if a != b]
 
 
-def write(path: Path, english: list[str], language: str = "de") -> Path:
+def write(path, english, language="de"):
     rows = [f"{language}\t{line[:-1][::-1]}.\t{line}" for line in english]
     path.write_text("\n".join(rows) + "\n", "utf-8")
     return path
 
 
-def config(folder: Path, **changes: object) -> PrepareConfig:
+def config(folder, **changes):
     given = {"output": folder / "out", "cache": folder / "cache", "sources": (), "tokens": 256, "length": 48}
-    return PrepareConfig(**(given | changes))  # type: ignore[arg-type]
+    return PrepareConfig(**(given | changes))
 
 
-def quiet(line: str) -> None:
+def quiet(line):
     pass
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """A prepared corpus and a run of two steps on it."""
     folder = tmp_path_factory.mktemp("own")
     prepare.prepare(config(folder, files=(write(folder / "own.tsv", ENGLISH),)), quiet)
@@ -57,7 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_ones_own_dev_and_test_files_are_kept_as_they_are_and_out_of_training(tmp_path: Path) -> None:
+def test_ones_own_dev_and_test_files_are_kept_as_they_are_and_out_of_training(tmp_path):
     dev, test = ENGLISH[7:400:9], [*ENGLISH[3:900:11], "Ok", "100 %"]  # cleaning would leave the last two out
     files = {
         "files": (write(tmp_path / "own.tsv", ENGLISH),),
@@ -83,7 +79,7 @@ def test_ones_own_dev_and_test_files_are_kept_as_they_are_and_out_of_training(tm
     assert not prepare.prepare(config(tmp_path, **files), quiet).was_there, "another test is another corpus"
 
 
-def test_why_not_one_line_is_a_pair(tmp_path: Path) -> None:
+def test_why_not_one_line_is_a_pair(tmp_path):
     (tmp_path / "two.tsv").write_text("Hallo Welt\tHello world\n" * 3 + "xx-unknown\ta b\tc d\n")
     with pytest.raises(CorpusError) as error:
         prepare.prepare(config(tmp_path, files=(tmp_path / "two.tsv",)), quiet)
@@ -94,16 +90,13 @@ def test_why_not_one_line_is_a_pair(tmp_path: Path) -> None:
     assert "connection" not in told
 
 
-def test_vocabularies_are_kept_and_training_goes_on_from_a_run(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_vocabularies_are_kept_and_training_goes_on_from_a_run(trained, tmp_path, capsys):
     more = [line.replace("house", "castle") for line in ENGLISH]
     files = (write(tmp_path / "more.tsv", more),)
     changed = config(tmp_path, files=files, vocabularies=trained / "out", length=None)
     prepare.prepare(changed, quiet)
     base, text = PreparedText.load(trained / "out"), PreparedText.load(tmp_path / "out")
-    assert text.fingerprint == base.fingerprint
-    assert text.length == base.length
+    assert (text.fingerprint, text.length) == (base.fingerprint, base.length)
     french = (write(tmp_path / "fr.tsv", more, "fr"),)
     with pytest.raises(CorpusError, match=r"no tag for French(.|\n)*there are de"):
         prepare.prepare(dataclasses.replace(changed, files=french, output=tmp_path / "fr"), quiet)
@@ -116,8 +109,7 @@ def test_vocabularies_are_kept_and_training_goes_on_from_a_run(
     assert "begins with the parameters of step 2" in capsys.readouterr().out
     _, old, _ = checkpoint.restore(Run(trained / "run").checkpoints)
     _, new, meta = checkpoint.restore(Run(tmp_path / "tuned").checkpoints)
-    assert int(new["step"]) == 1
-    assert meta["from"] == str(trained / "run")
+    assert (int(new["step"]), meta["from"]) == (1, str(trained / "run"))
     for a, b in zip(jax.tree.leaves(old["params"]), jax.tree.leaves(new["params"]), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
     assert main([*given, "--resume"]) == 0
@@ -133,7 +125,7 @@ def test_vocabularies_are_kept_and_training_goes_on_from_a_run(
     assert "--vocabularies" in capsys.readouterr().err
 
 
-def test_given_translations_are_scored(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_given_translations_are_scored(trained, tmp_path, capsys):
     """As the cross entropy of training counts, whatever stands beside them."""
     translator = load(Run(trained / "run"), PreparedText.load(trained / "out"), DecodeConfig())
     text = translator.text
@@ -164,22 +156,3 @@ def test_given_translations_are_scored(trained: Path, tmp_path: Path, capsys: py
     (tmp_path / "pairs.tsv").write_text("de\ta b\tc d\nonly one\n")
     assert main(given) == 2
     assert "1 of 2 lines are no pairs" in capsys.readouterr().err
-
-
-def test_a_processor_is_one_device_unless_more_are_asked_for() -> None:
-    """Virtual devices share its cores: they take longer for the same numbers."""
-    assert jax.device_count() == 8
-    assert every_device() == 1
-    assert commands.Train().virtual_devices == 1
-    assert commands.Train(devices=4).virtual_devices == 4
-
-
-@pytest.mark.slow  # the same from the command line
-def test_training_takes_one_device_and_a_plan_eight(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = ["train", "--data", str(trained / "out"), "--run", str(tmp_path / "r"), "--model-dim", "16"]
-    assert main([*given, "--hidden-dim", "32", "--layers", "2", "--steps", "1", "--experts", "0"]) == 0
-    assert "on 1 device" in capsys.readouterr().out.splitlines()[0]
-    assert main([*given, "--plan"]) == 0
-    assert "on 8 devices" in capsys.readouterr().out.splitlines()[0]

@@ -1,7 +1,6 @@
-"""Placeholders, tags and accelerators: they are kept, whatever a model writes."""
+"""Placeholders, tags and accelerators: they are kept, whatever a model writes, and what was put right is told."""
 
-from __future__ import annotations
-
+import io
 import time
 from collections import Counter
 from types import MappingProxyType
@@ -12,26 +11,17 @@ import pytest
 
 from gshard import moe
 from gshard_m4.decode import EOS, DecodeConfig
+from gshard_m4.lines import Speed
 from gshard_m4.placeholders import Marked, complete, found, lost_and_invented, mark
 from gshard_m4.stream import Found
-from gshard_m4.translate import Translator
+from gshard_m4.translate import Hypothesis, Translated, Translator
 
 SENTENCES = [
-    "open the file %s now",
-    "%d of %d items in {folder}",
-    "{a}{b}",
-    "copy %1$s to %2$s in $HOME please",
-    "100 % done with %s",
-    "nothing at all here",
-    "<b>delete</b> %(count)d items &amp; close",
-    "see https://a.org/b?c=%d now",
-    "{{name}} and ${name} and {name} and %name and $name",
-    "@VERSION@ [% page.title %] \\n done",
-    "%s",
-    "%s: <i>{}</i>",
-    "%5.2f %% of %-3d",
-    "%1 %10 $HOME %n {x}",
-]
+    "open the file %s now", "%d of %d items in {folder}", "{a}{b}", "copy %1$s to %2$s in $HOME please",
+    "100 % done with %s", "nothing at all here", "<b>delete</b> %(count)d items &amp; close",
+    "see https://a.org/b?c=%d now", "{{name}} and ${name} and {name} and %name and $name",
+    "@VERSION@ [% page.title %] \\n done", "%s", "%s: <i>{}</i>", "%5.2f %% of %-3d", "%1 %10 $HOME %n {x}",
+]  # fmt: skip
 
 # What a model may write: words, placeholders of the source and others, and parts of them.
 PIECES = (
@@ -42,7 +32,7 @@ PIECES = (
 
 
 @pytest.mark.parametrize("sentence", SENTENCES)
-def test_whatever_a_model_writes_the_translation_has_them(sentence: str, rng: np.random.Generator) -> None:
+def test_whatever_a_model_writes_the_translation_has_them(sentence, rng):
     marked = mark(sentence)
     changed = 0
     for _ in range(300):
@@ -60,23 +50,13 @@ def test_whatever_a_model_writes_the_translation_has_them(sentence: str, rng: np
     assert changed > 100
 
 
-@pytest.mark.parametrize(
-    ("written", "wanted", "whole"),
-    [
-        ("%d free", ["%d"], "%d free"),
-        ("free", ["%d"], "free %d"),
-        ("Copy {nam} now", ["{name}"], "Copy {name} now"),
-        ("%s and %s", ["%s"], "%s and"),
-        ("%d of %s left.", ["%d", "{total}"], "%d of {total} left."),
-        ("<b>now</b>", [], "now"),
-        ("_Save %s now", ["%s"], "Save %s now"),
-        ("a name)s here", [], "a name here"),
-        ("5 % off", [], "5 % off"),
-    ],
-)
-def test_a_missing_one_takes_the_place_of_a_wrong_one_or_comes_last(
-    written: str, wanted: list[str], whole: str
-) -> None:
+@pytest.mark.parametrize(("written", "wanted", "whole"), [
+    ("%d free", ["%d"], "%d free"), ("free", ["%d"], "free %d"), ("Copy {nam} now", ["{name}"], "Copy {name} now"),
+    ("%s and %s", ["%s"], "%s and"), ("%d of %s left.", ["%d", "{total}"], "%d of {total} left."),
+    ("<b>now</b>", [], "now"), ("_Save %s now", ["%s"], "Save %s now"), ("a name)s here", [], "a name here"),
+    ("5 % off", [], "5 % off"),
+])  # fmt: skip
+def test_a_missing_one_takes_the_place_of_a_wrong_one_or_comes_last(written, wanted, whole):
     assert complete(written, wanted) == whole
 
 
@@ -88,36 +68,36 @@ class Spelt:
     length = 48
     source_vocabulary = target_vocabulary = 130
 
-    def tag(self, language: str) -> int:
+    def tag(self, language):
         return 3
 
-    def source_ids(self, sentence: str) -> list[int]:
+    def source_ids(self, sentence):
         return list(map(ord, sentence))
 
-    def english(self, ids: list[int]) -> str:
+    def english(self, ids):
         return "".join(map(chr, ids))
 
-    def spelt_in_bytes(self, ids: list[int]) -> float:
+    def spelt_in_bytes(self, ids):
         return 0.0
 
 
-def test_translations_have_them_and_what_was_put_right_is_told() -> None:
+def test_translations_have_them_and_what_was_put_right_is_told():
     spelt = Spelt()
     model = moe.TransformerConfig(130, 130, model_dim=8, hidden_dim=8, heads=2, head_dim=4, encoder_layers=2,
                                   decoder_layers=2)  # fmt: skip
     params = moe.init(model, jax.random.key(8))
     options = DecodeConfig(beam=2, n_best=2, max_length=12)
-    done = Translator(model, params, spelt, options, batch=8).translate(SENTENCES)  # type: ignore[arg-type]
+    done = Translator(model, params, spelt, options, batch=8).translate(SENTENCES)
     for sentence, of in zip(SENTENCES, done, strict=True):
         for hypothesis in of.hypotheses:
             assert Counter(found(hypothesis.text)) == Counter(found(sentence)), (sentence, hypothesis.text)
 
-    kept = Translator(model, params, spelt, DecodeConfig(beam=2))  # type: ignore[arg-type]
+    kept = Translator(model, params, spelt, DecodeConfig(beam=2))
     of = kept.prepare("<b>%s now</b>")
     assert of.searched is not None
     assert of.searched.ids == (*map(ord, "%s now"), EOS)
 
-    def told(*texts: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    def told(*texts):
         rows = np.array([list(map(ord, text)) for text in texts])
         done = kept.finish(of, Found(0, rows, -np.arange(1.0, 1 + len(rows))))
         assert done.placeholders == ("%s",)
@@ -130,25 +110,17 @@ def test_translations_have_them_and_what_was_put_right_is_told() -> None:
         assert kept.finish(kept.prepare(text)).text == text
 
 
-def test_the_end_of_a_placeholder_without_its_beginning_is_one() -> None:
+def test_the_end_of_a_placeholder_without_its_beginning_is_one():
     assert lost_and_invented([], "Folder name)s") == ([], [")s"])
     assert lost_and_invented(["%(name)s"], "%(name)s and file(s)") == ([], [])
 
 
-@pytest.mark.parametrize(
-    ("text", "plain"),
-    [
-        ("_Datei", "Datei"),
-        ("Q&A", "Q&A"),
-        ("file_name", "file_name"),
-        ("&Datei &Speichern", "&Datei &Speichern"),
-        ("ファイルを開く(_O)", "ファイルを開く"),
-        ("a <b>fat</b> cat", "a fat cat"),
-        ("<p>%s</p>", "%s"),
-        ("1 < 2 and 3 > 2", "1 < 2 and 3 > 2"),
-    ],
-)
-def test_marks_are_taken_out_and_put_back(text: str, plain: str) -> None:
+@pytest.mark.parametrize(("text", "plain"), [
+    ("_Datei", "Datei"), ("Q&A", "Q&A"), ("file_name", "file_name"), ("&Datei &Speichern", "&Datei &Speichern"),
+    ("ファイルを開く(_O)", "ファイルを開く"), ("a <b>fat</b> cat", "a fat cat"), ("<p>%s</p>", "%s"),
+    ("1 < 2 and 3 > 2", "1 < 2 and 3 > 2"),
+])  # fmt: skip
+def test_marks_are_taken_out_and_put_back(text, plain):
     marked = mark(text)
     assert marked.plain == plain
     assert Counter(found(marked.restore("Some words " + " ".join(marked.placeholders)))) == Counter(found(text))
@@ -156,7 +128,7 @@ def test_marks_are_taken_out_and_put_back(text: str, plain: str) -> None:
         assert marked == Marked(text, marked.placeholders)
 
 
-def test_tags_stay_in_order_and_around_what_they_were_around() -> None:
+def test_tags_stay_in_order_and_around_what_they_were_around():
     marked = mark("<p>Klick <a href='x'>hier</a>, %s!</p>")
     assert marked.plain == "Klick hier, %s!"
     restored = marked.restore("Click here, %s!")
@@ -180,7 +152,7 @@ def test_tags_stay_in_order_and_around_what_they_were_around() -> None:
         ("(https://a.org/b_c?d=1).", ["https://a.org/b_c?d=1"]),
     ],
 )
-def test_what_is_a_placeholder(text: str, has: list[str]) -> None:
+def test_what_is_a_placeholder(text, has):
     assert found(text) == has
     assert lost_and_invented(has, "") == (has, [])
     assert lost_and_invented([], text) == ([], has)
@@ -195,20 +167,36 @@ _SHORT, _LONG = 15_000, 60_000
      "%1", "%0", "%.", "\u3042 (_"],
 )  # fmt: skip
 @pytest.mark.one_in(3)
-def test_the_longest_line_is_read_in_linear_time(begun: str) -> None:
+def test_the_longest_line_is_read_in_linear_time(begun):
     """Anybody may send one: what begins like a placeholder and does not end like one, again and again.
 
     Four times the length takes four times as long if reading is linear, sixteen times if it is quadratic. A machine
     that stops for a while makes one measurement wrong, not five.
     """
 
-    def texts(size: int) -> tuple[str, str, str]:
+    def texts(size):
         return (begun * size)[:size], begun + begun[-1] * size, begun + "a" * size
 
-    def takes(text: str) -> float:
+    def takes(text):
         before = time.process_time()
         mark(text)
         return time.process_time() - before
 
     for short, long in zip(texts(_SHORT), texts(_LONG), strict=True):
         assert any(takes(long) < 9 * takes(short) for _ in range(5)), "what is quadratic takes sixteen times as long"
+
+
+def test_lost_placeholders_are_told_with_the_first_line_that_lost_one():
+    stream = io.StringIO()
+    speed = Speed(stream, live=False)
+    well = Translated((Hypothesis("a", 0.0),), tokens=3)
+    speed.add([well, Translated((Hypothesis("b", 0.0),), lost=("%s", "{x}"), invented=("%d",)), well])
+    speed.end(20)
+    told = "1 translation was given the placeholders of the source (line 2: %s {x} put in, %d taken out)\n"
+    assert told in stream.getvalue()
+    speed.add([Translated((Hypothesis("c", 0.0),), invented=("%d",))])
+    speed.end(20)
+    assert "2 translations were given the placeholders of the source (line 2: %s" in stream.getvalue()
+    stream = io.StringIO()
+    Speed(stream, live=False).end(20)
+    assert "placeholders" not in stream.getvalue()

@@ -1,12 +1,9 @@
 """From a user's file to batches: complete or not at all, deterministic, and clear about what cannot be."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +13,6 @@ from gshard_m4.corpus import fetch, hold_out
 from gshard_m4.corpus.source import SOURCES
 from gshard_m4.encoded import write
 from gshard_m4.errors import CorpusError, VocabularyError
-from gshard_m4.packing import fill
 from gshard_m4.prepare import PrepareConfig, prepare
 from gshard_m4.text import PreparedText
 from gshard_m4.tokens import Vocabulary, learn
@@ -26,7 +22,7 @@ VERBS = "opens closes finds loses paints burns carries follows hides breaks mend
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> PrepareConfig:
+def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     lines = []
     for i, noun in enumerate(NOUNS):
@@ -46,14 +42,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> PrepareConfig:
 
 
 @pytest.fixture(scope="module")
-def text(config: PrepareConfig) -> PreparedText:
+def text(config):
     done = prepare(config)
     assert not done.was_there
     assert "1 lines rejected" in str(done)
     return PreparedText.load(config.output)
 
 
-def test_nothing_is_done_twice(config: PrepareConfig, text: PreparedText) -> None:
+def test_nothing_is_done_twice(config, text):
     stamp = (config.output / "train" / "source.npy").stat().st_mtime_ns
     assert prepare(config).was_there
     assert (config.output / "train" / "source.npy").stat().st_mtime_ns == stamp
@@ -61,7 +57,7 @@ def test_nothing_is_done_twice(config: PrepareConfig, text: PreparedText) -> Non
     assert not config.output.with_name("ready.unfinished").exists()
 
 
-def test_no_english_sentence_is_in_two_parts(text: PreparedText) -> None:
+def test_no_english_sentence_is_in_two_parts(text):
     keys = {
         part: {hold_out.key(line.split("\t")[2]) for line in (text.folder / f"{part}.tsv").read_text().splitlines()}
         for part in ("train", "dev", "test")
@@ -72,16 +68,16 @@ def test_no_english_sentence_is_in_two_parts(text: PreparedText) -> None:
     assert not keys["dev"] & keys["test"]
 
 
-def sentences(row: np.ndarray) -> list[list[int]]:
+def sentences(row):
     """The sentences of a row, without their ends."""
-    found: list[list[int]] = [[]]
+    found = [[]]
     for i in row[row != PAD]:
         found.append([]) if i == EOS else found[-1].append(int(i))
     assert found.pop() == [], "a row ends where a sentence does"
     return found
 
 
-def test_batches_depend_on_the_step_alone(text: PreparedText) -> None:
+def test_batches_depend_on_the_step_alone(text):
     again = PreparedText.load(text.folder)
     shape = text.batches.shape
     for step in (0, 5, 40, 1000):
@@ -96,7 +92,7 @@ def test_batches_depend_on_the_step_alone(text: PreparedText) -> None:
     assert not np.array_equal(text.batch(0)["source"], text.batch(1)["source"])
 
 
-def test_rows_are_real_pairs_and_half_of_them_name_their_language(text: PreparedText) -> None:
+def test_rows_are_real_pairs_and_half_of_them_name_their_language(text):
     lines = (text.folder / "train.tsv").read_text().splitlines()
     known = {(language, tuple(text.source_ids(foreign)), english) for language, foreign, english in
              (line.split("\t") for line in lines)}  # fmt: skip
@@ -113,7 +109,7 @@ def test_rows_are_real_pairs_and_half_of_them_name_their_language(text: Prepared
     assert max(int(batch["source"].max()) for batch in map(text.batch, range(8))) < text.source_vocabulary
 
 
-def random_text(count: int, languages: int, longest: int, ratio: float = 1.0) -> Encoded:
+def random_text(count, languages, longest, ratio=1.0):
     rng = np.random.default_rng(0)
     target = rng.geometric(0.12, count)
     source = np.ceil(ratio * target * rng.uniform(0.7, 1.3, count)).astype(int)
@@ -126,7 +122,7 @@ def random_text(count: int, languages: int, longest: int, ratio: float = 1.0) ->
 
 
 @pytest.mark.parametrize("ratio", [0.6, 1.0, 1.5])
-def test_little_of_a_batch_is_padding(ratio: float) -> None:
+def test_little_of_a_batch_is_padding(ratio):
     data = random_text(4000, 2, 80, ratio)
     batches = Batches(data, tokens=4096, length=64, temperature=1.0, seed=3)
     assert (data.lengths > 64).any()
@@ -139,19 +135,8 @@ def test_little_of_a_batch_is_padding(ratio: float) -> None:
     assert text > 0.88
 
 
-def test_the_first_pairs_are_packed_whatever_their_length(rng: np.random.Generator) -> None:
-    for _ in range(20):
-        lengths = rng.integers(2, 16, (200, 2))
-        row = fill(lengths, 9, (40, 30))
-        used = np.array([lengths[: len(row)][row == r].sum(0) for r in range(9)])
-        assert (used <= (40, 30)).all()
-        assert used[:, 1].sum() > 0.8 * 9 * 30 or used[:, 0].sum() > 0.8 * 9 * 40
-    assert fill(np.array([[4, 4]]), 3, (8, 8)).tolist() == [0]
-    assert fill(np.array([[9, 4], [1, 1]]), 3, (8, 8)).tolist() == [], "the first does not fit"
-
-
 @pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 5.0])
-def test_long_sentences_are_drawn_as_often_as_short_ones(temperature: float) -> None:
+def test_long_sentences_are_drawn_as_often_as_short_ones(temperature):
     data = random_text(3000, 3, 200)
     batches = Batches(data, tokens=4096, length=128, temperature=temperature, seed=1)
     drawn = np.zeros(len(data))
@@ -175,7 +160,7 @@ def test_long_sentences_are_drawn_as_often_as_short_ones(temperature: float) -> 
             assert abs(drawn[some].mean() / each - 1) < 4 / np.sqrt(drawn[some].sum()) + 0.02
 
 
-def test_each_process_reads_its_part() -> None:
+def test_each_process_reads_its_part():
     batches = Batches(random_text(500, 2, 40), tokens=1024, length=32, temperature=2.0, seed=0)
     assert batches.shape.rows == 32
     for step in range(20):
@@ -186,7 +171,7 @@ def test_each_process_reads_its_part() -> None:
                 np.testing.assert_array_equal(np.concatenate([part[side] for part in parts]), whole[side])
 
 
-def test_ids_are_mapped_from_files_that_grow(tmp_path: Path) -> None:
+def test_ids_are_mapped_from_files_that_grow(tmp_path):
     rng = np.random.default_rng(0)
     rows = [[list(rng.integers(0, 60_000, n)) for n in rng.integers(0, 9, 300)] for _ in range(2)]
     language = rng.integers(0, 3, 300).tolist()
@@ -206,15 +191,7 @@ def test_ids_are_mapped_from_files_that_grow(tmp_path: Path) -> None:
         Encoded.load(tmp_path / "train")
 
 
-def test_other_batches_of_the_same_text(text: PreparedText) -> None:
-    other = text.rebatched(tokens=720, length=36, temperature=1.0)
-    assert (other.length, text.length) == (36, 72)
-    assert other.fingerprint == text.fingerprint
-    assert other.batches.shape.source == 36
-    assert other.batch(3)["source"].shape == (other.batches.shape.rows, 36)
-
-
-def test_one_language_of_a_corpus(text: PreparedText) -> None:
+def test_one_language_of_a_corpus(text):
     french = text.of_languages(["fr"])
     assert french.fingerprint == text.fingerprint, "the vocabularies are the same"
     assert set(french.languages) == {"fr"}
@@ -229,23 +206,7 @@ def test_one_language_of_a_corpus(text: PreparedText) -> None:
         text.of_languages(["frr"])
 
 
-def test_temperature_brings_up_rare_languages(config: PrepareConfig, text: PreparedText) -> None:
-    natural = sum(text.batches.data.language == text.batches.data.languages.index("fr")) / len(text.batches.data)
-    order = {
-        tuple(text.batches.data.source[a:b]): n
-        for a, b, n in zip(
-            text.batches.data.source_at, text.batches.data.source_at[1:], text.batches.data.language, strict=False
-        )
-    }
-    rows = [row for step in range(8) for row in text.batch(step)["source"]]
-    drawn = [order[tuple(i for i in ids if i < text.source.size)] for row in rows for ids in sentences(row)]
-    share = np.mean(np.array(drawn) == text.batches.data.languages.index("fr"))
-    expected = natural**0.5 / (natural**0.5 + (1 - natural) ** 0.5)
-    assert abs(share - expected) < 0.06
-    assert expected > natural + 0.05
-
-
-def test_held_out_batches_have_one_shape(text: PreparedText) -> None:
+def test_held_out_batches_have_one_shape(text):
     batches = text.held_out()
     shape = text.batches.shape
     assert {b["source"].shape for b in batches} == {(shape.rows, shape.source)}
@@ -254,7 +215,7 @@ def test_held_out_batches_have_one_shape(text: PreparedText) -> None:
     assert sum(int((b["target"] == EOS).sum()) for b in batches) == count > 0
 
 
-def test_every_pair_once_in_order() -> None:
+def test_every_pair_once_in_order():
     data = Encoded(
         ("de",), np.zeros(4, np.int32), np.array([5, 6, 7, 8, 9, 9, 9, 9, 8], np.int32),
         np.array([3, 4, 5, 6], np.int32), np.array([0, 2, 3, 8, 9]), np.array([0, 1, 2, 3, 4]),
@@ -264,16 +225,7 @@ def test_every_pair_once_in_order() -> None:
     assert (second["source"].tolist(), second["target"].tolist()) == ([[8, 1, 0, 0, 0, 0]], [[6, 1, 0, 0]])
 
 
-def test_examples_and_counts(text: PreparedText) -> None:
-    examples = text.examples(6)
-    assert {e.language for e in examples} == {"de", "fr"}
-    assert examples == text.examples(6)
-    assert len(text.examples()) == text.manifest["pairs"]["test"], "all of them"
-    assert text.rebatched(length=4).examples() == text.examples(), "a shorter model is scored on long ones too"
-    assert text.english(text.target.encode(["the house opens"])[0]) == "the house opens"
-
-
-def test_a_vocabulary_larger_than_the_text_says_how_large_it_may_be(config: PrepareConfig) -> None:
+def test_a_vocabulary_larger_than_the_text_says_how_large_it_may_be(config):
     with pytest.raises(VocabularyError, match=r"vocabulary of 9000 is larger(.|\n)*at most \d+"):
         learn(["only a few words", "and a few more"], 9000, 8000, "source")
     with pytest.raises(VocabularyError, match="too small"):
@@ -283,7 +235,7 @@ def test_a_vocabulary_larger_than_the_text_says_how_large_it_may_be(config: Prep
     assert learn([f"{a} {b}" for a in NOUNS for b in VERBS], None, 8000, "target").size < 8000
 
 
-def test_a_damaged_vocabulary_is_noticed(text: PreparedText, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_damaged_vocabulary_is_noticed(text, tmp_path, rng):
     for _ in range(240):
         broken = bytearray(text.source.model)
         broken[rng.integers(len(broken))] ^= 1 << int(rng.integers(8))
@@ -294,19 +246,17 @@ def test_a_damaged_vocabulary_is_noticed(text: PreparedText, tmp_path: Path, rng
         Vocabulary.load(tmp_path / "absent.model")
 
 
-def test_a_missing_source_is_said_and_left_out(
-    config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_source_is_said_and_left_out(config, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")  # pip then has nowhere to look
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     settings = {"cache": tmp_path / "cache", "sources": ("django",), "dev": 0.1, "test": 0.1}
-    done = prepare(PrepareConfig(output=tmp_path / "out", files=config.files, **settings))  # type: ignore[arg-type]
+    done = prepare(PrepareConfig(output=tmp_path / "out", files=config.files, **settings))
     assert "django 5.2.19: not to be had, going on without it" in str(done)
     with pytest.raises(CorpusError, match=r"not one pair of sentences(.|\n)*--files"):
         prepare(PrepareConfig(output=tmp_path / "none", cache=tmp_path / "cache", sources=("django",)))
 
 
-def test_an_archive_is_fetched_once_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_is_fetched_once_and_checked(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     folder = tmp_path / "packages" / "django-5.2.19"
@@ -319,7 +269,7 @@ def test_an_archive_is_fetched_once_and_checked(tmp_path: Path, monkeypatch: pyt
     assert fetch.Fetcher(tmp_path).fetch(SOURCES["django"]).problem, "what has changed is not taken"
 
 
-def test_settings_that_make_no_sense() -> None:
+def test_settings_that_make_no_sense():
     nothing = {"sources": ()}
     for wrong in (
         {"dev": 0.0},
@@ -334,10 +284,10 @@ def test_settings_that_make_no_sense() -> None:
         {"only": ("de",), "languages": 3},
     ):
         with pytest.raises(CorpusError):
-            PrepareConfig(**wrong)  # type: ignore[arg-type]
+            PrepareConfig(**wrong)
 
 
-def test_languages_are_kept_by_name(config: PrepareConfig, tmp_path: Path) -> None:
+def test_languages_are_kept_by_name(config, tmp_path):
     named = dataclasses.replace(config, only=("welsh", "de_AT", "German"))
     assert named.only == ("cy", "de")
     assert named.fingerprint != config.fingerprint
@@ -346,7 +296,7 @@ def test_languages_are_kept_by_name(config: PrepareConfig, tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
-def test_the_manifest_tells_where_everything_is_from(config: PrepareConfig, text: PreparedText) -> None:
+def test_the_manifest_tells_where_everything_is_from(config, text):
     manifest = json.loads((config.output / "manifest.json").read_text())
     assert manifest["files"] == [{"path": str(config.files[0]), "pairs": manifest["files"][0]["pairs"], "rejected": 1}]
     assert sum(manifest["languages"].values()) == sum(manifest["pairs"].values())

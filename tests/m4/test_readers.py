@@ -1,7 +1,5 @@
 """Readers of packages, on archives of the true layout made here."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
@@ -9,7 +7,6 @@ import struct
 import subprocess
 import tarfile
 import zipfile
-from pathlib import Path
 
 import polib
 import pytest
@@ -22,7 +19,7 @@ from gshard_m4.corpus.readers import READERS
 debian_only = pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="reads packages of Debian with dpkg-deb")
 
 
-def tarball(path: Path, files: dict[str, str | bytes]) -> Path:
+def tarball(path, files):
     with tarfile.open(path, "w:gz") as archive:
         for name, text in files.items():
             data = text.encode() if isinstance(text, str) else text
@@ -32,7 +29,7 @@ def tarball(path: Path, files: dict[str, str | bytes]) -> Path:
     return path
 
 
-def package(path: Path, files: dict[str, str | bytes]) -> Path:
+def package(path, files):
     root = path.with_suffix(".root")
     files = {
         "DEBIAN/control": "Package: a\nVersion: 1\nArchitecture: all\nMaintainer: a <a@b>\nDescription: a\n",
@@ -45,7 +42,7 @@ def package(path: Path, files: dict[str, str | bytes]) -> Path:
     return path
 
 
-def catalogue(*entries: tuple[str, str], **plural: str) -> polib.POFile:
+def catalogue(*entries, **plural):
     made = polib.POFile()
     made.metadata = {"Content-Type": "text/plain; charset=UTF-8"}
     made.extend(polib.POEntry(msgid=english, msgstr=foreign) for english, foreign in entries)
@@ -55,7 +52,7 @@ def catalogue(*entries: tuple[str, str], **plural: str) -> polib.POFile:
     return made
 
 
-def qm(*records: tuple[int, bytes]) -> bytes:
+def qm(*records):
     body = b"".join(
         bytes([tag]) + (data if tag in (1, 5) else struct.pack(">I", len(data)) + data) for tag, data in records
     )
@@ -64,7 +61,7 @@ def qm(*records: tuple[int, bytes]) -> bytes:
 
 
 @debian_only
-def test_a_debian_package_is_read_in_one_pass(tmp_path: Path) -> None:
+def test_a_debian_package_is_read_in_one_pass(tmp_path):
     mo = catalogue(("Open it", "Öffne es"), one="eine Seite", many="%d Seiten").to_binary()
     german = qm((3, "Beenden".encode("utf-16-be")), (5, b"\0\0\0\1"), (6, b"Quit now"), (7, b"Context"), (1, b""))
     page = "<page xmlns='x'><title>{}</title><p>{} <em>{}</em>.</p><code>ls</code></page>"
@@ -96,7 +93,7 @@ def test_a_debian_package_is_read_in_one_pass(tmp_path: Path) -> None:
 
 
 @debian_only
-def test_a_damaged_package_is_an_error(tmp_path: Path) -> None:
+def test_a_damaged_package_is_an_error(tmp_path):
     path = package(tmp_path / "a.deb", {"usr/share/a.txt": "some text" * 1000})
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(OSError, match=r"a.deb is damaged"):
@@ -104,13 +101,13 @@ def test_a_damaged_package_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.whl", "a.tar.gz"])
-def test_damaged_archives_are_errors(tmp_path: Path, name: str) -> None:
+def test_damaged_archives_are_errors(tmp_path, name):
     (tmp_path / name).write_bytes(b"this is none")
     with pytest.raises(OSError, match=f"{name} is damaged"):
         list(members(tmp_path / name, lambda name: True))
 
 
-def test_qt_catalogues_that_are_cut_or_something_else() -> None:
+def test_qt_catalogues_that_are_cut_or_something_else():
     whole = qm((3, "Ja".encode("utf-16-be")), (6, b"Yes"), (1, b""))
     assert catalogues.qm(whole) == [("Yes", "Ja")]
     with pytest.raises(ValueError, match="not a Qt catalogue"):
@@ -120,8 +117,8 @@ def test_qt_catalogues_that_are_cut_or_something_else() -> None:
 
 
 @debian_only
-def test_mozilla_takes_english_from_its_language_packs(tmp_path: Path) -> None:
-    def pack(code: str, **files: str) -> dict[str, str | bytes]:
+def test_mozilla_takes_english_from_its_language_packs(tmp_path):
+    def pack(code, **files):
         data = io.BytesIO()
         with zipfile.ZipFile(data, "w") as archive:
             archive.writestr("manifest.json", json.dumps({"langpack_id": code}))
@@ -150,8 +147,8 @@ def test_mozilla_takes_english_from_its_language_packs(tmp_path: Path) -> None:
 
 
 @debian_only
-def test_josm_and_mediawiki_packages(tmp_path: Path) -> None:
-    def lang(*singles: bytes, plurals: bytes = b"") -> bytes:
+def test_josm_and_mediawiki_packages(tmp_path):
+    def lang(*singles, plurals=b""):
         return b"".join(struct.pack(">H", len(s)) + s for s in singles) + b"\xff\xff" + plurals
 
     forms = b"\2\0\6a node\0\5nodes"
@@ -177,7 +174,7 @@ def test_josm_and_mediawiki_packages(tmp_path: Path) -> None:
     assert pair == Pair("nds_nl", "Lees de hulp", "Read the help")
 
 
-def test_source_packages(tmp_path: Path) -> None:
+def test_source_packages(tmp_path):
     po = str(catalogue(("Open it", "Öffne es")))
     latin = po.replace("UTF-8", "ISO-8859-1").encode("latin-1")
     path = tarball(tmp_path / "dpkg.tar.gz", {"dpkg/po/de.po": po, "dpkg/po/nn.po": latin, "g/po/pt_BR/b.po": po})
@@ -187,7 +184,7 @@ def test_source_packages(tmp_path: Path) -> None:
     assert list(READERS["gettext"]([odd])) == [Pair("de", "Öffne   es", "Open it")], "they end no line"
 
 
-def test_npm_packages(tmp_path: Path) -> None:
+def test_npm_packages(tmp_path):
     scratch = tarball(
         tmp_path / "s.tgz",
         {
@@ -198,8 +195,8 @@ def test_npm_packages(tmp_path: Path) -> None:
     assert list(READERS["scratch"]([scratch])) == [Pair("de", "Bewege es", "Move it")]
 
 
-def test_descriptions_belong_together_by_hash(tmp_path: Path) -> None:
-    def file(code: str, *entries: tuple[str, str, str]) -> None:
+def test_descriptions_belong_together_by_hash(tmp_path):
+    def file(code, *entries):
         lines = [
             f"Package: p{h}\nDescription-md5: {h}\nDescription-{code}: {short}\n{long}\n" for h, short, long in entries
         ]

@@ -1,7 +1,5 @@
 """A run that is killed, again and again, and resumed computes the same bits as one that nothing disturbed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -21,7 +19,7 @@ SMALL_RUN = Path(__file__).with_name("small_run.py")
 STEPS = 16
 
 
-def start(folder: Path, steps: int = STEPS, devices: int = 1, *changes: str) -> subprocess.Popen[str]:
+def start(folder, steps=STEPS, devices=1, *changes):
     flags = os.environ["XLA_FLAGS"].split()
     flags = [word for word in flags if "device_count" not in word]
     environment = os.environ | {
@@ -32,7 +30,7 @@ def start(folder: Path, steps: int = STEPS, devices: int = 1, *changes: str) -> 
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, bufsize=1)
 
 
-def finish(process: subprocess.Popen[str], code: int = 0) -> list[int]:
+def finish(process, code=0):
     """The steps that it told of."""
     with process:
         assert process.stdout is not None
@@ -41,7 +39,7 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> list[int]:
     return [int(word) for word in told if word != "begun"]
 
 
-def wait_for(process: subprocess.Popen[str], line: str) -> None:
+def wait_for(process, line):
     assert process.stdout is not None
     for found in process.stdout:
         if found.strip() == line:
@@ -49,17 +47,17 @@ def wait_for(process: subprocess.Popen[str], line: str) -> None:
     raise AssertionError(f"it ended without saying {line!r}")
 
 
-def losses(folder: Path) -> list[str]:
+def losses(folder):
     return [float(json.loads(line)["loss"]).hex() for line in Run(folder).metrics.read_text().splitlines()]
 
 
-def parameters(folder: Path) -> list[bytes]:
+def parameters(folder):
     _, state, _ = checkpoint.restore(Run(folder).checkpoints)
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     """A run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     assert finish(start(folder)) == list(range(1, STEPS + 1))
@@ -69,7 +67,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "kills, devices", [pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(20, 4, marks=pytest.mark.slow)]
 )
-def test_killed_at_random_moments(kills: int, devices: int, whole: Path, rng: np.random.Generator) -> None:
+def test_killed_at_random_moments(kills, devices, whole, rng):
     """Also while a checkpoint is written: every second step begins one."""
     folder = whole.with_name(f"killed-{kills}")
     if devices > 1:
@@ -100,7 +98,7 @@ def test_killed_at_random_moments(kills: int, devices: int, whole: Path, rng: np
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_finishes_the_step_and_saves(number: int, code: int, whole: Path) -> None:
+def test_a_signal_finishes_the_step_and_saves(number, code, whole):
     folder = whole.with_name(f"stopped-{number}")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process inherits it where it is ignored
     process = start(folder)
@@ -118,7 +116,7 @@ def test_a_signal_finishes_the_step_and_saves(number: int, code: int, whole: Pat
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
-def test_a_long_run_takes_no_more_memory_and_no_more_files(whole: Path) -> None:
+def test_a_long_run_takes_no_more_memory_and_no_more_files(whole):
     """2,000 steps, with a checkpoint after every 50 and an evaluation after every 5."""
     process = start(whole.with_name("long"), 2000, 1, "save_every=50")
     pages, files = [], []
@@ -133,7 +131,7 @@ def test_a_long_run_takes_no_more_memory_and_no_more_files(whole: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_runs_in_one_folder(whole: Path) -> None:
+def test_two_runs_in_one_folder(whole):
     folder = whole.with_name("shared")
     first = start(folder, 10_000)
     wait_for(first, "1")

@@ -1,7 +1,5 @@
 """The server as a process of its own, asked over sockets; and its page in a browser."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -12,9 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,12 +33,12 @@ TESTS = Path(__file__).parents[1]
 JSON = {"Content-Type": "application/json"}
 
 
-RUNNING: list[Served] = []
-COMPILED: list[Path] = []  # where servers keep compiled programs for each other
+RUNNING = []
+COMPILED = []  # where servers keep compiled programs for each other
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nothing_stays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def nothing_stays(tmp_path_factory):
     """A test that fails leaves no server behind."""
     COMPILED.append(tmp_path_factory.mktemp("compiled"))
     yield
@@ -55,7 +51,7 @@ def nothing_stays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 class Served:
     """A running server."""
 
-    def __init__(self, **options: Any):
+    def __init__(self, **options):
         self.process = subprocess.Popen(
             [sys.executable, str(TESTS / "serving.py"), json.dumps(options)],
             env=os.environ
@@ -73,17 +69,15 @@ class Served:
                 return
         raise AssertionError((said, self.process.communicate(timeout=10)))
 
-    def ask(
-        self, method: str, path: str, body: Any = None, headers: dict[str, str] = JSON, local: str = "127.0.0.1"
-    ) -> tuple[int, dict, Any]:
+    def ask(self, method, path, body=None, headers=JSON, local="127.0.0.1"):
         return asyncio.run(ask(self.port, method, path, body, headers, local))
 
-    def memory(self) -> int:
+    def memory(self):
         """Most bytes that were ever resident."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status).group(1))  # type: ignore[union-attr]
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status).group(1))
 
-    def end(self) -> tuple[int, str]:
+    def end(self):
         """Ends it with SIGTERM: exit code and what it wrote."""
         self.process.send_signal(signal.SIGTERM)
         assert self.process.stderr is not None
@@ -91,9 +85,7 @@ class Served:
         return self.process.wait(timeout=30), told
 
 
-async def ask(
-    port: int, method: str, path: str, body: Any = None, headers: dict[str, str] = JSON, local: str = "127.0.0.1"
-) -> tuple[int, dict[str, str], Any]:
+async def ask(port, method, path, body=None, headers=JSON, local="127.0.0.1"):
     """Status, headers and body of an answer to a client at a local address."""
     raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     lines = [f"{method} {path} HTTP/1.1", "Host: test", "Connection: close"]
@@ -101,7 +93,7 @@ async def ask(
     return await speak(port, "\r\n".join([*lines, "", ""]).encode() + raw, local)
 
 
-async def speak(port: int, sent: bytes, local: str = "127.0.0.1") -> tuple[int, dict[str, str], Any]:
+async def speak(port, sent, local="127.0.0.1"):
     reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(local, 0))
     try:
         with contextlib.suppress(ConnectionError):  # a refused body is not read to its end
@@ -122,7 +114,7 @@ async def speak(port: int, sent: bytes, local: str = "127.0.0.1") -> tuple[int, 
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def served():
     server = Served(rate=0, queue=800, characters=2000, lines=40, connections=1500)
     yield server
     code, told = server.end()
@@ -130,14 +122,14 @@ def served() -> Iterator[Served]:
     assert "Traceback" not in told
 
 
-def test_translations_are_those_of_the_model_whoever_asks_at_the_same_time(served: Served) -> None:
+def test_translations_are_those_of_the_model_whoever_asks_at_the_same_time(served):
     lines = ["save the file", "", "open a new window please", "unknown words here", "now"]
     from_german = serving.translator().translate(lines, "de")
     want = serving.translator().translate(lines)
     assert len({of.text for of in want}) >= 4, "a model that always says the same proves little"
     assert from_german != want, "to be told the language makes a difference to it"
 
-    async def together() -> list[Any]:
+    async def together():
         asked = [{"text": "\n".join(lines), "alternatives": 3, "from": "de"}, *({"text": line} for line in lines)]
         return await asyncio.gather(*(ask(served.port, "POST", "/translate", a) for a in asked))
 
@@ -157,46 +149,36 @@ def test_translations_are_those_of_the_model_whoever_asks_at_the_same_time(serve
     assert found["language"] == "de"
     assert served.ask("POST", "/translate", {"text": "now\nopen"})[2]["language"] is None
     named = {of["code"]: of["name"] for of in served.ask("GET", "/languages")[2]["languages"]}
-    assert named["sr_Latn"] == "Serbian (Latin)"
-    assert named["yo"] == "Yoruba"
+    assert (named["sr_Latn"], named["yo"]) == ("Serbian (Latin)", "Yoruba")
     assert served.ask("POST", "/translate", {"text": "now " * 30})[2]["lines"][0]["cut"] is True
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "headers", "told"),
-    [
-        (400, b"{", JSON, "not JSON"),
-        (400, b"\xff\xfe", JSON, "not JSON"),
-        (400, b"[" * 30_000, JSON, "not JSON"),
-        (422, [], JSON, 'string "text"'),
-        (422, {"text": 3}, JSON, 'string "text"'),
-        (422, {"text": "now", "form": "de"}, JSON, "form"),
-        (422, {"text": "now", "from": "xx"}, JSON, "no language 'xx'"),
-        (422, {"text": "now", "from": ["de"]}, JSON, "code of a language"),
-        (422, {"text": "now", "alternatives": 4}, JSON, "from 1 to 3"),
-        (422, {"text": "now", "alternatives": True}, JSON, "from 1 to 3"),
-        (422, b'{"text": "\\ud800"}', JSON, "surrogate"),
-        (422, b'{"text": "now\\u0000"}', JSON, "NUL"),
-        (413, {"text": "a" * 2001}, JSON, "2000 is the most"),
-        (413, {"text": "\n" * 41}, JSON, "40 is the most"),
-        (413, b"a" * 65_537, JSON, "longer than 65536 bytes"),
-        (413, b"", JSON | {"Content-Length": "99999999999"}, "longer than"),
-        (415, {"text": "now"}, {}, "application/json"),
-        (415, {"text": "now"}, {"Content-Type": "text/plain"}, "application/json"),
-    ],
-)
-def test_what_is_wrong_is_refused(served: Served, status: int, body: Any, headers: dict, told: str) -> None:
+@pytest.mark.parametrize(("status", "body", "headers", "told"), [
+    (400, b"{", JSON, "not JSON"), (400, b"\xff\xfe", JSON, "not JSON"), (400, b"[" * 30_000, JSON, "not JSON"),
+    (422, [], JSON, 'string "text"'), (422, {"text": 3}, JSON, 'string "text"'),
+    (422, {"text": "now", "form": "de"}, JSON, "form"), (422, {"text": "now", "from": "xx"}, JSON, "no language 'xx'"),
+    (422, {"text": "now", "from": ["de"]}, JSON, "code of a language"),
+    (422, {"text": "now", "alternatives": 4}, JSON, "from 1 to 3"),
+    (422, {"text": "now", "alternatives": True}, JSON, "from 1 to 3"),
+    (422, b'{"text": "\\ud800"}', JSON, "surrogate"), (422, b'{"text": "now\\u0000"}', JSON, "NUL"),
+    (413, {"text": "a" * 2001}, JSON, "2000 is the most"), (413, {"text": "\n" * 41}, JSON, "40 is the most"),
+    (413, b"a" * 65_537, JSON, "longer than 65536 bytes"),
+    (413, b"", JSON | {"Content-Length": "99999999999"}, "longer than"),
+    (415, {"text": "now"}, {}, "application/json"),
+    (415, {"text": "now"}, {"Content-Type": "text/plain"}, "application/json"),
+])  # fmt: skip
+def test_what_is_wrong_is_refused(served, status, body, headers, told):
     got, _, answer = served.ask("POST", "/translate", body, headers)
     assert got == status
     assert told in answer["error"]
 
 
-def test_what_is_no_request_is_refused(served: Served) -> None:
+def test_what_is_no_request_is_refused(served):
     assert served.ask("GET", "/translate")[0] == 405
     for path in ("/nothing", "/../../etc/passwd", "/style.css/", "/%00"):
         assert served.ask("GET", path)[0] == 404
 
-    async def odd() -> list[int]:
+    async def odd():
         chunk = b"10000\r\n" + b"a" * 0x10000 + b"\r\n"
         head = b"POST /translate HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nConnection: close\r\n"
         sent = [
@@ -211,14 +193,14 @@ def test_what_is_no_request_is_refused(served: Served) -> None:
     assert served.ask("GET", "/health")[0] == 200
 
 
-def test_a_thousand_at_once(served: Served) -> None:
+def test_a_thousand_at_once(served):
     """Those for which there is room are answered, the others refused at once, and nothing piles up."""
     lines = ["save the file", "open a new window", "close now please"]
     # A number is an unknown word, whichever it is; but each is another sentence.
     done = serving.translator().translate([f"{line} 0" for line in lines])
     want = {line: of.text for line, of in zip(lines, done, strict=True)}
 
-    async def all_at_once(count: int) -> list[tuple[int, dict, Any]]:
+    async def all_at_once(count):
         asked = [ask(served.port, "POST", "/translate", {"text": f"{lines[n % 3]} {n}"}) for n in range(count)]
         return await asyncio.gather(*asked)
 
@@ -238,13 +220,13 @@ def test_a_thousand_at_once(served: Served) -> None:
     assert served.memory() - before < 1.5 * grown + 20e6, "a second thousand needs no more"
     status, _, text = served.ask("GET", "/metrics")
     assert status == 200
-    counted = float(re.search(r'm4_requests_total\{route="/translate",status="200"\} (\S+)', text).group(1))  # type: ignore[union-attr]
+    counted = float(re.search(r'm4_requests_total\{route="/translate",status="200"\} (\S+)', text).group(1))
     assert counted >= statuses.count(200)
     assert "m4_waiting_sentences 0.0" in text
     assert served.ask("POST", "/translate", {"text": "now"})[0] == 200
 
 
-def test_limits_of_rate_and_time_and_a_graceful_end() -> None:
+def test_limits_of_rate_and_time_and_a_graceful_end():
     server = Served(rate=0.001, burst=5, wait=1500, timeout=3, connections=20)
     assert server.ask("GET", "/health")[2] == {"status": "ok"}
     with contextlib.ExitStack() as open_ones:
@@ -256,7 +238,7 @@ def test_limits_of_rate_and_time_and_a_graceful_end() -> None:
             break
         time.sleep(0.1)
 
-    async def slow_and_last() -> tuple[int, tuple[int, dict, Any]]:
+    async def slow_and_last():
         head = b"POST /translate HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
         slow = await speak(server.port, head + b"{")
         keeping = head.replace(b": 9", b": 15") + b'{"text": "now"}'  # without Connection: close of its own
@@ -276,11 +258,11 @@ def test_limits_of_rate_and_time_and_a_graceful_end() -> None:
         server.ask("GET", "/health")
 
 
-def test_while_it_stops_requests_are_refused() -> None:
+def test_while_it_stops_requests_are_refused():
     """Requests that outlast the grace, in their body and in the queue: 503 for both, and not a line of a traceback."""
     server = Served(rate=0, wait=60_000, grace=1)
 
-    async def story() -> list[tuple[int, dict, Any]]:
+    async def story():
         waiting = [asyncio.create_task(ask(server.port, "POST", "/translate", {"text": "now"})) for _ in range(5)]
         head = b"POST /translate HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
         waiting.append(asyncio.create_task(speak(server.port, head)))
@@ -290,16 +272,14 @@ def test_while_it_stops_requests_are_refused() -> None:
 
     answers = asyncio.run(story())
     for status, headers, answer in answers:
-        assert status == 503
-        assert answer == {"error": "The server is stopping."}
-        assert headers["retry-after"] == "5"
+        assert (status, answer, headers["retry-after"]) == (503, {"error": "The server is stopping."}, "5")
         assert headers["connection"] == "close"
     assert server.process.wait(20) == 143
     assert server.process.stderr is not None
     assert "Traceback" not in server.process.stderr.read()
 
 
-def test_sentences_are_charged_by_address_and_those_of_clients_that_left_are_dropped() -> None:
+def test_sentences_are_charged_by_address_and_those_of_clients_that_left_are_dropped():
     """One server for all of this, since each takes seconds to start."""
     server = Served(rate=0.001, burst=60)
     first = server.ask("POST", "/translate", {"text": "save the file\nnow"})
@@ -316,7 +296,7 @@ def test_sentences_are_charged_by_address_and_those_of_clients_that_left_are_dro
     assert 145_000 < int(headers["retry-after"]) < 147_000, "sentences are counted, not requests"
     assert server.ask("POST", "/translate", {"text": "now"}, local="127.0.0.2")[0] == 200
 
-    async def leaves() -> str:
+    async def leaves():
         raw = json.dumps({"text": "\n".join(f"open the file {n}" for n in range(200))}).encode()
         _, writer = await asyncio.open_connection("127.0.0.1", server.port, local_addr=("127.0.0.3", 0))
         head = f"POST /translate HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}"
@@ -325,7 +305,7 @@ def test_sentences_are_charged_by_address_and_those_of_clients_that_left_are_dro
         await asyncio.sleep(0.1)
         writer.close()
         for _ in range(100):
-            metrics: str = (await ask(server.port, "GET", "/metrics"))[2]
+            metrics = (await ask(server.port, "GET", "/metrics"))[2]
             if 'status="499"' in metrics and "m4_waiting_sentences 0.0" in metrics:
                 return metrics
             await asyncio.sleep(0.05)
@@ -337,7 +317,7 @@ def test_sentences_are_charged_by_address_and_those_of_clients_that_left_are_dro
     server.end()
 
 
-def test_while_the_model_is_read_every_request_is_answered_with_503() -> None:
+def test_while_the_model_is_read_every_request_is_answered_with_503():
     with socket.create_server(("127.0.0.1", 0)) as bound:
         port = bound.getsockname()[1]
         with starting(bound):
@@ -350,7 +330,7 @@ def test_while_the_model_is_read_every_request_is_answered_with_503() -> None:
             assert later.fileno() >= 0, "the socket goes on to listen, and the server takes what comes now"
 
 
-def test_the_interface_is_described(served: Served) -> None:
+def test_the_interface_is_described(served):
     status, _, found = served.ask("GET", "/openapi.json")
     assert status == 200
     metrics = served.ask("GET", "/metrics")[2]
@@ -360,8 +340,7 @@ def test_the_interface_is_described(served: Served) -> None:
         answers = {code for of in found["paths"][path].values() for code in of["responses"]}
         assert code in answers or code == "405", (path, code)
     schema = found["components"]["schemas"]["Asked"]["properties"]
-    assert schema["text"]["maxLength"] == 2000
-    assert schema["alternatives"]["maximum"] == 3
+    assert (schema["text"]["maxLength"], schema["alternatives"]["maximum"]) == (2000, 3)
     answer = served.ask("POST", "/translate", {"text": "now"})[2]
     described = found["components"]["schemas"]["Answer"]
     assert set(answer) == set(described["required"])
@@ -369,10 +348,10 @@ def test_the_interface_is_described(served: Served) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_signal_does_not_wait() -> None:
+def test_a_second_signal_does_not_wait():
     server = Served(rate=0, wait=20_000)
 
-    async def twice() -> None:
+    async def twice():
         waiting = asyncio.create_task(ask(server.port, "POST", "/translate", {"text": "now"}))
         await asyncio.sleep(0.5)
         server.process.send_signal(signal.SIGINT)
@@ -388,7 +367,7 @@ def test_a_second_signal_does_not_wait() -> None:
     assert server.process.stderr.read() == ""
 
 
-def test_too_many_requests_of_one_address() -> None:
+def test_too_many_requests_of_one_address():
     rate = Rate(rate=2.0, burst=3)
     assert [rate.ask("a", now=0.0) for _ in range(4)] == [0, 0, 0, 0.5]
     assert rate.ask("b", now=0.0) == 0
@@ -400,7 +379,7 @@ def test_too_many_requests_of_one_address() -> None:
     assert Rate(rate=0, burst=1).ask("a") == 0
 
 
-def test_a_port_in_use_is_told_before_the_model_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_told_before_the_model_is_read(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--port", str(port), "--run", "nowhere", "--data", "nowhere"]) == 2
@@ -411,19 +390,11 @@ def test_a_port_in_use_is_told_before_the_model_is_read(capsys: pytest.CaptureFi
     assert "cannot listen" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"queue": 0},
-        {"rate": -1},
-        {"port": 70_000},
-        {"timeout": 0},
-        {"rate": float("nan")},
-        {"connections": 0},
-        {"proxies": "10.0.0.1, example.org"},
-    ],
-)
-def test_impossible_options_are_refused(wrong: dict) -> None:
+@pytest.mark.parametrize("wrong", [
+    {"queue": 0}, {"rate": -1}, {"port": 70_000}, {"timeout": 0}, {"rate": float("nan")}, {"connections": 0},
+    {"proxies": "10.0.0.1, example.org"},
+])  # fmt: skip
+def test_impossible_options_are_refused(wrong):
     with pytest.raises(OptionError, match=next(iter(wrong))):
         ServeConfig(**wrong)
 
@@ -431,29 +402,29 @@ def test_impossible_options_are_refused(wrong: dict) -> None:
 class Shouting:
     """An engine that writes capitals, a letter in each step; a search has room for four sentences."""
 
-    def __init__(self) -> None:
-        self.held: list[tuple[Any, str, int]] = []
+    def __init__(self):
+        self.held = []
         self.searches = 0
 
-    def prepare(self, sentence: str, language: str | None) -> Prepared:
+    def prepare(self, sentence, language):
         return Prepared(sentence, Marked(sentence), Sentence(tuple(map(ord, sentence)), 16) if sentence else None)
 
-    def search(self) -> Any:
+    def search(self):
         self.held, self.searches = [], self.searches + 1
         return self
 
     @property
-    def busy(self) -> bool:
+    def busy(self):
         return bool(self.held)
 
-    def room(self, width: int) -> int:
+    def room(self, width):
         return 4 - len(self.held)
 
-    def add(self, ticket: Any, sentence: Sentence) -> None:
+    def add(self, ticket, sentence):
         assert self.room(16) > 0
         self.held.append((ticket, "".join(map(chr, sentence.ids)), len(sentence.ids)))
 
-    def step(self, *, more: bool = False) -> list[Found]:
+    def step(self, *, more=False):
         time.sleep(0.02)
         if any(text == "fail" for _, text, _ in self.held):
             raise RuntimeError("as asked")
@@ -462,15 +433,15 @@ class Shouting:
         self.held = [of for of in self.held if of[2]]
         return ended
 
-    def finish(self, prepared: Prepared, found: Found | None = None) -> Translated:
+    def finish(self, prepared, found=None):
         if prepared.sentence == "odd":
             raise ValueError("this one only")
         return Translated((Hypothesis(prepared.sentence.upper(), 0.0),))
 
 
-def test_sentences_join_a_search_and_a_failure_stays_in_it() -> None:
-    async def story() -> list[tuple[int, int]]:
-        sizes: list[tuple[int, int]] = []
+def test_sentences_join_a_search_and_a_failure_stays_in_it():
+    async def story():
+        sizes = []
         engine = Shouting()
         batcher = Batcher(engine, 40, 0.02, lambda held, ended, seconds: sizes.append((held, ended)))
         long = asyncio.create_task(batcher.translate(["a" * 30]))
@@ -511,8 +482,8 @@ def test_sentences_join_a_search_and_a_failure_stays_in_it() -> None:
     asyncio.run(story())
 
 
-def test_clients_are_served_in_turn_and_those_that_left_are_not_served() -> None:
-    async def story() -> None:
+def test_clients_are_served_in_turn_and_those_that_left_are_not_served():
+    async def story():
         batcher = Batcher(Shouting(), 200, 0.0)
         much = asyncio.create_task(batcher.translate([f"a{n:02}" for n in range(100)], client="greedy"))
         await asyncio.sleep(0.1)
@@ -534,14 +505,14 @@ def test_clients_are_served_in_turn_and_those_that_left_are_not_served() -> None
     asyncio.run(story())
 
 
-def luminance(colour: str) -> float:
+def luminance(colour):
     parts = [int(n) / 255 for n in re.findall(r"\d+", colour)[:3]]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 @pytest.mark.skipif(chromium.FOUND is None, reason="no Chromium on this machine")
-def test_the_page_in_a_browser(served: Served, tmp_path: Path) -> None:
+def test_the_page_in_a_browser(served, tmp_path):
     address = f"http://127.0.0.1:{served.port}/"
     lines = ["save the file", "open a new window please"]
     want = [of.text for of in serving.translator().translate(lines)]

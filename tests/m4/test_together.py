@@ -1,7 +1,5 @@
 """Two processes that train one model over sockets; and what the one hears when the other dies, raises or is stuck."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -12,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,16 +23,16 @@ from gshard_m4.watchdog import LOST, NAMED, STUCK, Hub, Watch
 SMALL_RUN = Path(__file__).with_name("small_run.py")
 
 
-def free_port() -> int:
+def free_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
 
-RUNNING: list[subprocess.Popen] = []
+RUNNING = []
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays() -> Iterator[None]:
+def nothing_stays():
     """A test that fails leaves no processes behind that train on."""
     yield
     while RUNNING:
@@ -45,7 +42,7 @@ def nothing_stays() -> Iterator[None]:
             process.communicate()
 
 
-def start(folder: Path, steps: int, count: int, changes: dict[int, list[str]] | None = None) -> list[subprocess.Popen]:
+def start(folder, steps, count, changes=None):
     """A run of two devices in `count` processes."""
     flags = [word for word in os.environ["XLA_FLAGS"].split() if "device_count" not in word]
     environment = os.environ | {
@@ -64,7 +61,7 @@ def start(folder: Path, steps: int, count: int, changes: dict[int, list[str]] | 
     return RUNNING[-count:]
 
 
-def wait_for(process: subprocess.Popen, line: str) -> None:
+def wait_for(process, line):
     assert process.stdout is not None
     for found in process.stdout:
         if found.strip() == line:
@@ -72,7 +69,7 @@ def wait_for(process: subprocess.Popen, line: str) -> None:
     raise AssertionError(f"it ended without saying {line!r}:\n{process.stderr and process.stderr.read()}")
 
 
-def wait_for_checkpoint(folder: Path, pair: list[subprocess.Popen]) -> int:
+def wait_for_checkpoint(folder, pair):
     """The next step that is saved."""
     before = max(checkpoint.steps(Run(folder).checkpoints), default=0)
     while all(process.poll() is None for process in pair):
@@ -82,19 +79,19 @@ def wait_for_checkpoint(folder: Path, pair: list[subprocess.Popen]) -> int:
     raise AssertionError([end(process) for process in pair])
 
 
-def end(process: subprocess.Popen) -> tuple[int, str]:
+def end(process):
     """Exit code and what it said on standard error."""
     with process:
         _, told = process.communicate(timeout=200)
     return process.returncode, told
 
 
-def losses(folder: Path) -> list[float]:
+def losses(folder):
     return [json.loads(line)["loss"] for line in Run(folder).metrics.read_text().splitlines()]
 
 
 @pytest.mark.slow
-def test_two_processes_compute_what_one_does_and_resume_after_a_death(tmp_path: Path) -> None:
+def test_two_processes_compute_what_one_does_and_resume_after_a_death(tmp_path):
     """SIGKILL of either; SIGTERM of either stops both at the same step; then one process goes on with the same bits."""
     (one,) = start(tmp_path / "one", 12, 1)
     assert end(one)[0] == 0
@@ -129,7 +126,7 @@ def test_two_processes_compute_what_one_does_and_resume_after_a_death(tmp_path: 
 
 
 @pytest.mark.slow
-def test_an_exception_and_a_hang_are_told(tmp_path: Path) -> None:
+def test_an_exception_and_a_hang_are_told(tmp_path):
     pair = start(tmp_path / "raising", 1000, 2, {1: ["raise_at=5"]})
     wait_for(pair[1], "the corpus is on fire")
     raised = time.monotonic()
@@ -164,7 +161,7 @@ def test_an_exception_and_a_hang_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_are_started_alike_and_draw_their_own_rows(tmp_path: Path) -> None:
+def test_processes_are_started_alike_and_draw_their_own_rows(tmp_path):
     for process in start(tmp_path / "unlike", 1000, 2, {1: ["learning_rate=0.5"]}):
         told, _ = process.communicate(timeout=200)
         assert process.returncode == 2
@@ -197,7 +194,7 @@ print(jax.jit(jax.shard_map(part, mesh=mesh, in_specs=P(), out_specs=P(), check_
 
 
 @pytest.mark.slow
-def test_a_slow_process_and_a_slow_device_are_waited_for(tmp_path: Path) -> None:
+def test_a_slow_process_and_a_slow_device_are_waited_for(tmp_path):
     """A process for 45 seconds, a device for 70; XLA by itself aborts after 60."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     device = subprocess.Popen(
@@ -211,7 +208,7 @@ def test_a_slow_process_and_a_slow_device_are_waited_for(tmp_path: Path) -> None
     assert (device.returncode, printed) == (0, "11\n"), errors
 
 
-def test_those_who_do_not_come_and_ports_that_are_taken(tmp_path: Path) -> None:
+def test_those_who_do_not_come_and_ports_that_are_taken(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         command = [sys.executable, str(SMALL_RUN), str(tmp_path / "r"), "3", f"coordinator=127.0.0.1:{port}"]
@@ -223,11 +220,11 @@ def test_those_who_do_not_come_and_ports_that_are_taken(tmp_path: Path) -> None:
 class Ends:
     """Notes when and with which code a process would have ended."""
 
-    def __init__(self) -> None:
-        self.codes: list[int] = []
+    def __init__(self):
+        self.codes = []
         self.event = threading.Event()
 
-    def __call__(self, code: int) -> None:
+    def __call__(self, code):
         self.codes.append(code)
         self.event.set()
 
@@ -235,7 +232,7 @@ class Ends:
 LIMITS = {"": 4.0, "checkpoint": 60.0}
 
 
-def three(limits: dict[str, float] = LIMITS, heard: int = 3) -> tuple[Hub, list[Watch], list[Ends]]:
+def three(limits=LIMITS, heard=3):
     hub = Hub("127.0.0.1", 3, limits)
     ends = [Ends() for _ in range(3)]
     watches = [Watch(("127.0.0.1", hub.port), hub.token, rank, str, ends[rank]) for rank in range(3)]
@@ -255,9 +252,7 @@ def three(limits: dict[str, float] = LIMITS, heard: int = 3) -> tuple[Hub, list[
         (lambda watch: watch._line.shutdown(socket.SHUT_RDWR), LOST, "process 2 is gone: its connection ended"),
     ],
 )
-def test_a_death_is_told_within_two_seconds(
-    harm: Callable[[Watch], None], code: int, reason: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_death_is_told_within_two_seconds(harm, code, reason, capfd):
     hub, watches, ends = three()
     began = time.monotonic()
     harm(watches[2])
@@ -269,13 +264,11 @@ def test_a_death_is_told_within_two_seconds(
     hub.close()
 
 
-def test_a_failure_that_follows_from_a_death_is_not_told_as_one_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_that_follows_from_a_death_is_not_told_as_one_of_its_own(monkeypatch, capfd):
     """A collective of process 1 fails as process 2 dies; on a busy machine the hub hears of the death long after."""
     real, busy = watchdog._messages, threading.Event()
 
-    def late(line: socket.socket) -> Iterator[dict]:
+    def late(line):
         """The hub reads what process 2 said before it died, and the end of the connection, when it comes to it."""
         for message in real(line):
             ended = message.get("hello") == 2
@@ -302,9 +295,7 @@ def test_a_failure_that_follows_from_a_death_is_not_told_as_one_of_its_own(
     hub.close()
 
 
-def test_a_failure_of_its_own_is_told_once_all_others_say_that_they_are_there(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_failure_of_its_own_is_told_once_all_others_say_that_they_are_there(capfd):
     hub, watches, ends = three()
     began = time.monotonic()
     watches[1].failed("JaxRuntimeError: out of memory")
@@ -317,7 +308,7 @@ def test_a_failure_of_its_own_is_told_once_all_others_say_that_they_are_there(
     hub.close()
 
 
-def test_two_that_fail_at_once_do_not_wait_for_each_other() -> None:
+def test_two_that_fail_at_once_do_not_wait_for_each_other():
     """Of the same batch, say; one is named, and the other one ends as it is told to."""
     hub, watches, ends = three()
     failing = [threading.Thread(target=watches[rank].failed, args=("ValueError: so it goes",)) for rank in (0, 2)]
@@ -331,12 +322,12 @@ def test_two_that_fail_at_once_do_not_wait_for_each_other() -> None:
     hub.close()
 
 
-def test_the_first_process_ends_last(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_process_ends_last(capfd):
     """JAX's coordinator ends with it, and would end the others before they have spoken."""
     hub, watches, ends = three()
-    when: dict[int, float] = {}
+    when = {}
 
-    def leave(rank: int) -> None:
+    def leave(rank):
         when[rank] = time.monotonic()
         if rank:
             time.sleep(0.2)  # its stacks are written
@@ -352,7 +343,7 @@ def test_the_first_process_ends_last(capfd: pytest.CaptureFixture[str]) -> None:
     hub.close()
 
 
-def test_a_relay_passes_on_what_is_said_and_not_that_the_other_end_died() -> None:
+def test_a_relay_passes_on_what_is_said_and_not_that_the_other_end_died():
     port = free_port()
     relay = Relay("127.0.0.1", port)
     host, _, near_port = relay.address.rpartition(":")
@@ -375,7 +366,7 @@ def test_a_relay_passes_on_what_is_said_and_not_that_the_other_end_died() -> Non
     relay.close()
 
 
-def test_who_keeps_the_others_waiting_is_named_at_once_and_ended_later(capfd: pytest.CaptureFixture[str]) -> None:
+def test_who_keeps_the_others_waiting_is_named_at_once_and_ended_later(capfd):
     hub, watches, ends = three()
     for step in range(1, 4):
         for watch in watches[: 2 if step == 3 else 3]:
@@ -392,7 +383,7 @@ def test_who_keeps_the_others_waiting_is_named_at_once_and_ended_later(capfd: py
     hub.close()
 
 
-def test_who_comes_back_in_time_or_may_take_long_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_who_comes_back_in_time_or_may_take_long_is_left_alone(capfd):
     hub, watches, ends = three({"": 30.0, "checkpoint": 60.0})
     watches[1].at(1, "checkpoint")
     for watch in watches[::2]:
@@ -411,7 +402,7 @@ def test_who_comes_back_in_time_or_may_take_long_is_left_alone(capfd: pytest.Cap
     hub.close()
 
 
-def test_a_process_that_hears_nothing_of_the_first_one_ends_by_itself(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_process_that_hears_nothing_of_the_first_one_ends_by_itself(capfd):
     """The network is cut: no connection ends. And the hub is as patient with one that says nothing, in any phase."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         end = Ends()
@@ -426,7 +417,7 @@ def test_a_process_that_hears_nothing_of_the_first_one_ends_by_itself(capfd: pyt
     hub, watches, ends = three({"": 2.5, "checkpoint": 60.0})
     for of in watches:
         of.at(1, "checkpoint")
-    watches[2]._say = lambda message: None  # type: ignore[method-assign]
+    watches[2]._say = lambda message: None
     assert ends[0].event.wait(8.0)
     assert ends[0].codes == [STUCK]
     assert "process 2 is stuck: it has said nothing for" in capfd.readouterr().err
@@ -434,7 +425,7 @@ def test_a_process_that_hears_nothing_of_the_first_one_ends_by_itself(capfd: pyt
     hub.close()
 
 
-def test_strangers_are_not_listened_to() -> None:
+def test_strangers_are_not_listened_to():
     hub, end = Hub("127.0.0.1", 2, LIMITS), Ends()
     watches = [Watch(("127.0.0.1", hub.port), hub.token, 0, str, end)]
     for greeting in (b"GET / HTTP/1.1\r\n\r\n", b'{"hello": 0, "token": "wrong"}\n', b"[" * 100_000, b"\xff\xfe\n"):

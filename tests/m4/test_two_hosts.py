@@ -1,7 +1,5 @@
 """Two hosts with a network between them: names that resolve to 127.x, and a link that goes down."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -19,7 +17,7 @@ TWO_HOSTS = Path(__file__).with_name("two_hosts.py")
 OWN = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
 
 
-def why_not() -> str:
+def why_not():
     """Why this machine cannot have networks of its own; nothing if it can."""
     if not sys.platform.startswith("linux") or not all(map(shutil.which, ("unshare", "ip"))):
         return "needs Linux with unshare and ip"
@@ -29,12 +27,12 @@ def why_not() -> str:
 
 
 @pytest.fixture(scope="module")
-def networks() -> None:
+def networks():
     if reason := why_not():
         pytest.skip(reason)
 
 
-def two_hosts(folder: Path, what: str) -> tuple[list[int], list[str]]:
+def two_hosts(folder, what):
     """Exit codes and standard errors."""
     flags = [word for word in os.environ["XLA_FLAGS"].split() if "device_count" not in word]
     environment = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
@@ -46,14 +44,14 @@ def two_hosts(folder: Path, what: str) -> tuple[list[int], list[str]]:
 
 
 @pytest.mark.slow
-def test_two_hosts_with_names_that_others_can_reach_train(networks: None, tmp_path: Path) -> None:
+def test_two_hosts_with_names_that_others_can_reach_train(networks, tmp_path):
     codes, tolds = two_hosts(tmp_path, "named")
     assert codes == [0, 0], tolds
     assert "no_proxy" not in "".join(tolds), "m4 sets it for those only who have a proxy"
 
 
 @pytest.mark.slow
-def test_a_host_whose_name_is_127_is_named_with_its_cure(networks: None, tmp_path: Path) -> None:
+def test_a_host_whose_name_is_127_is_named_with_its_cure(networks, tmp_path):
     codes, tolds = two_hosts(tmp_path, "loopback")
     assert codes == [2, 2], tolds
     for told, address in zip(tolds, ("10.99.0.1", "10.99.0.2"), strict=True):
@@ -61,7 +59,7 @@ def test_a_host_whose_name_is_127_is_named_with_its_cure(networks: None, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_link_that_goes_down_ends_both_by_the_watchdog(networks: None, tmp_path: Path) -> None:
+def test_a_link_that_goes_down_ends_both_by_the_watchdog(networks, tmp_path):
     codes, tolds = two_hosts(tmp_path, "cut")
     assert codes == [STUCK, LOST], tolds
     for told, other in zip(tolds, (1, 0), strict=True):
@@ -72,7 +70,7 @@ def test_a_link_that_goes_down_ends_both_by_the_watchdog(networks: None, tmp_pat
         assert re.search(r"go on from step \d+", told), told
 
 
-def test_one_machine_alone_needs_no_other_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_machine_alone_needs_no_other_name(monkeypatch):
     monkeypatch.setattr(together.socket, "gethostbyname", lambda name: "127.0.1.1")
     assert together.loopback("127.0.0.1:8476") == ""
     assert together.loopback("nonsense") == ""
@@ -85,14 +83,14 @@ def test_one_machine_alone_needs_no_other_name(monkeypatch: pytest.MonkeyPatch) 
 class Line:
     """A socket that reaches others from 10.0.0.5."""
 
-    def __enter__(self) -> Line:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         pass
 
-    def connect(self, address: tuple[str, int]) -> None:
+    def connect(self, address):
         assert address == ("10.0.0.1", 8476)
 
-    def getsockname(self) -> tuple[str, int]:
+    def getsockname(self):
         return "10.0.0.5", 40000

@@ -5,8 +5,6 @@ JSON. WHAT is ``named``: each host has its address; ``cut``: the same, and the l
 steps; or ``loopback``: each host has its own name for 127.0.1.1, as Debian writes it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -21,11 +19,11 @@ ADDRESSES = {"left": "10.99.0.1", "right": "10.99.0.2"}
 STEPS = 6
 
 
-def run(*command: str) -> None:
+def run(*command):
     subprocess.run(command, check=True)
 
 
-def connect() -> None:
+def connect():
     """Makes two networks and a cable between them."""
     run("mount", "-t", "tmpfs", "none", "/run")
     for host in ADDRESSES:
@@ -37,7 +35,7 @@ def connect() -> None:
             run("ip", "-n", host, "link", "set", device, "up")
 
 
-def start(folder: Path, host: str, rank: int, own: str) -> subprocess.Popen[str]:
+def start(folder, host, rank, own):
     hosts = folder / f"hosts-{host}"
     hosts.write_text(f"127.0.0.1 localhost\n{own} {socket.gethostname()}\n")
     options = [f"coordinator={ADDRESSES['left']}:8476", "processes=2", f"process_index={rank}", "hang_timeout=6"]
@@ -49,7 +47,7 @@ def start(folder: Path, host: str, rank: int, own: str) -> subprocess.Popen[str]
     )
 
 
-def main() -> None:
+def main():
     folder, what = Path(sys.argv[1]), sys.argv[2]
     connect()
     own = {host: "127.0.1.1" if what == "loopback" else address for host, address in ADDRESSES.items()}

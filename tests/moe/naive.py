@@ -68,6 +68,25 @@ def with_capacity(choices, valid_S, experts, capacity):
     return kept, position, taken_E
 
 
+def kept_with_room(chosen_TK, valid_T, experts, partitions, room, group_size):
+    """Which choices are kept where the experts of a partition share room; places follow groups, choices, then tokens.
+
+    Experts of a partition have the same limit, the largest for which all fit.
+    """
+    of_expert = [[] for _ in range(experts)]
+    for t, k in np.ndindex(*chosen_TK.shape):
+        if valid_T[t]:
+            of_expert[chosen_TK[t, k]].append((t // group_size, k, t))
+    kept_TK = np.zeros(chosen_TK.shape, bool)
+    for mine in np.split(np.arange(experts), partitions):
+        sizes = [len(of_expert[e]) for e in mine]
+        limit = max(n for n in range(room + 1) if sum(min(n, size) for size in sizes) <= room)
+        for e in mine:
+            for _, k, t in sorted(of_expert[e])[:limit]:
+                kept_TK[t, k] = True
+    return kept_TK
+
+
 def feed_forward(params, x, activation):
     into = x @ params["wi"]
     if activation == "relu":

@@ -1,4 +1,4 @@
-"""Decoders alone: against a plain program in numpy, step by step, in parts, and on eight devices."""
+"""Decoders: against a plain program in numpy, step by step, and no sentence depends on its batch mates."""
 
 import dataclasses
 import math
@@ -8,17 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import gshard
 from gshard.moe import (
     ModelError,
     TransformerConfig,
+    decode_flat_step,
     decode_step,
+    encode,
     forward,
     init_cache,
     loss,
     param_specs,
+    project_memory,
 )
-from gshard.moe.attention import rotation, turned
 from moe import naive
 
 FAST = {"xla_backend_optimization_level": 0}
@@ -68,15 +69,6 @@ def test_step_by_step_equals_forward(config):
         np.testing.assert_allclose(logits_BV, expected[:, position], rtol=2e-4, atol=2e-4)
 
 
-@models("deepseek")
-def test_no_position_sees_a_later_one(config):
-    params, ids_BL = case(config)
-    logits_BLV, _ = run(config, params, None, ids_BL)
-    changed_BLV, _ = run(config, params, None, ids_BL.at[:, 5].set(2 + (ids_BL[:, 5] + 1) % 16))
-    np.testing.assert_allclose(changed_BLV[:, :5], logits_BLV[:, :5], rtol=1e-5, atol=1e-5)
-    assert float(jnp.abs(changed_BLV[:, 5:] - logits_BLV[:, 5:]).max()) > 1e-2
-
-
 def test_texts_of_a_row_do_not_see_each_other():
     """Two texts in a row have the loss of two rows, with positions from 0 on."""
     params, _ = case(MIXTRAL)
@@ -84,25 +76,6 @@ def test_texts_of_a_row_do_not_see_each_other():
     together = np.array([[5, 6, 7, 1, 8, 9, 10, 11, 1], [0] * 9], np.int32)
     values = [run_loss(MIXTRAL, params, {"target": ids})[1]["cross_entropy"] for ids in (apart, together)]
     np.testing.assert_allclose(values[0], values[1], rtol=1e-5)
-
-
-def test_rotary_scores_depend_on_the_distance_alone():
-    config = dataclasses.replace(PLAIN, head_dim=8)
-    query, key = naive.normal(0, 2, 1, 1, 1, 8)
-
-    def score(at, other):
-        at, other = (rotation(config, jnp.full((1, 1), position)) for position in (at, other))
-        return float(jnp.sum(turned(query, at) * turned(key, other)))
-
-    assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-4)
-    assert abs(score(7, 3) - score(7, 4)) > 1e-3
-    assert score(0, 0) == pytest.approx(float(jnp.sum(query * key)), abs=1e-6)
-    np.testing.assert_allclose(
-        turned(query, rotation(config, jnp.full((1, 1), 3)))[0],
-        naive.turned(np.repeat(np.asarray(query[0], np.float64), 4, axis=0), 1e4)[3:4],
-        rtol=1e-5,
-        atol=1e-6,
-    )
 
 
 def test_a_rotary_encoder():
@@ -123,23 +96,113 @@ def test_a_memory_comes_with_an_encoder():
         decode_step(PLAIN, params, init_cache(PLAIN, 3, 4), ids_BL[:, 0], 0, jnp.ones((3, 2, 12)), ids_BL[:, :2] != 0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dispatch", ["gather", "ragged"])
-def test_eight_devices_train_as_one(dispatch):
-    """Loss and gradients of a model of all kinds of layers, tokens and experts split."""
-    config = dataclasses.replace(DEEPSEEK, experts=8, kv_heads=2, dispatch=dispatch, partitions=8, decoder_layers=2)
-    params, _ = case(config)
-    batch = {"target": jnp.asarray(naive.ids(1, 20, 8, 8)).at[2, 4:].set(0)}
-    f = jax.value_and_grad(lambda p, b: loss(config, p, b), has_aux=True)
-    expected = jax.jit(f, compiler_options=FAST)(params, batch)
-    got = gshard.jit(f, mesh=8)(params, batch)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), got, expected)
-    assert all(bool(jnp.any(g != 0)) for g in jax.tree.leaves(got[1]) if g.shape != (1, 8))
-
-
 def test_there_is_no_trace_of_an_encoder():
     specs = param_specs(MIXTRAL)
     assert set(specs) == {"target_embedding", "softmax", "decoder"}
     assert set(specs["decoder"]["blocks"]["sparse"]) == {"attention", "attention_norm", "experts", "experts_norm"}
     assert set(param_specs(THIRDS)["decoder"]["blocks"]) == {"sparse", "dense", "dense_2"}
     assert param_specs(DEEPSEEK)["decoder"]["first"]["dense"]["feed_forward"]["wi"].shape == (1, 12, 20)
+
+
+DENSE = TransformerConfig(20, 18, model_dim=16, hidden_dim=24, heads=2, head_dim=8, encoder_layers=2, decoder_layers=4)
+# Training capacities of this model drop tokens; decoding must not.
+MOE = dataclasses.replace(DENSE, experts=4, group_size=4, capacity_factor=1.0)
+MARKED = dataclasses.replace(MOE, partitions=2)
+TRANSLATORS = pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(DENSE, id="dense", marks=pytest.mark.slow),
+        pytest.param(MOE, id="moe"),
+        pytest.param(MARKED, id="marked", marks=pytest.mark.slow),
+    ],
+)
+
+run_encoder = jax.jit(encode, static_argnums=0, static_argnames="dropless", compiler_options=FAST)
+
+
+def translation(config, sentences=4):
+    params = naive.values(param_specs(config))
+    source_BL, target_in_BL = naive.ids(1, 20, sentences, 6), naive.ids(2, 18, sentences, 5)
+    source_BL[1, 3:] = target_in_BL[:, 0] = 0
+    return params, source_BL, target_in_BL
+
+
+def decode(config, params, source_BL, target_in_BL, project=True):
+    """Logits of all positions, one step after the other, in a cache longer than needed."""
+    memory = run_encoder(config, params, source_BL)
+    memory = project_memory(config, params, memory) if project else memory
+    cache = init_cache(config, source_BL.shape[0], 7)
+    rows = []
+    for position in range(target_in_BL.shape[1]):
+        logits_BV, cache = step(
+            config, params, cache, target_in_BL[:, position], jnp.int32(position), memory, source_BL != 0
+        )
+        rows.append(logits_BV)
+    return np.stack(rows, axis=1)
+
+
+@TRANSLATORS
+def test_equals_forward(config):
+    params, source_BL, target_in_BL = translation(config)
+    roomy = dataclasses.replace(config, capacity_factor=math.inf, group_size=None) if config.experts else config
+    expected, _ = run(roomy, params, source_BL, target_in_BL)
+    got = decode(config, params, source_BL, target_in_BL)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@TRANSLATORS
+def test_batch_mates_do_not_matter(config):
+    """Neither who they are nor how many."""
+    params, source_BL, target_in_BL = translation(config)
+    together = decode(config, params, source_BL, target_in_BL)
+    others, their_targets = np.roll(source_BL, 1, axis=0), target_in_BL[::-1].copy()
+    others[0], their_targets[0] = source_BL[0], target_in_BL[0]
+    with_others = decode(config, params, others, their_targets)
+    alone = decode(config, params, source_BL[:1], target_in_BL[:1])
+    np.testing.assert_allclose(with_others[0], together[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(alone[0], together[0], rtol=1e-5, atol=1e-5)
+
+
+def test_under_scan_and_reordered():
+    """A greedy loop in one program; sentences of the cache can be exchanged by indexing dimension 1."""
+    params, source_BL, target_in_BL = translation(MOE)
+    memory = project_memory(MOE, params, run_encoder(MOE, params, source_BL))
+    order = jnp.array([2, 0, 3, 1])
+
+    def body(carry, position):
+        cache, tokens_B = carry
+        logits_BV, cache = decode_step(MOE, params, cache, tokens_B, position, memory, source_BL != 0)
+        return (cache, jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)), logits_BV
+
+    start = (init_cache(MOE, 4, 6), jnp.zeros(4, jnp.int32))
+    (cache, tokens_B), _ = jax.jit(lambda c: jax.lax.scan(body, c, jnp.arange(3)))(start)
+    expected, _ = step(MOE, params, cache, tokens_B, 3, memory, source_BL != 0)
+    moved_cache, moved_memory = jax.tree.map(lambda x: x[:, order], (cache, memory))
+    moved, _ = step(MOE, params, moved_cache, tokens_B[order], 3, moved_memory, source_BL[order] != 0)
+    np.testing.assert_allclose(moved, expected[order], rtol=1e-5, atol=1e-5)
+
+
+def test_hypotheses_of_a_sentence_share_one_cache():
+    """Each sees its own ancestors only, wherever they lie: the same as each alone in a cache of its own."""
+    params, source_BL, _ = translation(MOE)
+    memory = project_memory(MOE, params, run_encoder(MOE, params, source_BL))
+    B, Q, T = 4, 3, 3
+    tokens_TBQ = naive.ids(3, 18, T, B, Q)
+    tokens_TBQ[0] = 0
+    flat = jax.jit(decode_flat_step, static_argnums=0, compiler_options=FAST)
+    parents = [[0, 1, 2], [0, 2, 0], [1, 1, 0]]  # of the hypotheses of steps 0, 1, 2
+    seen_QP = np.zeros((Q, T * Q), bool)
+    cache = init_cache(MOE, B, T * Q)
+    paths = [[] for _ in range(Q)]
+    for t in range(T):
+        seen_QP, paths = seen_QP[parents[t]], [list(paths[p]) if t else [] for p in parents[t]]
+        for q in range(Q):
+            seen_QP[q, t * Q + q] = True
+            paths[q].append((t, q))
+        seen_BQP = jnp.broadcast_to(jnp.asarray(seen_QP), (B, Q, T * Q))
+        logits_BQV, cache = flat(MOE, params, cache, tokens_TBQ[t], t, memory, source_BL != 0, seen_BQP)
+    for q in range(Q):  # now each alone
+        own = init_cache(MOE, B, T)
+        for t, column in paths[q]:
+            logits_BV, own = step(MOE, params, own, tokens_TBQ[t, :, column], t, memory, source_BL != 0)
+        np.testing.assert_allclose(logits_BQV[:, q], logits_BV, rtol=1e-4, atol=1e-4)

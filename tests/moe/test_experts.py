@@ -72,32 +72,6 @@ def test_blocks_drop_nothing_in_groups_of_any_size(group_size):
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_blocks_with_more_rows_than_a_block_holds():
-    """All tokens want the same two experts."""
-    config = dataclasses.replace(BASE, experts=3, group_size=None, capacity_factor=math.inf, dispatch="gather")
-    params, _, _ = case(config)
-    params["wg"] = np.zeros_like(params["wg"])
-    params["wg"][:, 1] = 0.1
-    x_BLM = np.abs(naive.normal(0, 5, 31, 6))
-    expected, metrics = layer(config, params, x_BLM)
-    got, _ = layer(dataclasses.replace(config, dispatch="blocks"), params, x_BLM)
-    assert float(metrics["dead_experts"]) == 1
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_token_gets_its_experts_weighted():
-    """Against the definition: sum of weight times expert over the two best, one token at a time."""
-    config = dataclasses.replace(BASE, group_size=None, capacity_factor=math.inf)
-    params, x_BLM, _ = case(config)
-    got, _ = layer(config, params, x_BLM)
-    for token, result in zip(np.asarray(x_BLM).reshape(-1, 6), np.asarray(got).reshape(-1, 6), strict=True):
-        logits = token @ np.asarray(params["wg"])
-        best = np.argsort(-logits)[:2]
-        weights = np.exp(logits[best]) / np.exp(logits[best]).sum()
-        outputs = [np.maximum(token @ params["wi"][e], 0) @ params["wo"][e] for e in best]
-        np.testing.assert_allclose(result, weights[0] * outputs[0] + weights[1] * outputs[1], rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("dispatch", ["einsum", "gather"])
 def test_dropped_and_padding_tokens_get_zero(dispatch):
     # Wide enough that no expert answers a token with nothing but zeros.
@@ -129,19 +103,6 @@ def test_groups_are_independent(dispatch):
     assert (gradient[1:] != 0).any()
 
 
-def test_bfloat16_activations_keep_a_float32_router():
-    config = dataclasses.replace(BASE, dtype="bfloat16", capacity_factor=math.inf)
-    params, x_BLM, _ = case(config)
-    x_BLM = x_BLM.astype(jnp.bfloat16)
-    outputs = {d: layer(dataclasses.replace(config, dispatch=d), params, x_BLM) for d in ("einsum", "gather")}
-    full, metrics = layer(BASE, params, x_BLM.astype(jnp.float32))
-    assert outputs["gather"][0].dtype == jnp.bfloat16
-    np.testing.assert_allclose(outputs["gather"][1]["aux_loss"], metrics["aux_loss"], rtol=1e-6)
-    np.testing.assert_allclose(
-        outputs["einsum"][0].astype(jnp.float32), outputs["gather"][0].astype(jnp.float32), atol=0.05
-    )
-
-
 @pytest.mark.parametrize("dispatch", ["einsum", "gather"])
 def test_marks_are_those_of_section_3_2(dispatch):
     config = dataclasses.replace(BASE, partitions=4, dispatch=dispatch)
@@ -155,28 +116,6 @@ def test_marks_are_those_of_section_3_2(dispatch):
     marked, _ = layer(config, params, x_BLM)
     unmarked, _ = layer(dataclasses.replace(BASE, dispatch=dispatch), params, x_BLM)
     np.testing.assert_array_equal(marked, unmarked)
-
-
-def test_index_tables_keep_groups_apart():
-    """Gathers and scatters, forward and backward, have G as a batch dimension: none can reach another group."""
-    params, x_BLM, _ = case(BASE)
-    jaxpr = jax.make_jaxpr(jax.grad(lambda x: expert_layer(BASE, params, x)[0].sum()))(x_BLM)
-    found = [
-        eqn.params["dimension_numbers"].operand_batching_dims
-        for eqn in jaxpr.eqns
-        if eqn.primitive.name in ("gather", "scatter", "scatter-add")
-    ]
-    assert len(found) >= 7
-    assert set(found) == {(0,)}
-
-
-def test_vmap_over_layers():
-    layers = [naive.values(expert_specs(BASE), seed) for seed in range(3)]
-    _, x_BLM, _ = case(BASE)
-    together = jax.vmap(lambda p: layer(BASE, p, x_BLM)[0])(jax.tree.map(lambda *p: np.stack(p), *layers))
-    for i in range(3):
-        single = layer(BASE, layers[i], x_BLM)[0]
-        np.testing.assert_allclose(together[i], single, rtol=1e-5, atol=1e-5)
 
 
 def test_groups_must_be_filled():

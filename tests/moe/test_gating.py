@@ -1,12 +1,14 @@
-"""Gating against a sequential transcription of Algorithm 1, and what the paper promises of it."""
+"""Gating against transcriptions of the papers, one token after the other, and what the papers promise of it."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gshard.moe import top2_gating
-from moe.oracle import algorithm_1
+from gshard.moe import top2_gating, top_k_gating
+from moe import naive
 from sampled import crossed
 
 # Small programs: compiling them costs more than running them.
@@ -55,36 +57,6 @@ def test_equals_algorithm_1(routing, second_expert, size):
         np.testing.assert_allclose([gating.metrics[name] for name in names], shares, atol=1e-6)
 
 
-def test_the_two_routings_differ_where_the_coin_rejects():
-    """With the literal rule a rejected second choice is in the way of a later one."""
-    logits = np.zeros((1, 2, 3), np.float32)
-    logits[0, :, 0], logits[0, :, 1] = [9.0, 1.0], [1.0, 0.9]
-    # 2*g2 is 0.0007 for the first token and 0.95 for the second.
-    keys = (jax.random.key(seed) for seed in range(99))
-    key = next(
-        k for k in keys if jax.random.uniform(k, (1, 2))[0, 0] > 0.1 and jax.random.uniform(k, (1, 2))[0, 1] < 0.9
-    )
-    paper = gate(jnp.asarray(logits), 1, routing="paper", key=key)
-    lingvo = gate(jnp.asarray(logits), 1, routing="lingvo", key=key)
-    assert paper.second.kept_GS.tolist() == [[False, False]]
-    assert lingvo.second.kept_GS.tolist() == [[False, True]]
-
-
-@pytest.mark.parametrize("routing", ["paper", "lingvo"])
-def test_no_two_choices_share_a_slot(routing):
-    for seed in range(10):
-        logits, valid = random_case(seed, (3, 32, 4, 6), skew=2.0)
-        gating = gate(logits, 6, routing=routing, key=jax.random.key(seed), valid_GS=valid)
-        first, second = jax.tree.map(np.asarray, gating.choices)
-        taken = [
-            (g, choice.expert_GS[g, s], choice.position_GS[g, s])
-            for choice in (first, second)
-            for g, s in zip(*np.nonzero(choice.kept_GS), strict=True)
-        ]
-        assert len(set(taken)) == len(taken)
-        assert all(position < 6 for _, _, position in taken)
-
-
 def test_ties_go_to_the_first_expert():
     gating = gate(jnp.zeros((1, 4, 5)), 4)
     assert gating.first.expert_GS.tolist() == [[0] * 4]
@@ -104,8 +76,7 @@ def test_aux_loss_is_one_when_balanced(experts):
 def test_aux_loss_of_a_collapsed_router_is_the_number_of_experts():
     logits = jnp.zeros((2, 16, 8)).at[:, :, 3].set(30.0)
     gating = gate(logits, 16, second_expert="all")
-    assert float(gating.aux_loss) == pytest.approx(8.0, abs=1e-4)
-    assert float(gating.metrics["dead_experts"]) == 6
+    assert (float(gating.aux_loss), float(gating.metrics["dead_experts"])) == (pytest.approx(8.0, abs=1e-4), 6)
     assert float(gating.metrics["load_entropy"]) == pytest.approx(np.log(2) / np.log(8), abs=1e-5)
 
 
@@ -123,25 +94,6 @@ def test_gradient_of_the_aux_loss_balances():
     assert float(value_and_gradient(wg - 0.5 * gradient)[0]) < float(before)
 
 
-def test_padding_takes_no_slot():
-    """Tokens in front that are padding leave all slots to the others, and change none of their weights."""
-    logits = jax.random.normal(jax.random.key(0), (1, 6, 3))
-    alone = gate(logits[:, 4:], 1)
-    padded = gate(logits, 1, valid_GS=jnp.arange(6)[None] >= 4)
-    for choice, expected in zip(padded.choices, alone.choices, strict=True):
-        assert not choice.kept_GS[:, :4].any()
-        assert (choice.weight_GS[:, :4] == 0).all()
-        np.testing.assert_array_equal(choice.kept_GS[:, 4:], expected.kept_GS)
-        np.testing.assert_array_equal(choice.weight_GS[:, 4:], expected.weight_GS)
-    np.testing.assert_allclose(padded.aux_loss, alone.aux_loss, rtol=1e-6)
-
-
-def test_a_batch_of_padding_is_finite():
-    gating = gate(jnp.ones((1, 4, 3)), 2, valid_GS=jnp.zeros((1, 4), bool))
-    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(gating))
-    assert float(gating.aux_loss) == 0.0
-
-
 def test_without_a_key_every_second_choice_that_fits_is_kept():
     logits = jax.random.normal(jax.random.key(0), (2, 16, 4)) * 5
     gating = gate(logits, 16)
@@ -157,3 +109,138 @@ def test_gates_of_extreme_logits_are_finite():
     )(logits)
     assert float(weights) == 2.0
     assert bool(jnp.isfinite(gradient).all())
+
+
+OPTIONS = ("k", "routing", "second_expert", "gates", "normalise", "scale")
+gate_k = jax.jit(top_k_gating, static_argnums=1, static_argnames=OPTIONS, compiler_options=FAST)
+
+
+def case(seed, G, S, E):
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(G, S, E)) * rng.choice([0.5, 3.0]) + seed % 3 * rng.normal(size=E)
+    return logits.astype(np.float32), rng.random((G, S)) < 0.8
+
+
+@pytest.mark.parametrize(
+    "sizes, gates, weights",
+    crossed(
+        [(1, 4, 3), (2, 5, 4), (3, 4, 16), (4, 4, 7), (6, 9, 5)],
+        ["softmax", "sigmoid"],
+        [(True, 1.0, False), (False, 2.5, True), (True, 0.5, True)],
+        one_in=6,
+    ),
+)
+def test_equals_a_loop_over_tokens(sizes, gates, weights):
+    (k, E, capacity), (normalise, scale, biased) = sizes, weights
+    for seed in range(3):
+        G, S = 2, 16
+        logits, valid = case(seed, G, S, E)
+        bias_E = np.random.default_rng(seed).normal(size=E).astype(np.float32) * 0.3 if biased else None
+        gating = gate_k(logits, capacity, k=k, routing="top_k", gates=gates, normalise=normalise, scale=scale,
+            bias_E=bias_E, valid_GS=valid)  # fmt: skip
+        aux, load_E, kept_number = 0.0, np.zeros(E, int), 0
+        for g in range(G):
+            choices = naive.routed(logits[g], k, gates, normalise, scale, bias_E)
+            kept, position, taken_E = naive.with_capacity(choices, valid[g], E, capacity)
+            for j in range(k):
+                expert = np.array([chosen[j] for chosen, _ in choices])
+                weight = np.array([weights[j] for _, weights in choices]) * kept[:, j]
+                got = gating.choices[j]
+                np.testing.assert_array_equal(np.asarray(got.expert_GS[g])[valid[g]], expert[valid[g]])
+                np.testing.assert_array_equal(got.kept_GS[g], kept[:, j])
+                np.testing.assert_array_equal(np.asarray(got.position_GS[g])[valid[g]], position[valid[g], j])
+                np.testing.assert_allclose(got.weight_GS[g], weight, rtol=2e-5, atol=1e-6)
+            np.testing.assert_array_equal(gating.slots_GE[g], taken_E)
+            share_SE = naive.softmax(logits[g]) if gates == "softmax" else naive.sigmoid(logits[g])
+            share_SE = share_SE / share_SE.sum(-1, keepdims=True)
+            tokens = max(valid[g].sum(), 1)
+            mean_E = share_SE[valid[g]].sum(0) / tokens
+            aux += E * np.sum(taken_E / k / tokens * mean_E) * valid[g].sum() / max(valid.sum(), 1)
+            load_E += taken_E
+            kept_number += kept.sum()
+        np.testing.assert_allclose(gating.aux_loss, aux, rtol=1e-5)
+        np.testing.assert_array_equal(gating.load_E, load_E)
+        np.testing.assert_allclose(gating.metrics["kept_share"], kept_number / (k * valid.sum()), rtol=1e-6)
+
+
+@pytest.mark.parametrize("gates", ["softmax", "sigmoid"])
+def test_balanced_is_one_whatever_k(gates):
+    for k in (1, 2, 4):
+        logits = np.stack([np.roll(np.arange(8) < k, i) for i in range(8)])[None] * 4.0
+        got = gate_k(jnp.asarray(logits, jnp.float32), 8, k=k, routing="top_k", gates=gates, normalise=k > 1)
+        assert float(got.aux_loss) == pytest.approx(1.0, abs=1e-5)
+        assert float(got.metrics["load_entropy"]) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_bias_decides_who_and_not_how_much():
+    logits = jnp.array([[[0.0, 1.0, -1.0]]])
+    plain, biased = (
+        gate_k(logits, 1, k=2, routing="top_k", gates="sigmoid", normalise=False, bias_E=np.array([0.0, 0.0, bias]))
+        for bias in (0.0, 9.0)
+    )
+    assert [int(c.expert_GS[0, 0]) for c in plain.choices] == [1, 0]
+    assert [int(c.expert_GS[0, 0]) for c in biased.choices] == [2, 1]
+    np.testing.assert_allclose(biased.first.weight_GS, jax.nn.sigmoid(-1.0), rtol=1e-6)
+
+    def weight(bias_E):
+        routed = top_k_gating(logits, 1, k=2, routing="top_k", gates="sigmoid", bias_E=bias_E)
+        return sum(c.weight_GS.sum() * (i + 1) for i, c in enumerate(routed.choices)) + routed.aux_loss
+
+    gradient = jax.jit(jax.grad(weight), compiler_options=FAST)
+    np.testing.assert_array_equal(gradient(np.array([0.1, 0.0, 0.2])), np.zeros(3))
+
+
+@dataclasses.dataclass
+class Routed:
+    """Each choice as [S, 2] arrays, first and second; weights are 0 where a choice is not kept."""
+
+    expert: np.ndarray
+    position: np.ndarray
+    kept: np.ndarray
+    weight: np.ndarray
+    aux: float  # line 13 to the letter: 1/E^2 when balanced
+
+
+def algorithm_1(logits_SE, capacity, rnd_S, valid_S, routing):
+    """Routes one group. ``rnd_S`` holds the uniform numbers of line 17; -1 makes every coin say yes.
+
+    Tokens that are not valid are skipped. ``lingvo`` skips line 22 where the coin said no.
+    """
+    logits_SE = np.asarray(logits_SE, np.float32)
+    S, E = logits_SE.shape
+    c_E = np.zeros(E, int)  # line 1
+    exp_SE = np.exp(logits_SE - logits_SE.max(-1, keepdims=True))
+    g_SE = exp_SE / exp_SE.sum(-1, keepdims=True)  # line 2
+    tokens = max(valid_S.sum(), 1)
+    m_E = g_SE[valid_S].sum(0) / tokens  # line 3
+    result = Routed(np.zeros((S, 2), int), np.zeros((S, 2), int), np.zeros((S, 2), bool), np.zeros((S, 2)), 0.0)
+
+    def top_2(s):
+        order = np.argsort(-logits_SE[s], kind="stable")
+        e1, e2 = order[0], order[1]
+        return g_SE[s, e1], e1, g_SE[s, e2], e2
+
+    for s in range(S):  # line 4
+        if not valid_S[s]:
+            continue
+        g1, e1, g2, e2 = top_2(s)  # line 5
+        g1 = g1 / (g1 + g2)  # line 6
+        c = c_E[e1]  # line 7
+        if c < capacity:  # line 8
+            result.kept[s, 0], result.weight[s, 0] = True, g1  # line 9
+        result.expert[s, 0], result.position[s, 0] = e1, c
+        c_E[e1] = c + 1  # line 11
+    result.aux = float(np.mean(c_E / tokens * m_E))  # line 13
+    for s in range(S):  # line 14
+        if not valid_S[s]:
+            continue
+        g1, e1, g2, e2 = top_2(s)  # line 15
+        g2 = g2 / (g1 + g2)  # line 16
+        rnd = rnd_S[s]  # line 17
+        c = c_E[e2]  # line 18
+        if c < capacity and 2 * g2 > rnd:  # line 19
+            result.kept[s, 1], result.weight[s, 1] = True, g2  # line 20
+        result.expert[s, 1], result.position[s, 1] = e2, c
+        if routing == "paper" or 2 * g2 > rnd:
+            c_E[e2] = c + 1  # line 22
+    return result

@@ -1,16 +1,11 @@
 """The names of the model: a layout of a few rows is the marks of the paper, and parameters say theirs."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import jax
-import pytest
 
 import gshard
 from gshard import moe
-from gshard.core.errors import ShardingError
 from gshard.moe import TransformerConfig, expert_layer, expert_specs
 
 CONFIG = TransformerConfig(48, 32, model_dim=8, hidden_dim=24, heads=2, head_dim=4, experts=8, group_size=12,
@@ -18,18 +13,18 @@ CONFIG = TransformerConfig(48, 32, model_dim=8, hidden_dim=24, heads=2, head_dim
 ROWS = gshard.Layout(groups="devices", experts="devices", tokens=None, model=None, gates=None)
 
 
-def shardings_of(lowered: Any) -> list[Any]:
+def shardings_of(lowered):
     return [lowered.plan.shardings[v].dims for v in lowered.program.block.values()]
 
 
-def gradient(config: TransformerConfig) -> Any:
-    def loss(params: Any, batch: Any) -> Any:
+def gradient(config):
+    def loss(params, batch):
         return moe.loss(config, params, batch)[0]
 
     return jax.grad(loss)
 
 
-def test_a_layout_is_the_marks_of_the_paper() -> None:
+def test_a_layout_is_the_marks_of_the_paper():
     """Every value of the gradient has the sharding that the marks give it."""
     marked = dataclasses.replace(CONFIG, dispatch="einsum")
     params = moe.shapes(moe.param_specs(CONFIG))
@@ -41,14 +36,14 @@ def test_a_layout_is_the_marks_of_the_paper() -> None:
     assert any(any(dims) for dims in shardings_of(by_layout))
 
 
-def test_the_layer_is_the_same_program() -> None:
+def test_the_layer_is_the_same_program():
     config = dataclasses.replace(CONFIG, dispatch="gather", partitions=1)
     params, x_BLM = moe.shapes(expert_specs(config)), jax.ShapeDtypeStruct((8, 12, 8), "float32")
 
-    def run(params: Any, x_BLM: Any) -> Any:
+    def run(params, x_BLM):
         return expert_layer(config, params, x_BLM, key=jax.random.key(2))[0]
 
-    def marked(params: Any, x_BLM: Any) -> Any:
+    def marked(params, x_BLM):
         return expert_layer(dataclasses.replace(config, partitions=8), params, x_BLM, key=jax.random.key(2))[0]
 
     lowered = gshard.jit(run, mesh=8, layout=ROWS).lower(params, x_BLM)
@@ -58,17 +53,7 @@ def test_the_layer_is_the_same_program() -> None:
     assert str(lowered.spmd.jaxpr) == str(by_marks.spmd.jaxpr)
 
 
-def test_without_a_layout_nothing_is_marked() -> None:
-    config = dataclasses.replace(CONFIG, partitions=1)
-    params, x = moe.shapes(expert_specs(config)), jax.ShapeDtypeStruct((8, 12, 8), "float32")
-    program = gshard.stages.trace(lambda p, x: expert_layer(config, p, x)[0], params, x)
-    assert not [e for e in program.block.walk() if e.mark is not None]
-    assert {str(n.names) for n in program.named} == {
-        "groups tokens model", "model gates", "experts model hidden", "experts hidden model",
-        "experts _ capacity model"}  # fmt: skip
-
-
-def test_parameters_say_their_names() -> None:
+def test_parameters_say_their_names():
     specs = moe.param_specs(CONFIG)
     layout = gshard.Layout({"params:model": "data"}, experts="model", heads="model", hidden=None, vocabulary="model")
     f = gshard.jit(lambda params: jax.tree.map(lambda w: w * 2, params), mesh={"data": 2, "model": 4}, layout=layout,
@@ -82,10 +67,3 @@ def test_parameters_say_their_names() -> None:
         assert [f for f, o in zip(found, open_dims, strict=True) if not o] == [
             e for e, o in zip(expected, open_dims, strict=True) if not o
         ]
-
-
-def test_groups_and_experts_of_one_array_would_be_refused() -> None:
-    with pytest.raises(ShardingError, match="both want axis 'devices'"):
-        gshard.jit(lambda x: gshard.name(x, "experts groups capacity model"), mesh=8, layout=ROWS).lower(
-            jax.ShapeDtypeStruct((8, 8, 3, 8), "float32")
-        )

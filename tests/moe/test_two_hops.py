@@ -1,11 +1,7 @@
 """Two hops compute what one does: rows cross between hosts once for each token and host."""
 
-from __future__ import annotations
-
 import dataclasses
-import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +9,7 @@ import numpy as np
 import pytest
 
 import gshard
-from gshard.moe import ModelError, TransformerConfig, expert_layer, expert_specs, param_specs, shapes
-from gshard.moe import loss as loss_of_model
-from gshard.moe.ragged import Hops
+from gshard.moe import TransformerConfig, expert_layer, expert_specs, shapes
 from moe import naive
 from moe.test_data_axis import assert_trees_close, value_and_gradients
 from placed import in_every_way, mesh_of
@@ -26,13 +20,13 @@ BASE = TransformerConfig.decoder_only(9, 2, model_dim=6, hidden_dim=10, experts=
     capacity_factor=math.inf, dispatch="two_hops")  # fmt: skip
 
 
-def on_hosts(config: TransformerConfig, hosts: int, devices: int, data: int = 1, **changes: Any) -> TransformerConfig:
+def on_hosts(config, hosts, devices, data=1, **changes):
     axes = {"partitions": hosts * devices, "hosts": hosts, "expert_axis": ("host", "gpu"), "replicas": data,
         "data_axis": "data" if data > 1 else None}  # fmt: skip
     return dataclasses.replace(config, **axes, **changes)
 
 
-def case(config: TransformerConfig, rows: int = 8, skew: float = 0.0, seed: int = 0) -> tuple[Any, Any, Any]:
+def case(config, rows=8, skew=0.0, seed=0):
     """Parameters, tokens and which are valid; with ``skew`` most tokens prefer the first experts."""
     params = naive.values(expert_specs(config), seed)
     x_BLM = naive.normal(seed + 1, rows, 4, config.model_dim)
@@ -41,7 +35,7 @@ def case(config: TransformerConfig, rows: int = 8, skew: float = 0.0, seed: int 
     return params, x_BLM, naive.normal(seed + 2, rows, 4) > -0.8
 
 
-def of_one_device(config: TransformerConfig, arguments: Any) -> Any:
+def of_one_device(config, arguments):
     return jax.jit(value_and_gradients(config), compiler_options=FAST)(*arguments)
 
 
@@ -59,9 +53,7 @@ def of_one_device(config: TransformerConfig, arguments: Any) -> Any:
         (2, 4, 1, 8, 0.5, {"routing": "paper", "top_k": 2}),
     ],
 )
-def test_equals_the_dispatches_of_one_hop(
-    hosts: int, devices: int, data: int, rows: int, skew: float, changes: dict[str, Any]
-) -> None:
+def test_equals_the_dispatches_of_one_hop(hosts, devices, data, rows, skew, changes):
     """Values, gradients and metrics without drops; three calls with arguments placed differently."""
     config = on_hosts(BASE, hosts, devices, data, **changes)
     arguments = case(config, rows, skew)
@@ -76,55 +68,35 @@ def test_equals_the_dispatches_of_one_hop(
 
 @pytest.mark.parametrize(
     "hosts, devices, data, rows, factor, skew",
-    [
-        (2, 4, 1, 8, 2.0, 0.0),
-        *(
-            pytest.param(*rest, marks=pytest.mark.slow)
-            for rest in [
-                (4, 2, 1, 8, 1.5, 1.0),
-                (4, 2, 1, 7, 3.5, 0.5),
-                (2, 2, 2, 6, 2.0, 0.5),
-                (2, 4, 1, 8, 0.25, 3.0),
-            ]
-        ),
-    ],
-)
-def test_drops_are_those_without_room(
-    hosts: int, devices: int, data: int, rows: int, factor: float, skew: float
-) -> None:
+    [(2, 4, 1, 8, 2.0, 0.0), *(pytest.param(*rest, marks=pytest.mark.slow) for rest in [
+        (4, 2, 1, 8, 1.5, 1.0), (4, 2, 1, 7, 3.5, 0.5), (2, 2, 2, 6, 2.0, 0.5), (2, 4, 1, 8, 0.25, 3.0),
+    ])],
+)  # fmt: skip
+def test_drops_are_those_without_room(hosts, devices, data, rows, factor, skew):
     """The metrics count what a loop over tokens drops, and the others are computed as if they were alone."""
     config = on_hosts(BASE, hosts, devices, data, capacity_factor=factor)
     arguments = case(config, rows, skew)
     _, x_BLM, valid_BL = arguments
-    logits_TE = x_BLM.reshape(-1, 6) @ arguments[0]["wg"]
-    chosen_TK = np.argsort(-logits_TE, axis=1, kind="stable")[:, :3]
+    chosen_TK = np.argsort(-(x_BLM.reshape(-1, 6) @ arguments[0]["wg"]), axis=1, kind="stable")[:, :3]
     valid_T = valid_BL.reshape(-1)
     tokens, own = len(valid_T) // data, 8 // hosts // devices
     room = int(factor * len(valid_T) / (hosts * devices * data))
     share = -(-tokens // (hosts * devices))
-    kept_TK = np.zeros(chosen_TK.shape, bool)
-    for replica in range(data):
-        first = replica * tokens
-        of_expert: dict[int, list[tuple[int, int, int]]] = {e: [] for e in range(8)}
-        for t in range(first, first + tokens):
-            for k, e in enumerate(chosen_TK[t]):
-                if valid_T[t]:
-                    of_expert[e].append((t // 4, k, t))  # places follow groups, then choices, then tokens
-        for part in range(hosts * devices):
-            sizes = [len(of_expert[e]) for e in range(part * own, part * own + own)]
-            limit = max(n for n in range(room + 1) if sum(min(n, size) for size in sizes) <= room)
-            for e in range(part * own, part * own + own):
-                for _, k, t in sorted(of_expert[e])[:limit]:
-                    kept_TK[t, k] = True
-        in_one_hop = kept_TK.copy()
+    of_replicas = []
+    for first in range(0, data * tokens, tokens):
+        replica = slice(first, first + tokens)
+        in_one_hop = naive.kept_with_room(chosen_TK[replica], valid_T[replica], 8, hosts * devices, room, 4)
+        kept_TK = in_one_hop.copy()
         sent = np.zeros((hosts, devices), int)  # by each device of a host, to those of its host
-        for t in range(first, first + tokens):
-            lane = (t - first) // share % devices
+        for t in range(tokens):
+            lane = t // share % devices
             for host in range(hosts):
-                wanted = in_one_hop[t] & (chosen_TK[t] // (own * devices) == host)
+                wanted = in_one_hop[t] & (chosen_TK[replica][t] // (own * devices) == host)
                 sent[host, lane] += wanted.sum()
                 if sent[host, lane] > room:
                     kept_TK[t] &= ~wanted
+        of_replicas.append(kept_TK)
+    kept_TK = np.concatenate(of_replicas)
     (_, (outputs, metrics)), gradients = of_one_device(config, arguments)
     np.testing.assert_allclose(float(metrics["kept_share"]), kept_TK.sum() / (3 * valid_T.sum()), rtol=1e-6)
     none = (valid_T & ~kept_TK.any(1)).sum() / valid_T.sum()
@@ -138,24 +110,8 @@ def test_drops_are_those_without_room(
         assert_trees_close(got, ((_, (outputs, metrics)), gradients))
 
 
-def test_hosts_drop_tokens_that_devices_had_room_for() -> None:
-    """All tokens of a lane want one host, whose devices are full when those of both lanes come."""
-    config = on_hosts(BASE, 2, 2, experts=4, top_k=2, capacity_factor=2.0)
-    params, x_BLM, _ = case(config, 4)
-    x_BLM = np.abs(x_BLM)
-    x_BLM[[0, 2]] *= -1  # lane 0: experts 0 and 1, of host 0; lane 1: 2 and 3
-    params["wg"] = np.tile(np.float32([-2, -1, 1, 2]), (6, 1))
-    (_, (outputs, metrics)), _ = of_one_device(config, (params, x_BLM, np.ones((4, 4), bool)))
-    assert float(metrics["kept_share"]) == 0.5  # a device sends 8 of 16 rows on
-    reached_BL = np.abs(np.asarray(outputs)).max(2) > 0
-    assert reached_BL[[0, 1]].all()
-    assert not reached_BL[[2, 3]].any()
-    one_hop = dataclasses.replace(config, dispatch="ragged_all_to_all")
-    assert float(of_one_device(one_hop, (params, x_BLM, np.ones((4, 4), bool)))[0][1][1]["kept_share"]) == 1
-
-
 @pytest.mark.parametrize("hosts, devices, top_k", [(2, 4, 4), (4, 2, 4), (4, 2, 2)])
-def test_a_token_crosses_to_a_host_once(hosts: int, devices: int, top_k: int) -> None:
+def test_a_token_crosses_to_a_host_once(hosts, devices, top_k):
     """Forward, between hosts: min(k, hosts) rows of each token there and back, their numbers, places and weights."""
     config = on_hosts(BASE, hosts, devices, model_dim=64, experts=16, group_size=32, top_k=top_k)
     x_BLM = jax.ShapeDtypeStruct((8, 32, 64), "float32")
@@ -175,71 +131,3 @@ def test_a_token_crosses_to_a_host_once(hosts: int, devices: int, top_k: int) ->
     assert "sends elements to other devices inside gshard_put_rows" in str(found.purposes)
     rest = sum(c.total_bytes for c in found.spmd.collectives if c not in exchanges)
     assert rest < 4096
-
-
-@pytest.mark.slow
-def test_bfloat16() -> None:
-    """Sums of a host are rounded before they return."""
-    config = on_hosts(BASE, 2, 4, dtype="bfloat16")
-    params, x_BLM, valid_BL = case(config)
-    arguments = params, x_BLM.astype("bfloat16"), valid_BL
-    expected = of_one_device(dataclasses.replace(config, dispatch="ragged_all_to_all"), arguments)
-    mesh = mesh_of(host=2, gpu=4)
-    for got in in_every_way(gshard.jit(value_and_gradients(config), mesh=mesh), arguments, mesh):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=0.05, atol=0.05), got, expected
-        )
-
-
-@pytest.mark.slow
-def test_a_model_trains() -> None:
-    """Inside scans and with recomputation, on three axes."""
-    config = on_hosts(BASE, 2, 2, 2, heads=2, head_dim=4, remat="branches")
-    params = naive.values(param_specs(config), 0)
-    batch = {"target": np.abs(naive.normal(3, 8, 4) * 4).astype(np.int32) % 9}
-
-    def gradient(config: TransformerConfig, params: Any, batch: Any) -> Any:
-        return jax.value_and_grad(lambda p: loss_of_model(config, p, batch), has_aux=True)(params)
-
-    one_hop = functools.partial(gradient, dataclasses.replace(config, dispatch="ragged_all_to_all"))
-    expected = jax.jit(one_hop, compiler_options=FAST)(params, batch)
-    mesh = mesh_of(data=2, host=2, gpu=2)
-    for got in in_every_way(gshard.jit(functools.partial(gradient, config), mesh=mesh), (params, batch), mesh):
-        assert_trees_close(got, expected)
-
-
-def test_by_names_without_marks() -> None:
-    config = dataclasses.replace(BASE, hosts=1)
-    params, x_BLM, valid_BL = case(config)
-    layout = gshard.Layout(groups="devices", experts="devices", tokens=None, model=None, gates=None)
-    f = gshard.jit(lambda *args: expert_layer(config, *args)[0], mesh=4, layout=layout)
-    expected = of_one_device(dataclasses.replace(config, dispatch="gather"), (params, x_BLM, valid_BL))
-    np.testing.assert_allclose(f(params, x_BLM, valid_BL), expected[0][1][0], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("hosts, devices, tokens", [(2, 4, 32), (4, 2, 27), (3, 2, 5), (1, 1, 3), (2, 3, 1)])
-def test_lanes(hosts: int, devices: int, tokens: int) -> None:
-    """A lane has the tokens of one device of each host, and all tokens return."""
-    hops = Hops(hosts, devices, room=4, sent=4, tokens=tokens)
-    lanes = np.asarray(hops.in_lanes(jnp.arange(tokens), -1))
-    share = hops.lane // hosts
-    assert lanes.shape == (devices, share * hosts)
-    for d in range(devices):
-        for t in lanes[d]:
-            assert t == -1 or t // share % devices == d
-    np.testing.assert_array_equal(hops.of_tokens(jnp.asarray(lanes)), np.arange(tokens))
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"partitions": 8, "hosts": 2}, "two hops go along two mesh axes"),
-        ({"partitions": 8, "hosts": 2, "expert_axis": "expert"}, "two hops go along two mesh axes"),
-        ({"partitions": 8, "hosts": 3, "expert_axis": ("host", "gpu")}, "hosts have as many partitions"),
-        ({"partitions": 6, "hosts": 2, "expert_axis": ("host", "gpu")}, "gives each partition as many experts"),
-        ({"hosts": 0}, "hosts must be at least 1"),
-    ],
-)
-def test_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        dataclasses.replace(BASE, **changes)

@@ -1,10 +1,5 @@
 """Look-ups at indices that follow from the program: what they become, and that it computes the same."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,15 +17,15 @@ MIXED = RNG.permutation(N)
 TWICE = np.repeat(np.arange(N), 2)
 
 
-def descended(f: Callable[..., Any]) -> Callable[..., Any]:
+def descended(f):
     return jax.grad(lambda x: jnp.sum(f(jnp.where(jnp.isfinite(x), x, 0.0)) ** 2) / 2)
 
 
-def halves(x: Any) -> Any:
+def halves(x):
     return x.at[1:-1, 2:].set(x[1:-1, 2:] / 2)
 
 
-LOOKED_UP: dict[str, tuple[Callable[..., Any], set[str]]] = {
+LOOKED_UP = {
     "labels": (lambda x: x[jnp.arange(N), LABELS], {"gather"}),
     "labels written": (lambda x: x.at[jnp.arange(N), LABELS].set(1.0), {"scatter"}),
     "labels added to": (lambda x: x.at[jnp.arange(N), LABELS].add(1.0), {"scatter-add"}),
@@ -38,33 +33,20 @@ LOOKED_UP: dict[str, tuple[Callable[..., Any], set[str]]] = {
         lambda x: x.reshape(4, 4, M)[jnp.arange(4)[:, None], jnp.arange(4), LABELS.reshape(4, 4)],
         {"gather"},
     ),
-    "labels of both": (lambda x: x[jnp.arange(N)[:, None], jnp.arange(M)], {"gather"}),
     "inside set": (lambda x: x.at[1:-1, 2:].set(x[1:-1, 2:] / 2), set()),
     "inside added to": (lambda x: x.at[1:-1].add(x[:-2]), set()),
-    "inside multiplied": (lambda x: x.at[:, 1:-1].multiply(-2.0), set()),
     "inside at most": (lambda x: x.at[2:].min(0.0), set()),
-    "inside at least": (lambda x: x.at[:-2].max(0.0), set()),
     "every second": (lambda x: x.at[::2].add(1.0), set()),
-    "every third": (lambda x: x.at[:, 1::3].set(x[:, :4]), set()),
     "one row": (lambda x: x.at[1].set(0.0), {"scatter"}),
     "one row read": (lambda x: x.at[jnp.array(1)].get(), set()),
     "beyond the end": (lambda x: x.at[N + 4].set(1.0), {"scatter"}),
     "some beyond the end": (lambda x: x.at[jnp.arange(0, 2 * N, 3)].set(1.0), {"scatter"}),
     "backwards": (lambda x: x[jnp.arange(N - 1, -1, -1)], set()),
-    "backwards by two": (lambda x: x[:, jnp.arange(M - 1, -1, -2)], set()),
     "each twice": (lambda x: x[TWICE], set()),
     "turned": (lambda x: x[TURNED], set()),
     "turned, written": (lambda x: x.at[TURNED].set(2 * x), {"scatter"}),
     "all of it": (lambda x: x.at[jnp.array([0])].set(x[None, 0]).at[0:].set(x * 2), {"scatter"}),
     "turned, added to": (lambda x: x.at[TURNED].add(2 * x), set()),
-    "one of three": (
-        lambda x: x[jax.lax.select_n(jnp.int32(2), *(jnp.asarray(np.roll(np.arange(N), i)) for i in range(3)))],
-        set(),
-    ),
-    "in the order of a reshape": (
-        lambda x: x[jax.lax.reshape(jnp.arange(N).reshape(2, N // 2), (N,), dimensions=(1, 0))],
-        set(),
-    ),
     "few": (lambda x: x[np.array([3, 1, 2])], {"gather"}),
     "mixed": (lambda x: x[MIXED], set()),
     "mapped": (lambda x: jax.vmap(lambda row: row.at[1:-1].set(0.0))(x), set()),
@@ -73,37 +55,20 @@ LOOKED_UP: dict[str, tuple[Callable[..., Any], set[str]]] = {
 
 
 @pytest.mark.parametrize("name", LOOKED_UP)
-def test_what_they_become(name: str) -> None:
+def test_what_they_become(name):
     f, left = LOOKED_UP[name]
     names = {e.name for e in gshard.stages.trace(f, X).block.walk()}
     assert names & {"gather", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"} == left
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.uint8, jnp.complex64, jnp.bool_])
-@pytest.mark.one_in(2)
-def test_whatever_is_looked_up(dtype: Any) -> None:
-    functions = {name: LOOKED_UP[name][0] for name in ("labels", "each twice", "turned", "mixed", "one row read")}
-    x = jnp.abs(jnp.nan_to_num(X)).astype(dtype)
-    assert "gather" not in {e.name for e in gshard.stages.trace(functions["turned"], x).block.walk()}
-    expected = jax.jit(all_of(functions, None))(x)
-    for name, found in gshard.jit(all_of(functions, 0), mesh=8)(x).items():
-        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected[name]), name)
-
-
-def test_random_keys_are_looked_up_as_they_are() -> None:
-    keys = jax.random.split(jax.random.key(0), N)
-    found = gshard.jit(lambda k: gshard.split(k, 0, 8)[TURNED], mesh=8)(keys)
-    np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys[TURNED]))
-
-
-def all_of(functions: dict[str, Callable[..., Any]], dim: int | None) -> Callable[..., dict[str, Any]]:
+def all_of(functions, dim):
     """One program of many."""
     return lambda x: {name: f(x if dim is None else gshard.split(x, dim, 8)) for name, f in functions.items()}
 
 
 @pytest.mark.parametrize("dim", [None, 0, 1])
 @pytest.mark.one_in(3)
-def test_the_same_comes_out(dim: int | None) -> None:
+def test_the_same_comes_out(dim):
     functions = {name: f for name, (f, _) in LOOKED_UP.items()}
     expected = jax.jit(all_of(functions, None))(X)
     for name, found in gshard.jit(all_of(functions, dim), mesh=8)(X).items():
@@ -111,23 +76,14 @@ def test_the_same_comes_out(dim: int | None) -> None:
         np.testing.assert_array_equal(np.signbit(found), np.signbit(expected[name]), name)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_gradients_are_the_same(dim: int) -> None:
-    chosen = "labels", "inside set", "every second", "each twice", "turned", "backwards", "mixed"
-    functions = {name: descended(LOOKED_UP[name][0]) for name in chosen}
-    expected = jax.jit(all_of(functions, None))(X)
-    for name, found in gshard.jit(all_of(functions, dim), mesh=8)(X).items():
-        np.testing.assert_array_equal(found, expected[name], name)
-
-
 @pytest.mark.parametrize(
     ("name", "most"),
     [
-        ("labels", 0), ("labels written", 0), ("labels added to", 0), ("labels of both", 0), ("every second", 0),
-        ("each twice", 0), ("inside multiplied", 0), ("inside set", 2 * M * 4), ("turned", 2 * 2 * M * 4),
+        ("labels", 0), ("labels written", 0), ("labels added to", 0), ("every second", 0),
+        ("each twice", 0), ("inside set", 2 * M * 4), ("turned", 2 * 2 * M * 4),
     ],
 )  # fmt: skip
-def test_nothing_is_gathered(name: str, most: int) -> None:
+def test_nothing_is_gathered(name, most):
     f, _ = LOOKED_UP[name]
     for g in (f, descended(f)) if name != "labels written" else (f,):
         lowered = gshard.jit(lambda x, g=g: g(gshard.split(x, 0, 8)), mesh=gshard.Mesh.abstract(devices=8)).lower(X)
@@ -136,17 +92,12 @@ def test_nothing_is_gathered(name: str, most: int) -> None:
         assert "all_gather" not in {c.kind for c in lowered.spmd.collectives}
 
 
-def test_indices_that_the_program_does_not_tell_stay_look_ups() -> None:
-    program = gshard.stages.trace(lambda x, i: x[i], X, LABELS)
-    assert "gather" in {e.name for e in program.block.walk()}
-
-
 @pytest.mark.parametrize("mapped", [False, True])
-def test_one_index_in_a_part_that_was_sliced_out(mapped: bool) -> None:
+def test_one_index_in_a_part_that_was_sliced_out(mapped):
     """XLA, given an index that is out of range in a slice, reads beyond it (openxla/xla#49121)."""
     x = np.arange(6 * M, dtype=np.int32).reshape(6, M)
 
-    def f(x: Any, i: Any, updates: Any) -> Any:
+    def f(x, i, updates):
         y = gshard.split(x, 1, 8).T.at[i]
         written = [getattr(y, write)(updates) for write in ("set", "add", "multiply", "min", "max")]
         return jnp.stack([*written, y.apply(lambda v: 3 * v)])
@@ -159,20 +110,9 @@ def test_one_index_in_a_part_that_was_sliced_out(mapped: bool) -> None:
         np.testing.assert_array_equal(run(*arguments), peer(*arguments))
 
 
-def test_one_index_in_nothing() -> None:
-    """No window of one element lies in an array without elements."""
-
-    def f(x: Any, i: Any, u: Any) -> Any:
-        y = gshard.split(x, 0, 8)
-        return y.at[i].add(u), y.at[i].set(u), jnp.sum(y.at[i].max(u))
-
-    found = gshard.jit(f, mesh=8)(np.zeros(0, np.int32), np.array([0]), np.ones(1, np.int32))
-    assert [x.shape for x in found] == [(0,), (0,), ()]
-
-
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.one_in(2)
-def test_any_constant_indices(seed: int) -> None:
+def test_any_constant_indices(seed):
     rng = np.random.default_rng(seed)
     n, dim, count = int(rng.integers(1, 20)), int(rng.integers(2)), int(rng.integers(1, 40))
     x = rng.integers(-9, 9, (n, 6) if dim == 0 else (6, n))
@@ -180,7 +120,7 @@ def test_any_constant_indices(seed: int) -> None:
     at = np.arange(-(n // 2), n, max(1, n // count)) if seed % 3 == 0 else at
     updates = rng.integers(-9, 9, (len(at), 6))
 
-    def f(x: Any, updates: Any) -> Any:
+    def f(x, updates):
         y = x if dim == 0 else x.T
         return y.at[at].get(mode="fill", fill_value=7), y.at[at].add(updates), y.at[at, 1:4].min(updates[:, :3])
 
@@ -190,18 +130,18 @@ def test_any_constant_indices(seed: int) -> None:
             np.testing.assert_array_equal(found, expected)
 
 
-def diffused(x: Any) -> Any:
-    def step(x: Any, _: Any) -> Any:
+def diffused(x):
+    def step(x, _):
         return x.at[1:-1].set(0.5 * x[1:-1] + 0.25 * (x[2:] + x[:-2])), None
 
     return jax.lax.scan(step, x, None, length=3)[0]
 
 
-def looked_up_in_turns(x: Any) -> Any:
+def looked_up_in_turns(x):
     """Indices that come from outside into a while loop and a branch."""
     at = jnp.arange(N)[::-1]
 
-    def step(carry: Any) -> Any:
+    def step(carry):
         n, x = carry
         return n + 1, jax.lax.cond(n % 2 == 0, lambda x: jnp.sin(x[at]), lambda x: x[at] * 2, x)
 
@@ -209,8 +149,8 @@ def looked_up_in_turns(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("f", [diffused, looked_up_in_turns])
-def test_indices_from_outside_of_a_loop(f: Callable[..., Any]) -> None:
-    def both(x: Any) -> Any:
+def test_indices_from_outside_of_a_loop(f):
+    def both(x):
         return f(x), jax.grad(lambda x: jnp.sum(f(x) ** 2))(x) if f is diffused else None
 
     marked = gshard.jit(lambda x: both(gshard.split(x, 0, 8)), mesh=8)
@@ -224,11 +164,11 @@ def test_indices_from_outside_of_a_loop(f: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("size", [8, 16, 24, 32, 40, 48, 64])
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
 @pytest.mark.one_in(3)
-def test_images_made_larger_and_smaller(size: int, dtype: Any) -> None:
+def test_images_made_larger_and_smaller(size, dtype):
     """Indices that are computed with floats: exact for powers of two, and left to the device otherwise."""
     x = RNG.integers(-99, 99, (2, 16, 16, 3)).astype(dtype)
 
-    def resized(x: Any) -> Any:
+    def resized(x):
         return jax.image.resize(x, (2, size, size, 3), "nearest")
 
     marked = gshard.jit(lambda x: gshard.split(resized(gshard.split(x, 1, 8)), 1, 8), mesh=8)
@@ -237,13 +177,13 @@ def test_images_made_larger_and_smaller(size: int, dtype: Any) -> None:
     assert not sent if size in (8, 16, 32, 64) else sent
 
 
-def known_of(f: Callable[..., Any]) -> bool:
+def known_of(f):
     """Whether the indices that a function computes are known."""
     program = gshard.stages.trace(lambda x: x[f()], jnp.zeros((8, 2)))
     return "gather" not in {e.name for e in program.block.walk()}
 
 
-def counted(n: int) -> Any:
+def counted(n):
     return jax.lax.iota(np.float32, n)
 
 
@@ -259,5 +199,5 @@ def counted(n: int) -> Any:
         (lambda: jnp.sqrt(counted(8)).astype(int), False),
     ],
 )
-def test_floats_are_followed_where_they_are_exact(f: Callable[..., Any], known: bool) -> None:
+def test_floats_are_followed_where_they_are_exact(f, known):
     assert known_of(f) == known

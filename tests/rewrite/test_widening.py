@@ -1,10 +1,5 @@
 """Stacks that elementwise equations compute from narrower ones: what is moved into loops, and what is not."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,45 +8,45 @@ from jax import lax
 
 import gshard
 from gshard.core.jax_adapter import scan_counts
-from gshard.core.program import Equation, Program, Value
+from gshard.core.program import Value
 from gshard.language.region import Interpreter
 
 LENGTH, ROWS, COLUMNS = 4, 3, 5
 
 
 @pytest.fixture
-def narrow(rng: np.random.Generator) -> np.ndarray:
+def narrow(rng):
     return rng.integers(-127, 128, (LENGTH, ROWS, COLUMNS)).astype(np.int8)
 
 
 @pytest.fixture
-def scale(rng: np.random.Generator) -> np.ndarray:
+def scale(rng):
     return rng.standard_normal((LENGTH, ROWS, 1)).astype(np.float32)
 
 
-def widened(narrow: Any, scale: Any) -> Any:
+def widened(narrow, scale):
     return narrow.astype(jnp.float32) * scale
 
 
-def summed(stack: Any, *, reverse: bool = False) -> Any:
+def summed(stack, *, reverse=False):
     """A loop whose iterations depend on each other."""
     return lax.scan(lambda c, x: (c * 0.5 + x.sum(), c), jnp.float32(1), stack, reverse=reverse)
 
 
-def loops(program: Program) -> list[Equation]:
+def loops(program):
     return [e for e in program.block.walk() if e.name == "scan"]
 
 
-def stacks(e: Equation) -> list[str]:
+def stacks(e):
     """The dtypes of the arrays that a loop reads as stacks."""
     return [v.dtype_name for v in e.inputs[sum(scan_counts(e.params)) :] if isinstance(v, Value)]
 
 
-def fired(program: Program) -> list[str]:
+def fired(program):
     return [one.rewrite for one in program.fired]
 
 
-def check(f: Callable[..., Any], *args: Any) -> Program:
+def check(f, *args):
     """Traces a function, and compares the rewritten program with the function."""
     program = gshard.stages.trace(f, *args)
     want = jax.tree.leaves(f(*args))
@@ -62,35 +57,20 @@ def check(f: Callable[..., Any], *args: Any) -> Program:
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize(
-    "widen",
-    [
-        widened,
-        lambda q, s: jnp.tanh(q.astype(jnp.float32) - 1) * s,
-        lambda q, s: q.astype(jnp.float32) * jnp.broadcast_to(s, q.shape),
-        lambda q, s: q.astype(jnp.float32) * lax.broadcast_in_dim(s[:, :, 0], q.shape, (0, 1)),
-        lambda q, s: jnp.where(s > 0, 2.0 * q, 1.0),
-        lambda q, s: (q.astype(jnp.float32) * s).astype(jnp.bfloat16).astype(jnp.float32),
-    ],
-)
+@pytest.mark.parametrize("widen", [
+    widened, lambda q, s: jnp.tanh(q.astype(jnp.float32) - 1) * s,
+    lambda q, s: q.astype(jnp.float32) * jnp.broadcast_to(s, q.shape),
+    lambda q, s: q.astype(jnp.float32) * lax.broadcast_in_dim(s[:, :, 0], q.shape, (0, 1)),
+    lambda q, s: jnp.where(s > 0, 2.0 * q, 1.0),
+    lambda q, s: (q.astype(jnp.float32) * s).astype(jnp.bfloat16).astype(jnp.float32),
+])  # fmt: skip
 @pytest.mark.one_in(4)
-def test_a_widened_stack_is_widened_in_the_loop(
-    widen: Callable[..., Any], reverse: bool, narrow: np.ndarray, scale: np.ndarray
-) -> None:
+def test_a_widened_stack_is_widened_in_the_loop(widen, reverse, narrow, scale):
     program = check(lambda q, s: summed(widen(q, s), reverse=reverse), narrow, scale)
     assert fired(program) == ["widen_slices"]
     (loop,) = loops(program)
     assert "s8" in stacks(loop)
     assert not any(v.shape == narrow.shape and v.dtype == np.float32 for v in loop.inputs)
-
-
-def test_two_loops_and_two_stacks(narrow: np.ndarray, scale: np.ndarray) -> None:
-    def f(q: Any, s: Any) -> Any:
-        wide, half = widened(q, s), s.astype(jnp.bfloat16).astype(jnp.float32)
-        return summed(wide), lax.scan(lambda c, xs: (c + xs[0].sum() * xs[1].sum(), c), 0.0, (wide, half))
-
-    program = check(f, narrow, scale)
-    assert [sorted(stacks(e)) for e in loops(program)] == [["f32", "s8"], ["bf16", "f32", "s8"]]
 
 
 @pytest.mark.parametrize(
@@ -107,21 +87,15 @@ def test_two_loops_and_two_stacks(narrow: np.ndarray, scale: np.ndarray) -> None
     ],
 )
 @pytest.mark.one_in(3)
-def test_what_is_not_moved(f: Callable[..., Any], narrow: np.ndarray, scale: np.ndarray) -> None:
+def test_what_is_not_moved(f, narrow, scale):
     assert "widen_slices" not in fired(check(f, narrow, scale))
 
 
-def test_a_loop_of_the_same_length_as_another_dimension(rng: np.random.Generator) -> None:
-    q = rng.integers(-9, 9, (3, 3)).astype(np.int8)
-    program = check(lambda q: summed(lax.broadcast_in_dim(q[:, 0].astype(jnp.float32), (3, 3), (1,))), q)
-    assert "widen_slices" not in fired(program)
-
-
-def test_residuals_are_stacked_narrow(narrow: np.ndarray, scale: np.ndarray) -> None:
+def test_residuals_are_stacked_narrow(narrow, scale):
     """The backward loop widens again what the forward loop has widened."""
 
-    def f(s: Any, q: Any) -> Any:
-        def layer(x: Any, slices: Any) -> Any:
+    def f(s, q):
+        def layer(x, slices):
             q, s = slices
             return jnp.tanh(widened(q, lax.stop_gradient(s * 2)) @ x), None
 
@@ -132,8 +106,8 @@ def test_residuals_are_stacked_narrow(narrow: np.ndarray, scale: np.ndarray) -> 
     program = check(jax.grad(lambda x, q, s: f(s, q) * x), np.float32(2), q, s)
     assert "f32[4,5,5]" not in str(program)
 
-    def with_weights(x: Any, q: Any, s: Any) -> Any:
-        def layer(x: Any, slices: Any) -> Any:
+    def with_weights(x, q, s):
+        def layer(x, slices):
             q, s = slices
             return jnp.tanh(widened(q, s * 2) @ x), None
 
@@ -146,8 +120,8 @@ def test_residuals_are_stacked_narrow(narrow: np.ndarray, scale: np.ndarray) -> 
     assert not [v for v in backward.inputs if v.shape == (LENGTH, COLUMNS, COLUMNS) and v.dtype == np.float32]
 
 
-def test_a_stack_that_others_read_stays_wide(narrow: np.ndarray, scale: np.ndarray) -> None:
-    def f(q: Any, s: Any) -> Any:
+def test_a_stack_that_others_read_stays_wide(narrow, scale):
+    def f(q, s):
         wide = lax.scan(lambda c, x: (c + 1, widened(x[0], x[1] * c)), 0.0, (q, s))[1]
         return wide, summed(wide)
 
@@ -155,8 +129,8 @@ def test_a_stack_that_others_read_stays_wide(narrow: np.ndarray, scale: np.ndarr
     assert fired(check(lambda q, s: f(q, s)[1], narrow, scale)) == ["stack_narrow", "widen_slices"]
 
 
-def test_a_slice_that_is_a_stack_already_is_not_stacked_again(narrow: np.ndarray, scale: np.ndarray) -> None:
-    def f(q: Any, s: Any) -> Any:
+def test_a_slice_that_is_a_stack_already_is_not_stacked_again(narrow, scale):
+    def f(q, s):
         total, wide = lax.scan(lambda c, x: (c * 0.5 + x[1].sum(), widened(x[0], x[1])), 0.0, (q, s))
         return total, summed(wide)
 
@@ -166,8 +140,8 @@ def test_a_slice_that_is_a_stack_already_is_not_stacked_again(narrow: np.ndarray
     assert set(second.inputs) & set(first.inputs)
 
 
-def test_a_stack_in_host_memory_stays_there(narrow: np.ndarray, scale: np.ndarray) -> None:
-    def f(q: Any, s: Any) -> Any:
+def test_a_stack_in_host_memory_stays_there(narrow, scale):
+    def f(q, s):
         wide = jax.device_put(widened(q, s), jax.memory.Space.Host)
         return lax.scan(lambda c, x: (c * 0.5 + jax.device_put(x, jax.memory.Space.Device).sum(), c), 1.0, wide)
 
@@ -178,19 +152,10 @@ def test_a_stack_in_host_memory_stays_there(narrow: np.ndarray, scale: np.ndarra
     np.testing.assert_allclose(got[1], want[1], rtol=1e-6)
 
 
-def test_in_nested_loops(rng: np.random.Generator) -> None:
-    q = rng.integers(-9, 9, (3, 4, 5)).astype(np.int8)
-    s = rng.standard_normal((3, 4, 1)).astype(np.float32)
-    program = check(lambda q, s: lax.scan(lambda c, x: (c + summed(x)[0], None), 0.0, widened(q, s))[0], q, s)
-    assert fired(program).count("widen_slices") >= 1
-    outer, inner = loops(program)
-    assert sorted(stacks(outer)) == sorted(stacks(inner)) == ["f32", "s8"]
-
-
-def test_a_stack_that_an_outer_loop_passes_on(narrow: np.ndarray, scale: np.ndarray) -> None:
+def test_a_stack_that_an_outer_loop_passes_on(narrow, scale):
     """Layers inside of a loop over micro-batches."""
 
-    def f(q: Any, s: Any, x: Any) -> Any:
+    def f(q, s, x):
         wide = widened(q, s)
         return lax.scan(lambda c, x: (c + x * summed(wide)[0], None), 0.0, x)[0]
 
@@ -206,8 +171,8 @@ def test_a_stack_that_an_outer_loop_passes_on(narrow: np.ndarray, scale: np.ndar
 
 
 @pytest.mark.parametrize("send", ["bfloat16", "int8"])
-def test_marks_of_a_layer_are_widened_one_by_one(rng: np.random.Generator, send: str) -> None:
-    def layer(x: Any, weights: Any) -> Any:
+def test_marks_of_a_layer_are_widened_one_by_one(rng, send):
+    def layer(x, weights):
         a, b, c, d = (gshard.split(w, 0, "x", send=send) for w in weights)
         return jnp.tanh(jnp.tanh(x[0] @ a) @ (b + c)) @ d + d
 

@@ -1,10 +1,5 @@
 """Convolutions and averages of what is spread: nothing is multiplied by zeros, nothing moves but halos."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import numpy as np
 import pytest
@@ -19,25 +14,25 @@ KERNEL = RNG.standard_normal((3, 3, 4, 4)).astype(np.float32)
 LAYOUT = ("NHWC", "HWIO", "NHWC")
 
 
-def transposed(x: Any, w: Any) -> Any:
+def transposed(x, w):
     return lax.conv_transpose(x, w, (2, 2), "SAME")
 
 
-def strided(x: Any, w: Any) -> Any:
+def strided(x, w):
     return lax.conv_general_dilated(x, w, (2, 2), "SAME", dimension_numbers=LAYOUT)
 
 
-def gradient(f: Callable[..., Any]) -> Callable[..., Any]:
+def gradient(f):
     return lambda x, w: jax.vjp(lambda x: f(x, w), x)[1](f(x, w))[0]
 
 
-def rows(f: Callable[..., Any]) -> Callable[..., Any]:
+def rows(f):
     """The function of an image whose rows are split, and whose result's rows are."""
     return lambda x, w: gshard.split(f(gshard.split(x, 1, 8), w), 1, 8)
 
 
 @pytest.mark.parametrize("f", [transposed, gradient(strided), gradient(transposed)])
-def test_each_device_does_an_eighth(f: Callable[..., Any]) -> None:
+def test_each_device_does_an_eighth(f):
     whole = jax.jit(f).lower(IMAGE, KERNEL).compile()
     lowered = gshard.jit(rows(f), mesh=8).lower(IMAGE, KERNEL)
     parts = lowered.executable.compiled
@@ -50,11 +45,11 @@ def test_each_device_does_an_eighth(f: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("sizes", [(16, 3, 2), (15, 4, 3), (24, 2, 3), (8, 5, 4), (6, 3, 2)])
 @pytest.mark.one_in(2)
-def test_dilated_elements_may_stand_anywhere_in_a_part(sizes: tuple[int, int, int]) -> None:
+def test_dilated_elements_may_stand_anywhere_in_a_part(sizes):
     n, k, base = sizes
     x, w = RNG.integers(1, 9, (1, n, 2)).astype(np.float32), RNG.integers(1, 9, (k, 2, 2)).astype(np.float32)
 
-    def f(x: Any, w: Any) -> Any:
+    def f(x, w):
         return lax.conv_general_dilated(
             x, w, (1,), [(k - 1, k)], lhs_dilation=(base,), dimension_numbers=("NWC", "WIO", "NWC")
         )
@@ -63,8 +58,8 @@ def test_dilated_elements_may_stand_anywhere_in_a_part(sizes: tuple[int, int, in
     np.testing.assert_array_equal(found, jax.jit(f)(x, w))
 
 
-def pooled(size: int, stride: int, padding: str) -> Callable[[Any], Any]:
-    def f(x: Any) -> Any:
+def pooled(size, stride, padding):
+    def f(x):
         return lax.reduce_window(x, 0.0, lax.add, (1, size, size, 1), (1, stride, stride, 1), padding)
 
     return lambda x: jax.vjp(f, x)[1](f(x))[0]
@@ -76,7 +71,7 @@ POOLS = {(2, 2, "VALID"): 0, (3, 2, "SAME"): 2, (3, 1, "SAME"): 4, (2, 4, "VALID
 
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.one_in(2)
-def test_derivatives_of_averages_pad_by_themselves(pool: tuple[int, int, str]) -> None:
+def test_derivatives_of_averages_pad_by_themselves(pool):
     f = pooled(*pool)
     program = gshard.stages.trace(f, IMAGE)
     assert "pad" not in {e.name for e in program.block.equations}
@@ -87,8 +82,8 @@ def test_derivatives_of_averages_pad_by_themselves(pool: tuple[int, int, str]) -
     assert sum(c.total_bytes for c in run.lower(x).spmd.collectives) <= POOLS[pool] * row
 
 
-def test_windows_pad_with_what_their_monoid_does_not_notice_and_nothing_else() -> None:
-    def over(f: Any, start: float, number: float, config: tuple[int, int, int]) -> Callable[[Any], Any]:
+def test_windows_pad_with_what_their_monoid_does_not_notice_and_nothing_else():
+    def over(f, start, number, config):
         return lambda x: lax.reduce_window(lax.pad(x, number, [config]), start, f, (3,), (1,), "VALID")
 
     x = RNG.integers(-9, 9, 16).astype(np.float32)
@@ -101,7 +96,7 @@ def test_windows_pad_with_what_their_monoid_does_not_notice_and_nothing_else() -
     for f, gone in cases:
         assert ("pad" in {e.name for e in gshard.stages.trace(f, x).block.equations}) != gone
 
-    def every(x: Any) -> Any:
+    def every(x):
         return [f(x) for f, _ in cases]
 
     for found, expected in zip(

@@ -1,9 +1,5 @@
 """Kernels of the user's: mapped over a split dimension, in manual regions, and alone."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,25 +14,25 @@ import gshard
 from harness import kernel
 
 
-def one(x: Any) -> Any:
+def one(x):
     """A kernel with a branch and a loop, whose bodies carry constants."""
 
-    def body(x: Any, y: Any) -> None:
+    def body(x, y):
         up = jax.lax.fori_loop(0, 3, lambda i, z: z * 0.5 + i, x[...])
         y[...] = jax.lax.cond(x[0, 0] > 0, lambda z: z + 2.0, lambda z: z - 2.0, up)
 
     return pallas.pallas_call(body, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
 
 
-def same(got: Any, want: Any) -> None:
+def same(got, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), got, want)
 
 
 @pytest.mark.parametrize("n", [8, 13, 3])
-def test_a_mapped_kernel_sends_nothing(n: int, rng: np.random.Generator) -> None:
+def test_a_mapped_kernel_sends_nothing(n, rng):
     x, scale = rng.standard_normal((n, 5, 4), np.float32), rng.standard_normal(4, np.float32)
 
-    def f(x: Any, scale: Any) -> Any:
+    def f(x, scale):
         return jax.tree.map(jnp.sin, jax.vmap(kernel, (0, None))(gshard.split(x, 0, 8), scale))
 
     partitioned = gshard.jit(f, mesh=8, uneven="keep")
@@ -44,23 +40,10 @@ def test_a_mapped_kernel_sends_nothing(n: int, rng: np.random.Generator) -> None
     assert not partitioned.lower(x, scale).spmd.collectives
 
 
-def test_in_manual_regions(rng: np.random.Generator) -> None:
-    x = rng.standard_normal((16, 6), np.float32)
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    mapped = jax.shard_map(one, mesh=mesh, in_specs=P("b", "a"), out_specs=P("b", "a"), check_vma=False)
-
-    def f(x: Any) -> Any:
-        return mapped(x * 2) + 1
-
-    partitioned = gshard.jit(f, mesh=mesh)
-    same(partitioned(x), jax.jit(f)(x))
-    assert not partitioned.lower(x).spmd.collectives
-
-
-def test_alone_it_gets_all_and_strict_says_so(rng: np.random.Generator) -> None:
+def test_alone_it_gets_all_and_strict_says_so(rng):
     x = rng.standard_normal((16, 6), np.float32)
 
-    def f(x: Any) -> Any:
+    def f(x):
         return one(gshard.split(x, 0, 8))
 
     same(gshard.jit(f, mesh=8)(x), one(x))
@@ -68,10 +51,10 @@ def test_alone_it_gets_all_and_strict_says_so(rng: np.random.Generator) -> None:
         gshard.jit(f, mesh=8, strict=True)(x)
 
 
-def prefetched(order: Any, x: Any) -> Any:
+def prefetched(order, x):
     """Blocks of two rows taken in an order that is prefetched, as in block-sparse attention."""
 
-    def body(order: Any, x: Any, y: Any) -> None:
+    def body(order, x, y):
         y[...] = x[...] * 2 + order[pallas.program_id(0)]
 
     blocks = pallas.BlockSpec((2, x.shape[1]), lambda i, order: (order[i], 0))
@@ -85,11 +68,11 @@ def prefetched(order: Any, x: Any) -> Any:
     return pallas.pallas_call(body, grid_spec=grid, out_shape=out, interpret=True)(order, x)
 
 
-def counted(count: Any, x: Any) -> Any:
+def counted(count, x):
     """As many blocks as an argument says."""
     rows = pallas.BlockSpec((2, x.shape[1]), lambda i: (i, 0))
 
-    def body(x: Any, y: Any) -> None:
+    def body(x, y):
         y[...] = x[...] * 2
 
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -100,11 +83,11 @@ FIRST = {"prefetched": (prefetched, np.array([3, 1, 0, 2, 7, 6, 5, 4], np.int32)
 
 
 @pytest.mark.parametrize("name", FIRST)
-def test_operands_without_blocks_come_first(name: str, rng: np.random.Generator) -> None:
+def test_operands_without_blocks_come_first(name, rng):
     call, first = FIRST[name]
     x = rng.standard_normal((16, 6), np.float32)
 
-    def alone(first: Any, x: Any) -> Any:
+    def alone(first, x):
         return call(first, gshard.split(x, 0, 8)) + 1
 
     same(gshard.jit(alone, mesh=8)(first, x), jax.jit(call)(first, x) + 1)
@@ -114,11 +97,11 @@ def test_operands_without_blocks_come_first(name: str, rng: np.random.Generator)
 
 
 @pytest.mark.parametrize("name", FIRST)
-def test_mapped_they_send_nothing(name: str, rng: np.random.Generator) -> None:
+def test_mapped_they_send_nothing(name, rng):
     call, first = FIRST[name]
     x = rng.standard_normal((8, 16, 6), np.float32)
 
-    def mapped(first: Any, x: Any) -> Any:
+    def mapped(first, x):
         again = jax.vmap(call, (None, 0))
         return jax.lax.fori_loop(0, 2, lambda i, y: again(first, y), gshard.split(x, 0, 8))
 
@@ -127,63 +110,18 @@ def test_mapped_they_send_nothing(name: str, rng: np.random.Generator) -> None:
     assert not partitioned.lower(first, x).spmd.collectives
 
 
-def test_scalars_of_each_example(rng: np.random.Generator) -> None:
-    """JAX makes a loop of it, over examples that are split: right, and told."""
-    orders = np.stack([np.roll(np.arange(8, dtype=np.int32), i) for i in range(8)])
-    x = rng.standard_normal((8, 16, 6), np.float32)
-    both = gshard.jit(lambda o, x: jax.vmap(prefetched)(o, gshard.split(x, 0, 8)), mesh=8)
-    same(both(orders, x), jax.jit(jax.vmap(prefetched))(orders, x))
-    assert gshard.explain(both, orders, x).gathered
-
-
-def in_branch(x: Any) -> Any:
-    """The first step of the grid clears what all of them add to: a branch whose result has a type of its own."""
-
-    def body(x: Any, y: Any) -> None:
-        @pallas.when(pallas.program_id(0) == 0)
-        def clear() -> None:
-            y[...] = jnp.zeros_like(y)
-
-        y[...] += jax.lax.fori_loop(0, 3, lambda i, z: z + jnp.where(z > 0, jnp.ones((1, 8)), 0.5), x[...])
-
-    rows = pallas.BlockSpec((1, 8), lambda i: (0, 0))
-    out = jax.ShapeDtypeStruct((1, 8), x.dtype)
-    return pallas.pallas_call(body, out, grid=(2,), in_specs=[rows], out_specs=rows, interpret=True)(x)
-
-
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("shape", [(8,), (2, 4), (3,)])
-@pytest.mark.one_in(2)
-def test_in_shard_map_axes_have_several_atoms(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> None:
-    names, count = ("a", "b")[: len(shape)], int(np.prod(shape))
-    devices = np.array(jax.devices()[:count]).reshape(shape)
-    mesh = jax.sharding.Mesh(devices, names, axis_types=(getattr(jax.sharding.AxisType, kind),) * len(shape))
-    x = jax.device_put(rng.standard_normal((count, 8), np.float32), jax.sharding.NamedSharding(mesh, P(names)))
-    order = np.zeros(1, np.int32)
-
-    def part(order: Any, x: Any) -> Any:
-        return in_branch(x) + prefetched(order, jnp.concatenate([x, x]))[:1]
-
-    f = jax.shard_map(part, mesh=mesh, in_specs=(P(), P(names)), out_specs=P(names), check_vma=False)
-    with jax.set_mesh(mesh):
-        partitioned = gshard.jit(f, mesh=mesh)
-        for _ in range(2):
-            same(partitioned(order, x), jax.jit(f)(order, x))
-        assert not partitioned.lower(order, x).spmd.collectives
-
-
 @pytest.mark.parametrize("shape", [(8, 1), (2, 4)])
-def test_a_kernel_names_axes_of_the_mesh(shape: tuple[int, ...], rng: np.random.Generator) -> None:
+def test_a_kernel_names_axes_of_the_mesh(shape, rng):
     mesh = jax.make_mesh(shape, ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
-    def body(x: Any, y: Any) -> None:
+    def body(x, y):
         y[...] = x[...] * 2
 
         @pallas.when(jax.lax.axis_index("a") > 0)
-        def later() -> None:
+        def later():
             y[...] += jax.lax.axis_index(("a", "b")) * 10 + jax.lax.axis_index("b")
 
-    def part(x: Any) -> Any:
+    def part(x):
         return pallas.pallas_call(body, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
 
     f = jax.shard_map(part, mesh=mesh, in_specs=P(("a", "b")), out_specs=P(("a", "b")), check_vma=False)
@@ -192,7 +130,7 @@ def test_a_kernel_names_axes_of_the_mesh(shape: tuple[int, ...], rng: np.random.
 
 
 @pytest.mark.slow
-def test_splash_attention_and_grouped_products(rng: np.random.Generator) -> None:
+def test_splash_attention_and_grouped_products(rng):
     """JAX's own kernels for TPU, in interpret mode: mapped, and in ``shard_map``, with gradients."""
     mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     size = {f"block_{x}": 128 for x in ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")}

@@ -1,10 +1,6 @@
 """The pipeline: its stages in order, what they log, and the settled program that propagation and rewrites end with."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,44 +8,43 @@ import pytest
 from jax import ShapeDtypeStruct
 
 import gshard
-from gshard.planning.propagated import propagated_from
 from gshard.planning.settled import settled
 from gshard.search.pipeline import EMITTING, PLANNING, Draft, Settings, run
 
 MESH = gshard.Mesh.abstract(data=8)
 
 
-def f32(*shape: int) -> ShapeDtypeStruct:
+def f32(*shape):
     return ShapeDtypeStruct(shape, "float32")
 
 
-def rounds(x: Any, w: Any) -> Any:
+def rounds(x, w):
     """A loop over a split dimension: an operator once that is known."""
     return jax.lax.map(lambda row: jnp.tanh(row @ w), gshard.split(x, 0, "data")).sum()
 
 
-def transform(x: Any) -> Any:
+def transform(x):
     return jnp.abs(jnp.fft.fft2(gshard.split(x, 1, "data")))
 
 
-def token_in_front(x: Any, token: Any) -> Any:
+def token_in_front(x, token):
     """A sequence that is joined with little and reduced: computed in pieces."""
     x = jnp.concatenate([token, gshard.split(x, 0, "data")])
     return jnp.exp(x - x.max(0)).sum(0)
 
 
-def products(x: Any, w: Any) -> Any:
+def products(x, w):
     return jnp.tanh(gshard.split(x, 0, "data") @ gshard.split(w, 0, "data"))
 
 
-REWRITTEN: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+REWRITTEN = {
     "rounds": (rounds, (f32(16, 4, 32), f32(32, 8))),
     "transform": (transform, (f32(8, 16, 16),)),
     "token in front": (token_in_front, (f32(64, 4), f32(1, 4))),
 }
 
 
-def stages(f: Callable[..., Any], *arguments: Any, caplog: pytest.LogCaptureFixture, **options: Any) -> list[str]:
+def stages(f, *arguments, caplog, **options):
     """The stages that the log names while a program is made."""
     caplog.clear()
     with caplog.at_level(logging.DEBUG, "gshard.stages"):
@@ -57,7 +52,7 @@ def stages(f: Callable[..., Any], *arguments: Any, caplog: pytest.LogCaptureFixt
     return [record.getMessage().split("'")[1] for record in caplog.records if record.name == "gshard.stages"]
 
 
-def test_stages_run_in_order_and_log_what_they_made(caplog: pytest.LogCaptureFixture) -> None:
+def test_stages_run_in_order_and_log_what_they_made(caplog):
     assert stages(products, f32(64, 64), f32(64, 64), caplog=caplog) == ["propagate", "choose", "partition"]
     last = caplog.records[-1].getMessage()
     assert last.startswith("products: after 'partition'\nspmd program products on data=8")
@@ -71,24 +66,14 @@ def test_stages_run_in_order_and_log_what_they_made(caplog: pytest.LogCaptureFix
     assert [name for name in named if name in names] == sorted(named[1:], key=names.index)
 
 
-def test_a_program_that_is_rewritten_is_propagated_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_program_that_is_rewritten_is_propagated_again(caplog):
     f, arguments = REWRITTEN["rounds"]
     logged = stages(f, *arguments, caplog=caplog)
     assert logged == ["propagate", "rewrite where split", "propagate", "choose", "partition"]
 
 
-def test_nothing_is_formatted_while_the_log_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: object) -> str:
-        raise AssertionError("formatted")
-
-    monkeypatch.setattr(gshard.stages.Plan, "__str__", fail)
-    monkeypatch.setattr(gshard.stages.Program, "__str__", fail)
-    with jax.log_compiles(False):
-        gshard.jit(products, mesh=MESH).lower(f32(64, 64), f32(64, 64)).spmd  # noqa: B018  made
-
-
 @pytest.mark.parametrize("name", REWRITTEN)
-def test_a_settled_program_stays(name: str) -> None:
+def test_a_settled_program_stays(name):
     f, arguments = REWRITTEN[name]
     program = gshard.stages.trace(f, *arguments)
     propagated = settled(program, MESH)
@@ -102,14 +87,7 @@ def test_a_settled_program_stays(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REWRITTEN)
-def test_propagation_leaves_the_program_unchanged(name: str) -> None:
-    f, arguments = REWRITTEN[name]
-    program = gshard.stages.trace(f, *arguments)
-    assert propagated_from(program, MESH).program is program
-
-
-@pytest.mark.parametrize("name", REWRITTEN)
-def test_a_plan_of_a_rewritten_program_is_read_back(name: str) -> None:
+def test_a_plan_of_a_rewritten_program_is_read_back(name):
     f, arguments = REWRITTEN[name]
     program = gshard.stages.trace(f, *arguments)
     settings = Settings(MESH)

@@ -1,12 +1,7 @@
 """A search tries pipelines over the layers of a program; what it finds runs, and is written as marks."""
 
-from __future__ import annotations
-
 import dataclasses
-import json
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +10,8 @@ import pytest
 
 import gshard
 from gshard.core.errors import ArgumentError, ShardingError
-from gshard.core.mark import Schedule
 from gshard.device.machine import Machine
-from gshard.planning.layer_stacks import LayerStacks, layer_stacks, schedules_of, with_schedules
-from gshard.planning.settled import settled
+from gshard.planning.layer_stacks import schedules_of
 from search.test_patch import loaded
 
 SOURCE = """
@@ -46,11 +39,11 @@ LAYERS, UNITS, HIDDEN, ROWS = 8, 64, 128, 64
 RNG = np.random.default_rng(5)
 
 
-def normal(*shape: int) -> Any:
+def normal(*shape):
     return (RNG.standard_normal(shape) / 8).astype(np.float32)
 
 
-def arguments() -> tuple[Any, ...]:
+def arguments():
     params = {
         "first": normal(UNITS, UNITS),
         "layers": {"up": normal(LAYERS, UNITS, HIDDEN), "down": normal(LAYERS, HIDDEN, UNITS)},
@@ -61,7 +54,7 @@ def arguments() -> tuple[Any, ...]:
 ARGUMENTS = arguments()
 
 
-def slow_network() -> Machine:
+def slow_network():
     """Eight H100 on links with a thousandth of the bandwidth, without launches, which hold a third of the state."""
     machine = Machine.of("h100:8x1", 8)
     network = tuple(dataclasses.replace(d, bandwidth=d.bandwidth / 1000, latency=1e-7) for d in machine.network)
@@ -69,27 +62,27 @@ def slow_network() -> Machine:
 
 
 @pytest.fixture(scope="module")
-def step(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def step(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "model.py"
     path.write_text(SOURCE)
     return loaded(path, "pipelined_model").step
 
 
 @pytest.fixture(scope="module")
-def found(step: Any) -> gshard.stages.SearchResult:
+def found(step):
     return gshard.search(
         gshard.jit(step.__wrapped__, mesh={"data": 2, "model": 4}, donate_argnums=0), *ARGUMENTS,
         machine=slow_network(), progress=False,
     )  # fmt: skip
 
 
-def searched(f: Any, *args: Any, mesh: Any = None, machine: Machine | None = None, **options: Any) -> Any:
+def searched(f, *args, mesh=None, machine=None, **options):
     mesh = gshard.Mesh.abstract(stage=8) if mesh is None else mesh
     machine = slow_network() if machine is None else machine
     return gshard.search(f, *args, mesh=mesh, machine=machine, progress=False, **options)
 
 
-def check_steps(run: Any, step: Any, arguments: Any) -> Any:
+def check_steps(run, step, arguments):
     """Three steps, each from the state of the one before; the last state."""
     state, expected = (jax.tree.map(jnp.asarray, arguments[0]) for _ in range(2))
     for _ in range(3):
@@ -100,7 +93,7 @@ def check_steps(run: Any, step: Any, arguments: Any) -> Any:
     return state
 
 
-def test_rounds_are_tried_and_run(step: Any) -> None:
+def test_rounds_are_tried_and_run(step):
     """Few rows, so that the bubble is large, and slow products."""
     machine = Machine.of("h100:4x1", 4)
     network = tuple(dataclasses.replace(d, bandwidth=d.bandwidth / 1000, latency=1e-9) for d in machine.network)
@@ -118,7 +111,7 @@ def test_rounds_are_tried_and_run(step: Any) -> None:
     check_steps(gshard.jit(step.__wrapped__, mesh=found.mesh, plan=other.plan, donate_argnums=0), step, arguments)
 
 
-def test_a_pipeline_is_found_and_runs(step: Any, found: gshard.stages.SearchResult, tmp_path: Path) -> None:
+def test_a_pipeline_is_found_and_runs(step, found, tmp_path):
     assert found.best.chosen.name.startswith("pipeline over ")
     others = [
         other.cost.seconds
@@ -138,25 +131,13 @@ def test_a_pipeline_is_found_and_runs(step: Any, found: gshard.stages.SearchResu
         assert layers.shard_shape((LAYERS, UNITS, HIDDEN))[0] < LAYERS
 
 
-def test_a_plan_with_a_pipeline_is_for_its_program_only(found: gshard.stages.SearchResult, step: Any) -> None:
+def test_a_plan_with_a_pipeline_is_for_its_program_only(found, step):
     run = gshard.jit(lambda s, x, y: step.__wrapped__(s, 2 * x, y), mesh=found.mesh, plan=found.plan)
     with pytest.raises(gshard.PlanError, match="is not the program"):
         run(*ARGUMENTS)
 
 
-def test_a_saved_plan_without_schedules_is_read(found: gshard.stages.SearchResult) -> None:
-    """Files of versions before pipelines."""
-    saved = gshard.SavedPlan.of(found.plan)
-    data = json.loads(saved.as_json())
-    assert [tuple(schedule) for schedule in data["schedules"]]
-    del data["schedules"]
-    assert gshard.SavedPlan.of_json(json.dumps(data)) == dataclasses.replace(saved, schedules=())
-    assert gshard.SavedPlan.of_json(saved.as_json()) == saved
-
-
-def test_the_patch_has_the_pipeline(
-    found: gshard.stages.SearchResult, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_patch_has_the_pipeline(found, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "model.py"
     path.write_text(SOURCE)
@@ -175,24 +156,24 @@ def test_the_patch_has_the_pipeline(
     np.testing.assert_allclose(patched(*ARGUMENTS)[1], module.step(*ARGUMENTS)[1], rtol=1e-5)
 
 
-def test_alternatives_of_a_plan_with_a_pipeline_are_refused(found: gshard.stages.SearchResult) -> None:
+def test_alternatives_of_a_plan_with_a_pipeline_are_refused(found):
     with pytest.raises(ArgumentError, match="without the plan's pipelines"):
         found.why("first")
 
 
-def names_of(found: gshard.stages.SearchResult) -> list[str]:
+def names_of(found):
     return [other.name for other in found.best.others]
 
 
-def test_pipelines_that_cannot_be_faster_are_not_planned(step: Any) -> None:
+def test_pipelines_that_cannot_be_faster_are_not_planned(step):
     """Here a call is launches and little else, which a pipeline repeats in each turn."""
     machine = dataclasses.replace(Machine.of("h100:1x8", 8), launch=1e-3)
     found = searched(step.__wrapped__, *ARGUMENTS, machine=machine)
     assert not any("pipeline" in name for name in names_of(found))
 
 
-def test_the_users_pipeline_is_kept(step: Any) -> None:
-    def marked(state: Any, x: Any, y: Any) -> Any:
+def test_the_users_pipeline_is_kept(step):
+    def marked(state, x, y):
         return step.__wrapped__(gshard.pipeline(state, "stage", micro_batches=2, paths="0/layers"), x, y)
 
     found = searched(marked, *ARGUMENTS)
@@ -200,87 +181,23 @@ def test_the_users_pipeline_is_kept(step: Any) -> None:
     assert "2 micro-batches" in found.plan.program.pipelines[0]
 
 
-def test_a_layer_that_mixes_rows_has_no_pipeline() -> None:
-    def mixed(layers: Any, x: Any) -> Any:
+def test_a_layer_that_mixes_rows_has_no_pipeline():
+    def mixed(layers, x):
         return jax.lax.scan(lambda x, w: (jnp.tanh((x - x.mean(0)) @ w), None), x, layers)[0]
 
     found = searched(mixed, normal(8, 16, 16), normal(32, 16))
     assert not any("pipeline" in name for name in names_of(found))
 
 
-def test_pipelines_for_which_the_time_is_too_short_are_listed(step: Any) -> None:
-    found = searched(step.__wrapped__, *ARGUMENTS, budget_seconds=0.2)
-    assert not any("pipeline" in name for name in names_of(found))
-    assert any("pipeline" in name for name in found.left_out)
-
-
-def test_an_empty_batch_has_no_pipeline() -> None:
-    found = searched(lambda w, x: jax.lax.scan(plain, x, w)[0], normal(8, 16, 16), normal(0, 16))
-    assert not any("pipeline" in name for name in names_of(found))
-
-
-def stacks_of(f: Any, *args: Any) -> LayerStacks | None:
-    return layer_stacks(settled(gshard.stages.trace(f, *args), gshard.Mesh.abstract(stage=4)).program)
-
-
-def plain(x: Any, w: Any) -> Any:
-    return jnp.tanh(x @ w), None
-
-
-def test_stacks_are_found_behind_casts_and_in_loops() -> None:
-    w, x = normal(6, 8, 8), normal(4, 10, 8)
-
-    def narrow(w: Any, x: Any) -> Any:
-        return jax.lax.scan(plain, x[0].astype(jnp.bfloat16), w.astype(jnp.bfloat16))[0]
-
-    def accumulated(w: Any, x: Any) -> Any:
-        one = lambda total, x: (total + jax.grad(lambda w: jax.lax.scan(plain, x, w)[0].sum())(w), None)  # noqa: E731
-        return jax.lax.scan(one, jnp.zeros_like(w), x)[0]
-
-    def last_dimension(w: Any, x: Any) -> Any:
-        return jax.lax.scan(plain, x[0], jnp.moveaxis(w, -1, 0))[0]
-
-    assert stacks_of(narrow, w, x) == LayerStacks(6, (0,), 10)
-    assert stacks_of(accumulated, w, x) == LayerStacks(6, (0,), 10)
-    assert stacks_of(last_dimension, np.moveaxis(w, 0, -1), x) is None  # the argument's first dimension is another one
-
-
-def test_without_a_loop_over_layers_there_are_no_stacks() -> None:
-    x = normal(4, 8)
-    assert stacks_of(lambda x: jax.lax.fori_loop(0, 5, lambda _, x: jnp.tanh(x), x), x) is None
-    assert stacks_of(lambda x: jax.lax.scan(lambda total, x: (total + x, None), jnp.zeros(8), x)[0], x) is None
-    assert stacks_of(lambda x: jnp.tanh(x), x) is None
-
-
-def test_the_larger_of_two_stacks_is_found() -> None:
-    def two(encoder: Any, decoder: Any, x: Any) -> Any:
-        return jax.lax.scan(plain, jax.lax.scan(plain, x, encoder)[0], decoder)[0]
-
-    assert stacks_of(two, normal(4, 8, 8), normal(6, 8, 8), normal(10, 8)) == LayerStacks(6, (1,), 10)
-    assert stacks_of(two, normal(6, 8, 8), normal(6, 8, 8), normal(10, 8)) == LayerStacks(6, (0, 1), 10)
-
-
-def test_stages_are_not_added_to_a_marked_argument() -> None:
-    program = gshard.stages.trace(lambda w, x: jax.lax.scan(plain, x, w)[0], normal(4, 8, 8), normal(4, 8))
-    schedule = Schedule("stage", 2)
-    marked = with_schedules(program, {0: schedule})
-    assert marked is not None
-    assert schedules_of(marked) == {0: schedule}
-    again = with_schedules(marked, {0: schedule})
-    assert again is not None
-    assert again.argument_marks == marked.argument_marks
-    assert with_schedules(marked, {0: Schedule("stage", 4)}) is None
-
-
-def test_paths_choose_the_stacks() -> None:
+def test_paths_choose_the_stacks():
     mesh = gshard.Mesh.abstract(stage=4)
     params, x = ARGUMENTS[0][0], ARGUMENTS[1]
 
-    def by_paths(params: Any, x: Any) -> Any:
+    def by_paths(params, x):
         params = gshard.pipeline(params, "stage", micro_batches=4, paths=["layers/*"])
         return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["up"]) @ w["down"], None), x, params["layers"])[0]
 
-    def by_hand(params: Any, x: Any) -> Any:
+    def by_hand(params, x):
         layers = gshard.pipeline(params["layers"], "stage", micro_batches=4)
         return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["up"]) @ w["down"], None), x, layers)[0]
 
@@ -293,7 +210,7 @@ def test_paths_choose_the_stacks() -> None:
         gshard.pipeline(params, "stage", micro_batches=4, paths=["first", "layers"])
 
 
-def test_one_more_mark_keeps_the_pipeline(found: gshard.stages.SearchResult) -> None:
+def test_one_more_mark_keeps_the_pipeline(found):
     again = found.with_mark("first", jax.P(), progress=False)
     assert again.plan.program.pipelines == found.plan.program.pipelines
     assert schedules_of(again.plan.program) == schedules_of(found.plan.program)

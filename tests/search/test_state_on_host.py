@@ -1,9 +1,5 @@
 """A state on the host: what is found, that numbers stay the same, and that one layer at a time is on the devices."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,11 +12,11 @@ from gshard.search.state_on_host import state_to_offload, with_state_on_host
 LAYERS = 4
 
 
-def adam(state: Any, x: Any) -> Any:
+def adam(state, x):
     """Adam, written leaf by leaf for each moment, as optimizers are."""
     weights, first, second = state
 
-    def loss(weights: Any) -> Any:
+    def loss(weights):
         y = x
         for w in weights:
             y = jnp.tanh(y @ w)
@@ -33,22 +29,22 @@ def adam(state: Any, x: Any) -> Any:
     return (weights, first, second), value
 
 
-def numbers(rng: np.random.Generator) -> Any:
-    def arrays(scale: float) -> list[Any]:
+def numbers(rng):
+    def arrays(scale):
         return [jnp.asarray(scale * rng.standard_normal((16, 16)), "float32") for _ in range(LAYERS)]
 
     return (arrays(0.3), arrays(0.0), arrays(0.0)), jnp.asarray(rng.standard_normal((8, 16)), "float32")
 
 
-def traced(f: Any, *args: Any) -> Any:
+def traced(f, *args):
     return gshard.jit(f, mesh=gshard.Mesh.abstract(d=1)).lower(*args).program
 
 
-def on_host(x: Any) -> Any:
+def on_host(x):
     return jax.device_put(x, SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))
 
 
-def test_the_moments_are_found_and_the_weights_are_not(rng: np.random.Generator) -> None:
+def test_the_moments_are_found_and_the_weights_are_not(rng):
     state, x = numbers(rng)
     count = len(jax.tree.leaves(state))
     found = state_to_offload(traced(adam, state, x), range(count))
@@ -56,23 +52,18 @@ def test_the_moments_are_found_and_the_weights_are_not(rng: np.random.Generator)
     assert not state_to_offload(traced(adam, state, x), [])
 
 
-def test_what_a_product_or_a_loop_reads_stays() -> None:
+def test_what_a_product_or_a_loop_reads_stays():
     array = jax.ShapeDtypeStruct((16, 16), "float32")
 
-    def step(a: Any, b: Any, c: Any) -> Any:
+    def step(a, b, c):
         looped = jax.lax.fori_loop(0, 3, lambda i, y: 0.5 * y + b, jnp.zeros_like(b))
         return a + a @ a, looped, 0.9 * c
 
     assert state_to_offload(traced(step, array, array, array), range(3)) == {2: 2}
 
 
-def test_small_arrays_stay() -> None:
-    large, small = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((), "float32")
-    assert state_to_offload(traced(lambda a, n: (0.9 * a, n + 1), large, small), range(2)) == {0: 0}
-
-
 @pytest.mark.parametrize("calls", [3])
-def test_numbers_are_those_of_the_step(calls: int, rng: np.random.Generator) -> None:
+def test_numbers_are_those_of_the_step(calls, rng):
     state, x = numbers(rng)
     program = traced(adam, state, x)
     pairs = state_to_offload(program, range(3 * LAYERS))
@@ -87,7 +78,7 @@ def test_numbers_are_those_of_the_step(calls: int, rng: np.random.Generator) -> 
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, theirs)
 
 
-def test_one_layer_of_the_state_is_fetched_at_a_time(rng: np.random.Generator) -> None:
+def test_one_layer_of_the_state_is_fetched_at_a_time(rng):
     state, x = numbers(rng)
     shapes = (state[0], *jax.tree.map(on_host, state[1:]))
     jaxpr = jax.make_jaxpr(with_state_on_host(adam, frozenset(range(LAYERS, 3 * LAYERS))))(shapes, x)
@@ -101,19 +92,10 @@ def test_one_layer_of_the_state_is_fetched_at_a_time(rng: np.random.Generator) -
     assert 1 <= most <= 2, "no more than the two moments of one layer"
 
 
-def test_a_state_that_is_not_on_the_host_gives_the_same_program(rng: np.random.Generator) -> None:
-    state, x = numbers(rng)
-    same = jax.make_jaxpr(with_state_on_host(adam, frozenset()))(state, x)
-    assert not [eqn for eqn in same.jaxpr.eqns if eqn.primitive.name == "device_put"]
-    assert sorted(str(e.primitive) for e in same.jaxpr.eqns) == sorted(
-        str(e.primitive) for e in jax.make_jaxpr(adam)(state, x).jaxpr.eqns
-    )
+def test_effects_keep_their_order():
+    told = []
 
-
-def test_effects_keep_their_order() -> None:
-    told: list[float] = []
-
-    def step(m: Any, g: Any) -> Any:
+    def step(m, g):
         new = 0.9 * m + g
         jax.debug.callback(lambda n: told.append(float(n)), new.sum())
         return new
@@ -121,14 +103,4 @@ def test_effects_keep_their_order() -> None:
     m = on_host(jnp.ones((4, 4)))
     new = jax.jit(with_state_on_host(step, {0}))(m, jnp.ones((4, 4)))
     jax.effects_barrier()
-    assert told == pytest.approx([1.9 * 16])
-    assert new.sharding.memory_kind == "pinned_host"
-
-
-def test_static_arguments_pass() -> None:
-    def step(m: Any, scale: Any, name: str) -> Any:
-        return m * scale + len(name)
-
-    m = on_host(jnp.ones((4, 4)))
-    moved = jax.jit(with_state_on_host(step, {0}, static=(2,)), static_argnums=2)
-    np.testing.assert_allclose(np.asarray(moved(m, 3.0, "ab")), 5.0)
+    assert (told, new.sharding.memory_kind) == (pytest.approx([1.9 * 16]), "pinned_host")

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +17,12 @@ CUBE = {"a": 2, "b": 2, "c": 2}
 ORDERS = [axes for n in (1, 2, 3) for axes in itertools.permutations(CUBE, n)]
 
 
-def random_locals(rng: np.random.Generator, shape: tuple[int, ...], dtype: str = "float32", devices: int = 8):
+def random_locals(rng, shape, dtype="float32", devices=8):
     values = rng.normal(scale=50.0, size=(devices, *shape))
     return values > 0 if dtype == "bool" else np.asarray(values, jnp.dtype(dtype))
 
 
-def run_for_real(function: Callable, sizes: dict[str, int], *stacked) -> list[np.ndarray]:
+def run_for_real(function, sizes, *stacked):
     """Every device gets one row of each argument and gives one row of each result."""
     mesh = Mesh(np.array(jax.devices()[: math.prod(sizes.values())]).reshape(*sizes.values()), tuple(sizes))
     rows = PartitionSpec(tuple(sizes))
@@ -35,13 +34,12 @@ def run_for_real(function: Callable, sizes: dict[str, int], *stacked) -> list[np
     return jax.jit(mapped)(*stacked)
 
 
-def check(function: Callable, sizes: dict[str, int], *stacked, tolerance: float = 1e-6) -> None:
+def check(function, sizes, *stacked, tolerance=1e-6):
     expected = [np.asarray(x) for x in run_for_real(function, sizes, *stacked)]
     actual = simulate_function(function, sizes, *stacked)
     assert len(actual) == len(expected)
     for got, want in zip(actual, expected, strict=True):
-        assert got.dtype == want.dtype
-        assert got.shape == want.shape
+        assert (got.dtype, got.shape) == (want.dtype, want.shape)
         if got.dtype.kind in "biu":
             np.testing.assert_array_equal(got, want)
         else:
@@ -59,7 +57,7 @@ FAST = ("a", "c", "ac", "ba", "cb", "abc", "cab")
     "axes", [pytest.param(x, id="".join(x), marks=() if "".join(x) in FAST else pytest.mark.slow) for x in ORDERS]
 )
 @pytest.mark.one_in(2)
-def test_collectives_over_axes_in_any_order(axes: tuple[str, ...], rng: np.random.Generator) -> None:
+def test_collectives_over_axes_in_any_order(axes, rng):
     n = 2 ** len(axes)
     ring = [(i, (i + 1) % n) for i in range(n)]
 
@@ -90,7 +88,7 @@ def test_collectives_over_axes_in_any_order(axes: tuple[str, ...], rng: np.rando
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int32", "float16", "bfloat16", "float32", "complex64"])
-def test_dtypes(dtype: str, rng: np.random.Generator) -> None:
+def test_dtypes(dtype, rng):
     """Integers wrap around, booleans are counted by psum and combined by pmax."""
 
     def everything(x):
@@ -106,7 +104,7 @@ def test_dtypes(dtype: str, rng: np.random.Generator) -> None:
     check(everything, CUBE, random_locals(rng, (4, 3), dtype), tolerance=1e-2 if "16" in dtype else 1e-6)
 
 
-def test_axis_index_groups(rng: np.random.Generator) -> None:
+def test_axis_index_groups(rng):
     def everything(x):
         mixed = {"axis_name": ("c", "a"), "axis_index_groups": [[3, 0], [1, 2]]}
         return [
@@ -123,31 +121,14 @@ def test_axis_index_groups(rng: np.random.Generator) -> None:
     check(everything, CUBE, random_locals(rng, (4, 2), "int32"))
 
 
-def test_groups_follow_the_order_of_the_axes() -> None:
+def test_groups_follow_the_order_of_the_axes():
     sizes = (("a", 2), ("b", 3))
     assert device_groups(sizes, ("a", "b")) == ((0, 1, 2, 3, 4, 5),)
     assert device_groups(sizes, ("b", "a")) == ((0, 3, 1, 4, 2, 5),)
     assert device_groups(sizes, ("b",), ((2, 0), (1,))) == ((2, 0), (1,), (5, 3), (4,))
 
 
-@pytest.mark.parametrize("sizes", [{"a": 2, "b": 3}, {"b": 3}, {"a": 1, "b": 2}], ids=str)
-def test_other_meshes(sizes: dict[str, int], rng: np.random.Generator) -> None:
-    axes = tuple(reversed(sizes))
-
-    def everything(x):
-        return [
-            lax.psum(x, axes),
-            lax.all_gather(x, axes, tiled=True),
-            lax.all_to_all(x, "b", 0, 1, tiled=True),
-            lax.psum_scatter(x, axes, tiled=True),
-            lax.ppermute(x, "b", [(1, 0)]),
-            lax.axis_index(axes) + x,
-        ]
-
-    check(everything, sizes, random_locals(rng, (6, 2), "int32", math.prod(sizes.values())))
-
-
-def test_hundreds_of_devices(rng: np.random.Generator) -> None:
+def test_hundreds_of_devices(rng):
     """No such machine is needed: the parts of a sum meet again whatever the mesh."""
     sizes = {"pod": 3, "data": 16, "model": 7}
     axes = ("model", "pod", "data")
@@ -166,7 +147,7 @@ def test_hundreds_of_devices(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(there_and_back, x)
 
 
-def test_ragged_all_to_all(rng: np.random.Generator) -> None:
+def test_ragged_all_to_all(rng):
     """Every device sends ``row counts[i][j]`` of its rows to device j; rows arrive in the order of the senders."""
     n, counts = 3, np.array([[1, 0, 2], [2, 1, 0], [0, 3, 1]], np.int32)
     rows = random_locals(rng, (3, 2), "int32", n)
@@ -185,7 +166,7 @@ def test_ragged_all_to_all(rng: np.random.Generator) -> None:
         assert (got[j, len(want) :] == -1).all()
 
 
-def test_collective_under_vmap_and_grad(rng: np.random.Generator) -> None:
+def test_collective_under_vmap_and_grad(rng):
     def loss(x):
         gathered = lax.all_gather(x, ("c", "a"), tiled=True)
         return (gathered**2).sum() + lax.psum(jnp.sin(x), "b").sum()
@@ -201,7 +182,7 @@ def test_collective_under_vmap_and_grad(rng: np.random.Generator) -> None:
     check(everything, CUBE, random_locals(rng, (4, 3)) / 50)
 
 
-def test_regions_with_collectives_inside(rng: np.random.Generator) -> None:
+def test_regions_with_collectives_inside(rng):
     @jax.custom_vjp
     def custom(x):
         return lax.psum(x, "a")
@@ -225,7 +206,7 @@ def test_regions_with_collectives_inside(rng: np.random.Generator) -> None:
     check(everything, CUBE, random_locals(rng, (3, 2)) / 50, np.arange(8, dtype=np.int32) % 3, tolerance=1e-5)
 
 
-def test_regions_without_collectives_and_captured_arrays(rng: np.random.Generator) -> None:
+def test_regions_without_collectives_and_captured_arrays(rng):
     table = rng.normal(size=(5, 3)).astype(np.float32)
 
     def everything(x, n):
@@ -239,7 +220,7 @@ def test_regions_without_collectives_and_captured_arrays(rng: np.random.Generato
     check(everything, CUBE, random_locals(rng, (4, 3)) / 50, np.arange(8, dtype=np.int32) % 5, tolerance=1e-5)
 
 
-def test_random_keys(rng: np.random.Generator) -> None:
+def test_random_keys(rng):
     """Keys cannot be numpy arrays; they pass through runs, scans and results all the same."""
 
     def everything(seed):
@@ -257,32 +238,10 @@ def test_random_keys(rng: np.random.Generator) -> None:
     assert jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)
 
 
-def test_inner_jaxpr_of_a_shard_map(rng: np.random.Generator) -> None:
-    """Global arrays in, global arrays out, is the caller's business: rows are devices."""
-    x = random_locals(rng, (2, 3))
-    jaxpr, consts = local_jaxpr(lambda x: lax.psum(x, "b") * np.arange(3, dtype=np.float32), CUBE, x[0])
-    assert len(jaxpr.invars) == 1 + len(consts)
-    stacked = [np.broadcast_to(c, (8, *c.shape)) for c in consts]
-    (product,) = simulate(jaxpr, (), CUBE, [*stacked, x])
-    (as_lists,) = simulate(jaxpr, (), CUBE, [*map(list, stacked), list(x)])
-    pairs = x.reshape(2, 2, 2, 2, 3).sum(1, keepdims=True).repeat(2, 1).reshape(x.shape)
-    np.testing.assert_allclose(product, pairs * np.arange(3), rtol=1e-5)
-    np.testing.assert_array_equal(product, as_lists)
-
-
-def test_consts_of_an_open_jaxpr(rng: np.random.Generator) -> None:
-    x, table = random_locals(rng, (3,)), rng.normal(size=3).astype(np.float32)
-    jaxpr = jax.make_jaxpr(lambda x: x * jnp.asarray(table))(x[0])
-    opened = getattr(jaxpr, "jaxpr", jaxpr)
-    for program, consts in ((jaxpr, ()), (opened, () if hasattr(opened, "consts") else jaxpr.consts)):
-        (product,) = simulate(program, consts, CUBE, [x])
-        np.testing.assert_array_equal(product, x * table)
-
-
-def test_equations_mean_what_they_say_whatever_the_compiler_makes_of_them() -> None:
+def test_equations_mean_what_they_say_whatever_the_compiler_makes_of_them():
     """Rows moved down by one: XLA on CPU, compiling this as a whole, reads what it has overwritten (#49176)."""
 
-    def moved(x: jax.Array) -> jax.Array:
+    def moved(x):
         base = x + 1
         return lax.dynamic_update_slice(base, base[:3], (1, 0, 0)).reshape((1, 4, 1))
 
@@ -290,15 +249,7 @@ def test_equations_mean_what_they_say_whatever_the_compiler_makes_of_them() -> N
     np.testing.assert_array_equal(np.ravel(simulate_function(moved, {"a": 2}, x)), [1, 1, 2, 3, 5, 5, 6, 7])
 
 
-def test_empty_arrays() -> None:
-    gathered, summed = simulate_function(
-        lambda x: (lax.all_gather(x, "a", tiled=True), lax.psum(x, "a")), {"a": 3}, np.zeros((3, 0, 2), np.float32)
-    )
-    assert gathered.shape == (3, 0, 2)
-    assert summed.shape == (3, 0, 2)
-
-
-def test_devices_that_would_wait_forever_are_an_error() -> None:
+def test_devices_that_would_wait_forever_are_an_error():
     def branch(x):
         return lax.cond(x > 0, lambda x: lax.psum(x, "a"), lambda x: x, x)
 
@@ -312,7 +263,7 @@ def test_devices_that_would_wait_forever_are_an_error() -> None:
         simulate_function(loop, {"a": 2}, x)
 
 
-def test_permutations_that_are_none_are_an_error() -> None:
+def test_permutations_that_are_none_are_an_error():
     x = np.arange(8, dtype=np.int32)
     with pytest.raises(RuleError, match="destination twice"):
         simulate_function(lambda x: lax.ppermute(x, "a", [(0, 1), (1, 1)]), CUBE, x)
@@ -320,7 +271,7 @@ def test_permutations_that_are_none_are_an_error() -> None:
         simulate_function(lambda x: lax.ppermute(x, ("c", "a"), [(0, 1)]), CUBE, x)
 
 
-def test_arguments_that_do_not_fit_are_an_error() -> None:
+def test_arguments_that_do_not_fit_are_an_error():
     jaxpr, _ = local_jaxpr(lambda x: x + 1, {"a": 2}, np.zeros(3, np.float32))
     with pytest.raises(TraceError, match="given for 3 devices"):
         simulate(jaxpr, (), {"a": 2}, [np.zeros((3, 3), np.float32)])

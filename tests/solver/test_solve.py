@@ -29,9 +29,7 @@ def test_it_is_the_exhaustive_optimum(seed):
     assert str(found)
     if found.fits:
         assert found.value == problem.value(found.states) == best
-        assert found.bound == best
-        assert found.gap == 0
-        assert found.peak == problem.peak(found.states)
+        assert (found.bound, found.gap, found.peak) == (best, 0, problem.peak(found.states))
         for node, true in enumerate(exhaustive_alternatives(problem)):
             assert (found.alternatives(node) <= true + 1e-6).all()
             assert found.alternatives(node)[found.states[node]] >= found.bound - 1e-6
@@ -177,9 +175,7 @@ def test_where_nothing_fits_the_least_peak_is_told():
     problem = Problem.of([[0, 9], [0, 9], [0, 9]], loads=loads, limit=90, names=["weights", "gradients", "mask"])
     found = solve(problem)
     assert not found.fits
-    assert found.gap == 1
-    assert found.peak == 100
-    assert found.peak_bound == pytest.approx(100)
+    assert (found.gap, found.peak, found.peak_bound) == (1, 100, pytest.approx(100))
     assert found.fullest() == (3, [(0, 60.0), (1, 40.0)])
     for text in ("90", "100", "weights", "gradients", "moment 3", "none is below 100"):
         assert text in str(found)

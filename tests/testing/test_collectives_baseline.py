@@ -1,11 +1,6 @@
 """Baselines of what a jitted function sends: what is written, read and compared, and what a difference says."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import hypothesis
 import jax
@@ -41,23 +36,23 @@ PROGRAMS = {
 
 
 @pytest.fixture(scope="module")
-def fsdp() -> gshard.stages.CompiledExplanation:
+def fsdp():
     return PROGRAMS["fsdp"]()
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     return tmp_path / "tests" / "step.collectives.txt"
 
 
-def differs(found: Any, file: Path, **options: Any) -> str:
+def differs(found, file, **options):
     """The message of a comparison that fails."""
     with pytest.raises(AssertionError) as error:
         assert_no_more_collectives(found, baseline=file, **options)
     return str(error.value).replace(str(file), file.name)
 
 
-def written(file: Path, record: SentRecord, **changed: Any) -> SentRecord:
+def written(file, record, **changed):
     """Writes a record with other figures as the baseline."""
     other = dataclasses.replace(record, **changed)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +61,7 @@ def written(file: Path, record: SentRecord, **changed: Any) -> SentRecord:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_is_as_the_baseline_that_is_written_of_it(name: str, file: Path) -> None:
+def test_a_program_is_as_the_baseline_that_is_written_of_it(name, file):
     found = PROGRAMS[name]()
     assert "there is no baseline" in differs(found, file)
     assert not file.exists(), "only an update writes"
@@ -88,24 +83,24 @@ figures = strategies.tuples(strategies.integers(0, 10**6), strategies.integers(0
     strategies.lists(strategies.tuples(words, words | strategies.just(""), figures), max_size=4),
     strategies.integers(0, 10**13),
 )
-def test_a_record_is_read_as_it_was_written(sums: Any, rows: Any, peak: int) -> None:
+def test_a_record_is_read_as_it_was_written(sums, rows, peak):
     keyed = {(*where, array, module): of for where in sums for array, module, of in rows}
     record = SentRecord("f", "data=8", peak, keyed, sums, "0.10.2", "cpu")
     assert SentRecord.read(record.text()) == record
 
 
-def test_the_file(golden: Callable[[str, str], None], fsdp: gshard.stages.CompiledExplanation) -> None:
+def test_the_file(golden, fsdp):
     """Without the peak and the version, which depend on JAX."""
     record = dataclasses.replace(SentRecord.of(fsdp), peak=100_000, jax="0.10.2")
     golden("collectives_baseline", record.text())
 
 
-def test_lines_of_the_source_are_not_in_it(fsdp: gshard.stages.CompiledExplanation) -> None:
+def test_lines_of_the_source_are_not_in_it(fsdp):
     assert ".py" in str(fsdp)
     assert ".py" not in SentRecord.of(fsdp).text()
 
 
-def test_more_is_refused_and_less_only_if_asked(file: Path, fsdp: gshard.stages.CompiledExplanation) -> None:
+def test_more_is_refused_and_less_only_if_asked(file, fsdp):
     record = SentRecord.of(fsdp)
     gathers = ("all_gather", "data")
     times, size = record.sums[gathers]
@@ -125,7 +120,7 @@ def test_more_is_refused_and_less_only_if_asked(file: Path, fsdp: gshard.stages.
     assert "was 0, 0 B" in differs(fsdp, file)
 
 
-def test_memory_has_a_tolerance(file: Path, fsdp: gshard.stages.CompiledExplanation) -> None:
+def test_memory_has_a_tolerance(file, fsdp):
     record = SentRecord.of(fsdp)
     for part, exact, tolerance, passes in (
         (0.99, False, 0.02, True), (0.97, False, 0.02, False), (0.97, False, 0.05, True), (0.5, True, 0.02, False),
@@ -138,14 +133,14 @@ def test_memory_has_a_tolerance(file: Path, fsdp: gshard.stages.CompiledExplanat
             assert "peak memory: " in differs(fsdp, file, exact=exact, tolerance=tolerance)
 
 
-def test_other_arrays_differ_only_if_asked(file: Path, fsdp: gshard.stages.CompiledExplanation) -> None:
+def test_other_arrays_differ_only_if_asked(file, fsdp):
     record = SentRecord.of(fsdp)
     written(file, record, rows={(k, axes, "another", module): of for (k, axes, _, module), of in record.rows.items()})
     assert_no_more_collectives(fsdp, baseline=file)
     assert "other arrays, or other modules" in differs(fsdp, file, exact=True)
 
 
-def test_an_update_leaves_a_file_that_is_as_good(file: Path, fsdp: gshard.stages.CompiledExplanation) -> None:
+def test_an_update_leaves_a_file_that_is_as_good(file, fsdp):
     record = SentRecord.of(fsdp)
     written(file, record, peak=int(record.peak * 1.01), jax="0.0.1", platform="tpu")
     before = file.read_text()
@@ -156,9 +151,7 @@ def test_an_update_leaves_a_file_that_is_as_good(file: Path, fsdp: gshard.stages
     assert SentRecord.read(file.read_text()) == record
 
 
-def test_another_mesh_another_jax_and_other_devices_are_told(
-    file: Path, fsdp: gshard.stages.CompiledExplanation
-) -> None:
+def test_another_mesh_another_jax_and_other_devices_are_told(file, fsdp):
     written(file, SentRecord.of(fsdp), mesh="data=4", jax="0.0.1", platform="tpu")
     text = differs(fsdp, file)
     assert "mesh: data=8, was data=4" in text
@@ -166,7 +159,7 @@ def test_another_mesh_another_jax_and_other_devices_are_told(
     assert "compiled for tpu, and this program for cpu" in text
 
 
-def test_what_a_difference_says(golden: Callable[[str, str], None], file: Path) -> None:
+def test_what_a_difference_says(golden, file):
     """Of a step with one more layer. The peak is the same here, since it depends on JAX."""
     before = assert_collectives(jax.jit(step), fsdp_arguments(LAYERS - 1), total=range(100))
     now = PROGRAMS["fsdp"]()
@@ -176,7 +169,7 @@ def test_what_a_difference_says(golden: Callable[[str, str], None], file: Path) 
     golden("collectives_difference", without_lines(text))
 
 
-def test_a_file_that_is_no_baseline_is_told(file: Path, fsdp: gshard.stages.CompiledExplanation) -> None:
+def test_a_file_that_is_no_baseline_is_told(file, fsdp):
     file.parent.mkdir(parents=True)
     for text, words in (
         ("hello", "cannot read 'hello'"),
@@ -190,7 +183,7 @@ def test_a_file_that_is_no_baseline_is_told(file: Path, fsdp: gshard.stages.Comp
         assert words in str(error.value)
 
 
-def test_one_device_has_no_baseline(file: Path) -> None:
+def test_one_device_has_no_baseline(file):
     with pytest.raises(gshard.ArgumentError, match="for one device"):
         assert_no_more_collectives(jax.jit(jnp.tanh), (jnp.ones(8),), baseline=file, update=True)
     assert not file.exists()

@@ -1,10 +1,5 @@
 """``gshard.testing.check_kernel``: every split of a kernel, simulated, computes what the kernel computes whole."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,45 +8,45 @@ import pytest
 import gshard
 
 
-def attention(q: Any, k: Any, v: Any) -> Any:
+def attention(q, k, v):
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
     scores = jnp.where(jnp.arange(q.shape[1])[:, None] >= jnp.arange(k.shape[1]), scores, -1e30)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), v)
 
 
-def fast_attention(q: Any, k: Any, v: Any) -> Any:
+def fast_attention(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
-def norm(x: Any, scale: Any) -> Any:
+def norm(x, scale):
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
 
 
-def adam(w: Any, g: Any, m: Any, v: Any) -> Any:
+def adam(w, g, m, v):
     m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
     return w - 0.1 * m / (jnp.sqrt(v) + 1e-3), m, v
 
 
-def selected(logits: Any, labels: Any) -> Any:
+def selected(logits, labels):
     return jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
 
 
-def tokens_of_experts(x: Any, w: Any) -> Any:
+def tokens_of_experts(x, w):
     return jax.nn.gelu(jnp.einsum("etm,emh->eth", x, w))
 
 
-def recurrent(x: Any, w: Any) -> Any:
+def recurrent(x, w):
     """Dimension 1 is time; each step has a product."""
     step = lambda h, row: (jnp.tanh(row + h @ w), h)  # noqa: E731
     return jnp.moveaxis(jax.lax.scan(step, jnp.zeros_like(x[:, 0]), jnp.moveaxis(x, 1, 0))[1], 0, 1)
 
 
-def gated(a: Any, b: Any) -> Any:
+def gated(a, b):
     return jax.lax.associative_scan(lambda x, y: (x[0] * y[0], x[1] * y[0] + y[1]), (a, b), axis=1)[1]
 
 
-KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
+KERNELS = {
     "attention, shared keys": (fast_attention, attention, ((3, 4, 4, 3), (3, 4, 2, 3), (3, 4, 2, 3))),
     "attention, 6 heads, batch of 5": (fast_attention, attention, ((5, 4, 6, 3), (5, 4, 6, 3), (5, 4, 6, 3))),
     "product": (lambda x, w: (x.T * 1.0).T @ w, lambda x, w: x @ w, ((4, 6), (6, 7))),
@@ -63,14 +58,14 @@ KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[tuple[int
 }  # fmt: skip
 
 
-def arrays(shapes: tuple[tuple[int, ...], ...]) -> list[np.ndarray]:
+def arrays(shapes):
     rng = np.random.default_rng(0)
     return [rng.standard_normal(shape, np.float32) for shape in shapes]
 
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.one_in(3)
-def test_every_split_computes_the_same(name: str) -> None:
+def test_every_split_computes_the_same(name):
     fast, plain, shapes = KERNELS[name]
     args = arrays(shapes)
     if name == "adam":
@@ -79,7 +74,7 @@ def test_every_split_computes_the_same(name: str) -> None:
     assert gshard.testing.check_kernel(gshard.kernel(fast, like=plain), *args, most=most, tolerance=1e-4)
 
 
-def test_labels_are_no_floats() -> None:
+def test_labels_are_no_floats():
     kernel = gshard.kernel(selected, like=selected)
     logits, labels = arrays(((5, 6),))[0], np.array([0, 5, 2, 1, 3])
     checked = gshard.testing.check_kernel(kernel, logits, labels)
@@ -93,12 +88,12 @@ def test_labels_are_no_floats() -> None:
         (lambda x: 2 * x if x.shape[0] > 3 else 3 * x, "is not true of factor 'a'"),
     ],
 )
-def test_functions_that_differ_are_found(fast: Callable[..., Any], found: str) -> None:
+def test_functions_that_differ_are_found(fast, found):
     kernel = gshard.kernel(fast, like=lambda x: 2 * x)
     with pytest.raises(gshard.rules.RuleError, match=found):
         gshard.testing.check_kernel(kernel, *arrays(((6, 4),)))
 
 
-def test_only_kernels_are_checked() -> None:
+def test_only_kernels_are_checked():
     with pytest.raises(gshard.ArgumentError, match="check_kernel takes a kernel"):
-        gshard.testing.check_kernel(jax.jit(jnp.sin), 1.0)  # type: ignore[arg-type]
+        gshard.testing.check_kernel(jax.jit(jnp.sin), 1.0)

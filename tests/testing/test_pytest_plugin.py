@@ -1,7 +1,5 @@
 """The plugin for pytest: small test files that it runs in processes of their own."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -70,13 +68,13 @@ def test_not_even_by_the_fixture(collectives):
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "tests").mkdir()
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     return tmp_path
 
 
-def run(folder: Path, *options: str, sums: int = 1) -> tuple[int, str]:
+def run(folder, *options, sums=1):
     """What pytest returns and prints."""
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "SUMS": str(sums)}
@@ -88,7 +86,7 @@ def run(folder: Path, *options: str, sums: int = 1) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_a_baseline_is_written_kept_and_failed(folder: Path) -> None:
+def test_a_baseline_is_written_kept_and_failed(folder):
     (folder / "tests" / "test_steps.py").write_text(STEPS)
     baselines = folder / "tests" / "collectives"
 
@@ -133,7 +131,7 @@ def test_a_baseline_is_written_kept_and_failed(folder: Path) -> None:
     assert all("x2" in path.read_text() for path in baselines.iterdir())
 
 
-def test_it_imports_nothing_before_it_is_used(folder: Path) -> None:
+def test_it_imports_nothing_before_it_is_used(folder):
     (folder / "tests" / "test_without.py").write_text(WITHOUT)
     code, text = run(folder)
     assert code == 0, text
@@ -141,7 +139,7 @@ def test_it_imports_nothing_before_it_is_used(folder: Path) -> None:
     assert "--gshard-update" in text
 
 
-def test_the_page_is_a_file_of_tests(folder: Path) -> None:
+def test_the_page_is_a_file_of_tests(folder):
     code = [block.text for block in pages.blocks(ROOT / "docs" / "budgets.md") if block.kind == "python"]
     (folder / "tests" / "test_step.py").write_text("\n".join(code))
     baseline = folder / "tests" / "collectives" / "test_step.test_step.txt"

@@ -1,9 +1,6 @@
 """What stands for an equation, and transforms between gathers: solves, named axes, layouts."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,17 +25,17 @@ SQUARES = np.stack([SQUARE + i for i in range(8)])
 SIDE, SIDES = RNG.standard_normal(8).astype(np.float32), RNG.standard_normal((8, 8)).astype(np.float32)
 
 
-def exact(a: Any, b: Any) -> Any:
+def exact(a, b):
     """A solve with derivatives of its own, and something that it says beside."""
     solver = lambda mv, b: (jnp.linalg.solve(a, b), {"sum": b.sum()})  # noqa: E731
     return lax.custom_linear_solve(lambda x: a @ x, b, solver, symmetric=True, has_aux=True)
 
 
-def by(solver: Callable[..., Any]) -> Callable[..., Any]:
+def by(solver):
     return lambda a, b: solver(lambda x: a @ x, b, tol=1e-6)[0]
 
 
-def of_trees(a: Any, b: Any) -> Any:
+def of_trees(a, b):
     return cg(lambda x: {"p": a @ x["p"], "q": 2 * x["q"]}, {"p": b, "q": b})[0]
 
 
@@ -58,7 +55,7 @@ SOLVES = [
 ]  # fmt: skip
 
 
-def check(function: Callable[..., Any], arguments: tuple[Any, ...], tolerance: float) -> Any:
+def check(function, arguments, tolerance):
     jitted = gshard.jit(function, mesh=8, in_shardings=tuple(P("devices") for _ in arguments))
     got, want = jitted(*arguments), jax.jit(function)(*arguments)
     assert jax.tree.structure(got) == jax.tree.structure(want)
@@ -72,7 +69,7 @@ def check(function: Callable[..., Any], arguments: tuple[Any, ...], tolerance: f
 
 @pytest.mark.parametrize("name, function, arguments", SOLVES, ids=[name for name, _, _ in SOLVES])
 @pytest.mark.one_in(4)
-def test_solves(name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def test_solves(name, function, arguments):
     """Solvers stop at a residual: what they have found agrees as well as that says."""
     check(function, arguments, 2e-4)
 
@@ -82,22 +79,22 @@ def test_solves(name: str, function: Callable[..., Any], arguments: tuple[Any, .
     lambda x: lax.psum({"a": x, "b": x * 2}, "i"),
     lambda x: (lax.all_gather(x, "i"), lax.ppermute(x, "i", [(j, (j + 1) % 8) for j in range(8)]), lax.axis_index("i")),
 ])  # fmt: skip
-def test_collectives_over_an_axis_that_vmap_named(f: Callable[..., Any]) -> None:
+def test_collectives_over_an_axis_that_vmap_named(f):
     check(jax.vmap(f, axis_name="i"), (X,), 1e-6)
     twice = jax.vmap(jax.vmap(lambda x: lax.psum(jnp.sin(x), ("i", "j")), axis_name="i"), axis_name="j")
     check(twice, (X,), 1e-5)
     check(jax.grad(lambda x: jax.vmap(lambda x: x * lax.psum(jnp.sin(x), "i"), axis_name="i")(x).sum()), (X,), 1e-5)
 
 
-def test_a_mapped_sum_stays_split_until_it_is_combined() -> None:
+def test_a_mapped_sum_stays_split_until_it_is_combined():
     lowered = check(jax.vmap(lambda x: x - lax.pmean(x, "i"), axis_name="i"), (X,), 1e-6)
     assert {c.kind for c in lowered.spmd.collectives} == {"all_reduce"}
 
 
-def test_a_transform_between_gathers_runs_on_cpu() -> None:
+def test_a_transform_between_gathers_runs_on_cpu():
     """A gather along the last dimension likes another order in memory than the transform can take."""
 
-    def spectrum(x: Any) -> Any:
+    def spectrum(x):
         y = gshard.split(jnp.real(jnp.fft.fft2(jnp.tanh(x * 2))), 2, 8)
         return jnp.sum(gshard.replicate(-y), 1)
 
@@ -106,7 +103,7 @@ def test_a_transform_between_gathers_runs_on_cpu() -> None:
     np.testing.assert_allclose(jitted(x), -np.real(np.fft.fft2(np.tanh(x * 2))).sum(1), rtol=1e-4, atol=1e-4)
 
 
-def test_an_order_in_memory_is_that_of_every_part() -> None:
+def test_an_order_in_memory_is_that_of_every_part():
     f = lambda x: jnp.sin(with_layout_constraint(x * 2, Layout((1, 0)))) + 1  # noqa: E731
     assert check(f, (X,), 1e-6).spmd.collectives == ()
     check(f, (X[:5],), 1e-6)
@@ -121,39 +118,39 @@ class Narrow:
 
 
 @dataclasses.dataclass(frozen=True)
-class NarrowType(hijax.HiType):  # type: ignore[misc]
+class NarrowType(hijax.HiType):
     shape: tuple[int, ...]
 
-    def lo_ty(self) -> list[Any]:
+    def lo_ty(self):
         return [jax.core.ShapedArray(self.shape, np.int8), jax.core.ShapedArray(self.shape[:1], np.float32)]
 
-    def lower_val(self, x: Narrow) -> list[Any]:
+    def lower_val(self, x):
         return [x.values, x.scales]
 
-    def raise_val(self, values: Any, scales: Any) -> Narrow:
+    def raise_val(self, values, scales):
         return Narrow(values, scales)
 
 
 hijax.register_hitype(Narrow, lambda x: NarrowType(x.values.shape))
 
 
-class Converted(getattr(hijax, "VJPHiPrimitive", None) or hijax.HiPrim):  # type: ignore[misc]
+class Converted(getattr(hijax, "VJPHiPrimitive", None) or hijax.HiPrim):
     """From a Narrow to an array, or back."""
 
-    def __init__(self, aval: Any):
+    def __init__(self, aval):
         shape = aval.shape
         back = jax.core.ShapedArray(shape, np.float32)
         self.in_avals, self.out_aval = (aval,), back if isinstance(aval, NarrowType) else NarrowType(shape)
-        self.params: dict[str, Any] = {}
+        self.params = {}
         super().__init__()
 
-    def expand(self, x: Any) -> Any:
+    def expand(self, x):
         if isinstance(x, Narrow):
             return x.values.astype(np.float32) * x.scales[:, None]
         return Narrow((x * 10).astype(np.int8), jnp.full(x.shape[:1], 0.1, np.float32))
 
 
-def converted(x: Any) -> Any:
+def converted(x):
     return Converted(jax.typeof(x))(x)
 
 
@@ -162,8 +159,8 @@ HELD = Narrow(jnp.arange(32, dtype=np.int8).reshape(8, 4), jnp.arange(8.0))
 
 @pytest.mark.parametrize("outside", ["gshard.jit", "jax.jit"])
 @pytest.mark.parametrize("inside", ["straight", "closed over", "scan", "cond"])
-def test_values_of_a_type_of_hijax_are_the_arrays_they_consist_of(inside: str, outside: str) -> None:
-    def narrowed(x: Any) -> Any:
+def test_values_of_a_type_of_hijax_are_the_arrays_they_consist_of(inside, outside):
+    def narrowed(x):
         return converted(converted(gshard.split(x, 0, 8))) + 1
 
     f = {
@@ -178,7 +175,7 @@ def test_values_of_a_type_of_hijax_are_the_arrays_they_consist_of(inside: str, o
         jax.tree.map(np.testing.assert_array_equal, got, jax.jit(f)(x))
 
 
-def test_arguments_and_results_of_types_of_hijax_are_refused() -> None:
+def test_arguments_and_results_of_types_of_hijax_are_refused():
     x = jnp.ones((8, 4))
     with pytest.raises(
         ArgumentError, match=r"(?s)Narrow.* at path x\['a'\].*test_expand.py.*Pass the arrays that this value"

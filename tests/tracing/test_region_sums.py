@@ -1,7 +1,5 @@
 """Sums at the end of a ``shard_map``: finished as the program needs them, or kept where the body reads them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -42,51 +40,51 @@ class Region:
     explicit: bool = False
 
 
-def to(*spec: Any) -> Function:
+def to(*spec):
     """A constraint over the axes of the mesh that the program has."""
     return lambda mesh, y: lax.with_sharding_constraint(y, NamedSharding(mesh, P(*spec)))
 
 
-def both(*readers: Function) -> Function:
+def both(*readers):
     return lambda mesh, y: tuple(reader(mesh, y) for reader in readers)
 
 
-def product(x: Any, w: Any) -> Any:
+def product(x, w):
     return x.T @ w
 
 
-def psum(x: Any, w: Any) -> Any:
+def psum(x, w):
     return lax.psum(product(x, w), "a")
 
 
-def whole_grid(x: Any, w: Any) -> Any:
+def whole_grid(x, w):
     return lax.psum(product(x, w), ("b", "a"))
 
 
-def in_bfloat16(x: Any, w: Any) -> Any:
+def in_bfloat16(x, w):
     return lax.psum(product(x, w).astype(jnp.bfloat16), "a").astype(jnp.float32)
 
 
-def whole_numbers(x: Any, w: Any) -> Any:
+def whole_numbers(x, w):
     return lax.psum((product(x, w) * 10).astype(jnp.int32), "a")
 
 
-def several(x: Any, w: Any) -> Any:
+def several(x, w):
     y = product(x, w)
     return lax.psum(y, "a"), lax.psum({"mean": y * 2, "number": y.sum()}, "a"), x * 2
 
 
-def read_inside(x: Any, w: Any) -> Any:
+def read_inside(x, w):
     y = lax.psum(product(x, w), "a")
     return y, x * y.sum()
 
 
-def twice(x: Any, w: Any) -> Any:
+def twice(x, w):
     y = lax.psum(product(x, w), "a")
     return y, y * 2
 
 
-def extremes(x: Any, w: Any) -> Any:
+def extremes(x, w):
     y = product(x, w)
     return lax.pmax(jnp.where(y > 9, jnp.nan, y), "a"), lax.pmin(jnp.where(y > 0, -0.0, y), "a")
 
@@ -94,20 +92,16 @@ def extremes(x: Any, w: Any) -> Any:
 ROWS, COLUMNS, WHOLE = to("a"), to(None, "a"), to()
 SCATTERED, REDUCED = N * 7 // 8, 2 * N * 7 // 8
 
-REGIONS: dict[str, Region] = {
+REGIONS = {
     "rows": Region(psum, ROWS, {"reduce_scatter": SCATTERED}),
     "columns": Region(psum, COLUMNS, {"reduce_scatter": SCATTERED}),
     "whole": Region(psum, WHOLE, {"all_reduce": REDUCED}, exact=True),
     "returned": Region(psum, lambda mesh, y: y, {"all_reduce": REDUCED}, exact=True),
-    "read whole twice": Region(
-        psum, both(lambda mesh, y: WHOLE(mesh, jnp.sin(y)), lambda mesh, y: WHOLE(mesh, y + 1)), {"all_reduce": REDUCED}
-    ),
     "read by a sum and in rows": Region(
         psum, both(lambda mesh, y: jnp.sum(y * y), ROWS), {"reduce_scatter": SCATTERED, "all_reduce": 2 * 4 * 7 // 8}
     ),
     "mean": Region(lambda x, w: lax.pmean(product(x, w), "a"), ROWS, {"reduce_scatter": SCATTERED}),
     "bfloat16": Region(in_bfloat16, ROWS, {"reduce_scatter": SCATTERED // 2}),
-    "bfloat16, whole": Region(in_bfloat16, WHOLE, {"all_reduce": REDUCED // 2}, exact=True),
     "integers": Region(whole_numbers, ROWS, {"reduce_scatter": SCATTERED}, exact=True),
     "several": Region(
         several,
@@ -125,9 +119,6 @@ REGIONS: dict[str, Region] = {
     "behind the sum": Region(
         lambda x, w: jnp.exp2(-lax.psum(product(x, w), "a") / 8 + 1), ROWS, {"reduce_scatter": SCATTERED}
     ),
-    "of a constant": Region(
-        lambda x, w: lax.psum(jnp.ones((16, 24)), "a"), ROWS, {"reduce_scatter": SCATTERED}, exact=True
-    ),
     "uneven": Region(
         lambda x, w: lax.psum(product(x[:, :13], w), "a"), lambda mesh, y: jnp.sin(ROWS(mesh, y)).sum(),
         {"reduce_scatter": SCATTERED, "all_reduce": 2 * 4 * 7 // 8},
@@ -143,8 +134,6 @@ REGIONS: dict[str, Region] = {
         psum, to("a", "b"), {"reduce_scatter": N // 2}, axes=GRID, out=P(None, "b"),
     ),
     "partly manual": Region(psum, to("a"), {"reduce_scatter": N // 2}, axes=GRID, names="a"),
-    "partly manual, both axes": Region(psum, to("b", "a"), {"reduce_scatter": N // 4 // 2}, axes=GRID, names="a"),
-    "partly manual, whole": Region(psum, to(), {"all_reduce": N}, axes=GRID, names="a"),
     "partly manual, read inside": Region(
         read_inside, lambda mesh, r: (to("a")(mesh, r[0]), r[1]), {"all_gather": N * 3 // 8, "all_reduce": N // 4 + 6},
         axes=GRID, names="a", out=(P(), P("a")),
@@ -152,14 +141,14 @@ REGIONS: dict[str, Region] = {
 }  # fmt: skip
 
 
-def function_of(region: Region, mesh: jax.sharding.Mesh, checked: bool) -> Function:
+def function_of(region, mesh, checked):
     spec = P(("b", "a")) if region.body is whole_grid else P("a")
     names = set(region.names) if region.names else set(region.axes)
     mapped = jax.shard_map(
         region.body, mesh=mesh, in_specs=(spec, spec), out_specs=region.out, axis_names=names, check_vma=checked
     )
 
-    def f(x: Any, w: Any) -> Any:
+    def f(x, w):
         if region.explicit:
             x, w = jax.sharding.reshard((x, w), NamedSharding(mesh, spec))
         return region.then(mesh, mapped(x, w))
@@ -167,7 +156,7 @@ def function_of(region: Region, mesh: jax.sharding.Mesh, checked: bool) -> Funct
     return f
 
 
-def same(got: Any, want: Any, *, exact: bool) -> None:
+def same(got, want, *, exact):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), got) == jax.tree.map(lambda x: (x.shape, x.dtype), want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = np.asarray(a), np.asarray(b)
@@ -177,7 +166,7 @@ def same(got: Any, want: Any, *, exact: bool) -> None:
 
 
 @pytest.mark.parametrize(("name", "checked"), [(name, checked) for name, r in REGIONS.items() for checked in r.checked])
-def test_a_sum_is_finished_as_it_is_read(name: str, checked: bool, rng: np.random.Generator) -> None:
+def test_a_sum_is_finished_as_it_is_read(name, checked, rng):
     region = REGIONS[name]
     mesh = mesh_of(explicit=region.explicit, **region.axes)
     f = function_of(region, mesh, checked)
@@ -190,7 +179,7 @@ def test_a_sum_is_finished_as_it_is_read(name: str, checked: bool, rng: np.rando
     assert gshard.explain(f, x, w, mesh=mesh).bytes_by_kind == region.sends
 
 
-def mapped_layer(checked: bool) -> Function:
+def mapped_layer(checked):
     """A layer whose body gets whole weights, as the experts of MaxText do."""
     specs = P(), P("a")
     return jax.shard_map(
@@ -198,25 +187,23 @@ def mapped_layer(checked: bool) -> Function:
     )
 
 
-def gradient(layer: Function) -> Function:
+def gradient(layer):
     return jax.grad(lambda w, x: jnp.sum(layer(w, x) ** 2))
 
 
-def in_a_loop(layer: Function, w: Any, x: Any) -> Any:
+def in_a_loop(layer, w, x):
     return lax.scan(lambda y, scale: (layer(w * scale, y), None), x, jnp.arange(3.0))[0]
 
 
 SQUARE = 32 * 32 * 4 * 7 // 8  # bytes to scatter or to gather a weight
 
 # What is computed with a layer, and how often a gradient is scattered.
-GRADIENTS: dict[str, tuple[Callable[[Function], Function], int]] = {
+GRADIENTS = {
     "a step": (lambda layer: lambda w, x: w - gradient(layer)(w, x[0]), 1),
     "rematerialised": (lambda layer: lambda w, x: w - gradient(jax.checkpoint(layer))(w, x[0]), 1),
     "added in a loop": (
         lambda layer: lambda w, x: lax.scan(lambda c, x: (c + gradient(layer)(w, x), None), jnp.zeros_like(w), x)[0], 1
     ),
-    "added": (lambda layer: lambda w, x: sum(gradient(layer)(w, part) for part in x), 1),
-    "turned": (lambda layer: lambda w, x: gradient(layer)(w, x[0]).T + gradient(layer)(w, x[1]), 1),
     "mapped": (lambda layer: lambda w, x: jax.vmap(gradient(layer), (None, 0))(w, x).sum(0), 1),
     "of layers in a loop": (lambda layer: lambda w, x: gradient(functools.partial(in_a_loop, layer))(w, x[0]), 3),
 }  # fmt: skip
@@ -224,12 +211,12 @@ GRADIENTS: dict[str, tuple[Callable[[Function], Function], int]] = {
 
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_gradients_of_whole_weights_are_scattered(name: str, checked: bool, rng: np.random.Generator) -> None:
+def test_gradients_of_whole_weights_are_scattered(name, checked, rng):
     mesh = mesh_of(**LINE)
     of_layer, times = GRADIENTS[name]
     rows = NamedSharding(mesh, P("a"))
 
-    def f(w: Any, x: Any) -> Any:
+    def f(w, x):
         return lax.with_sharding_constraint(of_layer(mapped_layer(checked))(w, x), rows)
 
     w, x = rng.standard_normal((32, 32), np.float32), rng.standard_normal((4, 16, 32), np.float32)
@@ -239,24 +226,3 @@ def test_gradients_of_whole_weights_are_scattered(name: str, checked: bool, rng:
     found = gshard.explain(f, jax.device_put(w, rows), jax.device_put(x, NamedSharding(mesh, P(None, "a"))), mesh=mesh)
     assert found.bytes_by_kind["reduce_scatter"] == times * SQUARE
     assert "all_reduce" not in found.bytes_by_kind
-
-
-def test_the_gradient_has_the_name_of_its_weight() -> None:
-    w, x = jax.ShapeDtypeStruct((32, 32), jnp.float32), jax.ShapeDtypeStruct((16, 32), jnp.float32)
-    rows = NamedSharding(mesh_of(**LINE), P("a"))
-    found = gshard.explain(
-        lambda w, x: lax.with_sharding_constraint(w - gradient(mapped_layer(True))(w, x), rows),
-        w,
-        x,
-        mesh=mesh_of(**LINE),
-    )
-    (row,) = (line for line in str(found).splitlines() if line.strip().startswith("reduce_scatter"))
-    assert "gradient of w" in row
-
-
-def test_the_region_of_a_mesh_that_is_set(rng: np.random.Generator) -> None:
-    x, w = rng.standard_normal((32, 16), np.float32), rng.standard_normal((32, 24), np.float32)
-    mesh = mesh_of(**LINE)
-    with jax.set_mesh(mesh):
-        f = jax.shard_map(psum, in_specs=(P("a"), P("a")), out_specs=P())
-        same(gshard.jit(f)(x, w), jax.jit(f)(x, w), exact=True)

@@ -1,11 +1,8 @@
 """Schedules of TPU programs: halves of collectives, what stands between them, and what stops everything."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -80,7 +77,7 @@ EVERYBODY = tuple(range(8))
 
 
 @pytest.fixture(scope="module")
-def schedules() -> Any:
+def schedules():
     """The module of the benchmarks."""
     spec = importlib.util.spec_from_file_location("tpu_schedules", SCHEDULES)
     assert spec is not None
@@ -91,7 +88,7 @@ def schedules() -> Any:
     return module
 
 
-def test_what_stands_between_the_halves(schedules: Any) -> None:
+def test_what_stands_between_the_halves(schedules):
     schedule, scheduled = schedules.schedule, schedules.Scheduled
     part = 8 * 8 * 2
     assert schedule(TEXT) == (
@@ -105,5 +102,5 @@ def test_what_stands_between_the_halves(schedules: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "HloModule empty"])
-def test_nothing_is_read_of_nothing(schedules: Any, text: str) -> None:
+def test_nothing_is_read_of_nothing(schedules, text):
     assert schedules.schedule(text) == ()

@@ -1,7 +1,5 @@
 """The best plans of a search, compiled: the compiler's program decides, and both figures are shown."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +8,8 @@ import pytest
 import gshard
 
 
-def step(params: list[tuple[jax.Array, jax.Array]], x: jax.Array) -> Any:
-    def loss(params: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
+def step(params, x):
+    def loss(params):
         h = x
         for up, down in params:
             h = jnp.tanh(h @ up) @ down
@@ -20,12 +18,12 @@ def step(params: list[tuple[jax.Array, jax.Array]], x: jax.Array) -> Any:
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
 
 
-def arguments() -> tuple[Any, ...]:
+def arguments():
     shape = jax.ShapeDtypeStruct
     return [(shape((256, 1024), jnp.float32), shape((1024, 256), jnp.float32))] * 2, shape((128, 256), jnp.float32)
 
 
-def test_the_best_plans_are_compiled_and_ranked() -> None:
+def test_the_best_plans_are_compiled_and_ranked():
     found = gshard.search(step, *arguments(), mesh={"data": 8}, machine="h100:1x8", donate_argnums=0, compile_best=3)
     ranking = found.compiled
     assert len(ranking.plans) == 3
@@ -39,7 +37,7 @@ def test_the_best_plans_are_compiled_and_ranked() -> None:
     assert all(f"{plan.priced.cost.seconds * 1e3:.4g} ms" in text for plan in ranking.plans)
 
 
-def test_figures_are_those_of_the_compiled_program() -> None:
+def test_figures_are_those_of_the_compiled_program():
     given = arguments()
     found = gshard.search(step, *given, mesh={"data": 8}, machine="h100:1x8", donate_argnums=0, compile_best=1)
     (plan,) = found.compiled.plans
@@ -54,7 +52,7 @@ def test_figures_are_those_of_the_compiled_program() -> None:
     assert plan.error == pytest.approx(explained.cost().seconds / found.cost.seconds)
 
 
-def test_the_plan_that_is_returned_computes_the_same() -> None:
+def test_the_plan_that_is_returned_computes_the_same():
     rng = np.random.default_rng(0)
     params = [(rng.normal(size=(256, 1024)) / 16, rng.normal(size=(1024, 256)) / 32) for _ in range(2)]
     params = jax.tree.map(jnp.float32, params)
@@ -65,7 +63,7 @@ def test_the_plan_that_is_returned_computes_the_same() -> None:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), run(params, x), jax.jit(step)(params, x))
 
 
-def test_nothing_is_proven_of_a_plan_that_the_model_did_not_choose() -> None:
+def test_nothing_is_proven_of_a_plan_that_the_model_did_not_choose():
     found = gshard.search(step, *arguments(), mesh={"data": 8}, machine="h100:1x8", compile_best=3)
     plain = gshard.search(step, *arguments(), mesh={"data": 8}, machine="h100:1x8")
     assert plain.compiled is None
@@ -75,20 +73,17 @@ def test_nothing_is_proven_of_a_plan_that_the_model_did_not_choose() -> None:
 
 @pytest.mark.parametrize(
     ("options", "hint"),
-    [
-        ({"compile_best": 0}, "Give a positive number"),
-        ({"compile_best": True}, "Give a positive number"),
-    ],
+    [({"compile_best": 0}, "Give a positive number"), ({"compile_best": True}, "Give a positive number")],
 )
-def test_what_compiles_nothing(options: dict[str, Any], hint: str) -> None:
+def test_what_compiles_nothing(options, hint):
     with pytest.raises(gshard.ArgumentError, match="compile") as caught:
         gshard.search(step, *arguments(), mesh=8, machine="h100:1x8", **options)
     assert hint in (caught.value.hint or "")
 
 
-def test_there_must_be_devices_to_compile_for() -> None:
+def test_there_must_be_devices_to_compile_for():
     """An error before the search, which would be lost otherwise."""
-    lines: list[str] = []
+    lines = []
     with pytest.raises(gshard.MeshError, match="XLA compiles for devices that exist: the mesh has 64, and there are 8"):
         gshard.search(
             step, *arguments(), mesh=gshard.Mesh.abstract(data=64), machine="h100:8x8", compile_best=1,

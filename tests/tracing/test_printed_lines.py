@@ -1,7 +1,7 @@
-"""Marks whose result nothing reads are listed by explain and refused by strict; all others are not."""
+"""Lines that are printed: files of one name, and marks whose result nothing reads."""
 
-from collections.abc import Callable
-from typing import Any
+import importlib.util
+import json
 
 import jax
 import jax.numpy as jnp
@@ -11,27 +11,67 @@ import pytest
 import gshard
 from placed import in_every_way, mesh_of
 
+DATA = "import gshard\ndef load(x):\n    return gshard.split(x, 0, 'data')\n"
+MODEL = "import jax.numpy as jnp\ndef layer(x, w):\n    return jnp.sum(jnp.tanh(x @ w))\n"
+
+
+@pytest.fixture
+def functions(tmp_path):
+    found = []
+    for folder, text, name in (("data", DATA, "load"), ("model", MODEL, "layer")):
+        path = tmp_path / folder / "utils.py"
+        path.parent.mkdir()
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location(f"{folder}_utils", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        found.append(getattr(module, name))
+    return found
+
+
+def test_files_of_one_name_are_called_by_their_folders_too(functions):
+    load, layer = functions
+    found = gshard.explain(
+        lambda x, w: layer(load(x), w), jnp.ones((16, 8)), jnp.ones((8, 4)), mesh=gshard.Mesh.abstract(data=8)
+    )
+    printed = found.format(tensors=12)
+    assert "marked split(x, 0, 'data') at data/utils.py:3 (load)" in printed
+    assert "tanh at model/utils.py:3 (layer)" in printed
+    assert " utils.py" not in printed
+    assert "model/utils.py:3 (layer)" in str(found.verdict())
+    assert found.why("model/utils.py:3").startswith("%")
+    shown = found.data()
+    assert sorted(f["name"] for f in shown["files"]) == ["data/utils.py", "model/utils.py"]
+    assert '"utils.py' not in json.dumps(shown)
+
+
+def test_a_file_of_a_name_of_its_own_is_called_by_that(functions):
+    load, _ = functions
+    found = gshard.explain(load, jnp.ones((16, 8)), mesh=gshard.Mesh.abstract(data=8))
+    assert "at utils.py:3 (load)" in found.format(tensors=12)
+
+
 MESH = {"data": 4, "model": 2}
 X = np.arange(-32.0, 32, dtype=np.float32).reshape(8, 8) / 8
 
 
-def forgotten(x: Any) -> Any:
+def forgotten(x):
     gshard.split(x, 0, "data")
     return 2 * x
 
 
-def named(x: Any) -> Any:
+def named(x):
     gshard.name(x, "batch _")
     return 2 * x
 
 
-def loss(x: Any) -> Any:
+def loss(x):
     """Its marks are dead in the gradient, and those of the cotangents are not."""
     y = gshard.split(x @ x, 0, "data")
     return gshard.replicate(gshard.split(y.sum(1), 0, "data").sum())
 
 
-def part(tree: Any) -> Any:
+def part(tree):
     tree = gshard.split(tree, 0, "data")
     return tree[0] * 2
 
@@ -39,11 +79,11 @@ def part(tree: Any) -> Any:
 first = gshard.jit(lambda a, b: a * 2, mesh=MESH, in_shardings=jax.P("data"))
 
 
-def loop(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def loop(f):
     return lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0]
 
 
-FORGOTTEN: dict[str, Callable[[Any], Any]] = {
+FORGOTTEN = {
     "plain": forgotten,
     "in a loop": loop(forgotten),
     "in a call": jax.jit(forgotten),
@@ -53,7 +93,7 @@ FORGOTTEN: dict[str, Callable[[Any], Any]] = {
     "in another partitioned function": lambda x: gshard.jit(forgotten, mesh=MESH)(x),
     "a name": named,
 }
-READ: dict[str, Callable[[Any], Any]] = {
+READ = {
     "result": lambda x: gshard.split(x, 0, "data"),
     "gradient": jax.grad(loss),
     "value and gradient": lambda x: jax.value_and_grad(loss)(x)[1],
@@ -64,7 +104,7 @@ READ: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def forgiven(x: Any) -> Any:
+def forgiven(x):
     return 2 * x, gshard.split(x, 0, "data")
 
 
@@ -72,12 +112,12 @@ READ["only in one of two calls"] = lambda x: forgiven(x)[0] + forgiven(x)[1]
 
 
 @pytest.mark.parametrize("case", FORGOTTEN)
-def test_a_mark_without_effect_is_listed_and_refused(case: str) -> None:
+def test_a_mark_without_effect_is_listed_and_refused(case):
     f = FORGOTTEN[case]
     found = gshard.explain(f, X, mesh=MESH)
     assert len(found.unused) == 1
     where, _, what = found.unused[0].partition(": ")
-    assert where.startswith("test_unread_marks.py:")
+    assert where.startswith("test_printed_lines.py:")
     mark = "name(x, 'batch _')" if case == "a name" else "split(x, 0, 'data')"
     assert what == f"nothing reads the result of {mark}: write x = {mark}, or leave it out"
     assert found.unused[0] in str(found)
@@ -91,7 +131,7 @@ def test_a_mark_without_effect_is_listed_and_refused(case: str) -> None:
 
 @pytest.mark.parametrize("case", READ)
 @pytest.mark.one_in(3)
-def test_all_others_have_one(case: str) -> None:
+def test_all_others_have_one(case):
     f = READ[case]
     assert gshard.explain(f, X, mesh=MESH).unused == ()
     for got in in_every_way(gshard.jit(f, mesh=MESH, strict=True), (X,), mesh_of(**MESH)):

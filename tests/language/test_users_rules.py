@@ -1,10 +1,6 @@
-"""Rules that users register: their own primitives, FFI calls by target, callbacks by function, and our own replaced."""
-
-from __future__ import annotations
+"""Rules that users register, for primitives, calls of other languages and callbacks."""
 
 import gc
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +9,6 @@ import pytest
 
 import gshard
 from gshard.core.errors import RuleError
-from gshard.core.rule import Rule
 from gshard.language.registry import unregister
 from invented import primitive_of
 
@@ -23,43 +18,42 @@ Y = np.random.default_rng(3).standard_normal((5, 6)).astype(np.float32)
 
 
 @pytest.fixture(autouse=True)
-def _forgotten() -> Iterator[None]:
+def _forgotten():
     yield
     for name in ("custom_outer", "ffi_call", "pure_callback", "tanh", "center_of_tests"):
         unregister(name)
 
 
-def outer(x: Any, y: Any) -> Any:
+def outer(x, y):
     return outer_p.bind(x, y)
 
 
-def test_text_is_all_that_a_primitive_needs() -> None:
+def test_text_is_all_that_a_primitive_needs():
     gshard.rule("custom_outer")("a b, b c -> a c; add over b")
 
-    def f(x: Any, y: Any) -> Any:
+    def f(x, y):
         return outer(gshard.split(x, 1, 8), y)
 
     found = gshard.explain(f, X, Y, mesh=8)
-    assert found.gathered == ()
-    assert set(found.bytes_by_kind) == {"all_reduce"}
+    assert (found.gathered, set(found.bytes_by_kind)) == ((), {"all_reduce"})
     np.testing.assert_allclose(gshard.jit(f, mesh=8, strict=True)(X, Y), X @ np.tanh(Y), rtol=1e-5, atol=1e-5)
 
 
-def test_the_primitive_itself_may_be_named() -> None:
+def test_the_primitive_itself_may_be_named():
     gshard.rule(outer_p)("a b, b c -> a c; replicate b")
     assert "replicate" in str(gshard.jit(outer, mesh=8).lower(X, Y).program)
 
 
-def test_a_function_of_the_equation_with_its_own_local() -> None:
+def test_a_function_of_the_equation_with_its_own_local():
     seen = []
 
     @gshard.rule("custom_outer")
-    def rule(call: gshard.rules.Call) -> Rule:
+    def rule(call):
         make = gshard.rules.RuleMaker()
         (n, k), (_, m) = call.in_shapes
         a, b, c = make.factor(n), make.factor(k, "reduce", "add"), make.factor(m)
 
-        def local(shards: gshard.rules.Shards, x: Any, y: Any) -> list[Any]:
+        def local(shards, x, y):
             seen.append((x.shape, y.shape, shards.out_shape()))
             return [x @ jnp.tanh(y)]
 
@@ -70,12 +64,12 @@ def test_a_function_of_the_equation_with_its_own_local() -> None:
     assert ((1, 5), (5, 6), (1, 6)) in seen
 
 
-def test_text_with_a_local() -> None:
+def test_text_with_a_local():
     gshard.rule("custom_outer")("a b, b c -> a c; add over b", local=lambda shards, x, y: [x @ jnp.tanh(y)])
     assert gshard.testing.check_rule(outer, X, Y, primitive=outer_p)
 
 
-def test_a_rule_of_ones_own_is_replaced_and_one_of_ours_only_if_asked() -> None:
+def test_a_rule_of_ones_own_is_replaced_and_one_of_ours_only_if_asked():
     gshard.rule("custom_outer")("a b, b c -> a c; replicate a b c")
     gshard.rule("custom_outer")("a b, b c -> a c; add over b")
     assert "add over b" in str(gshard.jit(outer, mesh=8).lower(X, Y).program)
@@ -86,30 +80,26 @@ def test_a_rule_of_ones_own_is_replaced_and_one_of_ours_only_if_asked() -> None:
     assert "a b -> a b; replicate b" in str(gshard.jit(jnp.tanh, mesh=8).lower(X).program)
 
 
-@pytest.mark.parametrize(
-    "rule, message",
-    [
-        ("a b -> a b", "is for 1 operand, and there are 2"),
-        ("a b, b c -> a; add over b; replicate c", "gives result 0 1 dimension, and it has 2"),
-        ("a b, c b -> a c; add over b", "has 'b' be 5 in dimension 1 of operand 0 and 6 in dimension 1 of operand 1"),
-        (lambda call: None, "gave NoneType"),
-        (lambda call: call.params["axis"], "failed: KeyError: 'axis'"),
-        (lambda call: gshard.rules.RuleMaker().rule([[], []], [[]]), "operand 0: the rule gives it 0 dimensions"),
-        (lambda call: gshard.rules.RuleMaker().rule([], []), "it is for 0 operands, and there are 2"),
-    ],
-)
-def test_a_rule_that_does_not_fit_blames_the_users_line(rule: Any, message: str) -> None:
+@pytest.mark.parametrize("rule, message", [
+    ("a b -> a b", "is for 1 operand, and there are 2"),
+    ("a b, b c -> a; add over b; replicate c", "gives result 0 1 dimension, and it has 2"),
+    ("a b, c b -> a c; add over b", "has 'b' be 5 in dimension 1 of operand 0 and 6 in dimension 1 of operand 1"),
+    (lambda call: None, "gave NoneType"), (lambda call: call.params["axis"], "failed: KeyError: 'axis'"),
+    (lambda call: gshard.rules.RuleMaker().rule([[], []], [[]]), "operand 0: the rule gives it 0 dimensions"),
+    (lambda call: gshard.rules.RuleMaker().rule([], []), "it is for 0 operands, and there are 2"),
+])  # fmt: skip
+def test_a_rule_that_does_not_fit_blames_the_users_line(rule, message):
     gshard.rule("custom_outer")(rule)
     with pytest.raises(RuleError) as error:
         gshard.jit(outer, mesh=8)(X, Y)
     assert f"the rule of 'custom_outer' {message}" in str(error.value).replace("does not fit: ", "")
-    assert "at test_custom_rules.py:" in str(error.value)
+    assert "at test_users_rules.py:" in str(error.value)
     assert "f32[7,5], f32[5,6] -> [7,6]" in str(error.value)
 
 
-def test_wrong_sizes_in_a_function_name_dimension_and_factors() -> None:
+def test_wrong_sizes_in_a_function_name_dimension_and_factors():
     @gshard.rule("custom_outer")
-    def rule(call: gshard.rules.Call) -> Rule:
+    def rule(call):
         make = gshard.rules.RuleMaker()
         a, b, c, d = (make.factor(n) for n in (7, 5, 3, 2))
         return make.rule([[a, b], [b, c + d + d]], [[a, c + d]])
@@ -118,7 +108,7 @@ def test_wrong_sizes_in_a_function_name_dimension_and_factors() -> None:
         gshard.jit(outer, mesh=8)(X, Y)
 
     @gshard.rule("custom_outer")
-    def other(call: gshard.rules.Call) -> Rule:
+    def other(call):
         make = gshard.rules.RuleMaker()
         a, b, c, d = (make.factor(n) for n in (7, 5, 4, 2))
         return make.rule([[a, b], [b, c + d]], [[a, c + d]])
@@ -127,9 +117,9 @@ def test_wrong_sizes_in_a_function_name_dimension_and_factors() -> None:
         gshard.jit(outer, mesh=8)(X, Y)
 
 
-def test_what_is_no_rule_is_refused_at_once() -> None:
+def test_what_is_no_rule_is_refused_at_once():
     with pytest.raises(RuleError, match="is neither text nor a function"):
-        gshard.rule("custom_outer")(3)  # type: ignore[arg-type]
+        gshard.rule("custom_outer")(3)
     with pytest.raises(RuleError, match="is no primitive"):
         gshard.rule(3)
     for name in ("scan", "cond", "jit", "custom_jvp_call", "remat2"):
@@ -141,19 +131,19 @@ def test_what_is_no_rule_is_refused_at_once() -> None:
         gshard.rule("custom_outer")("a b, b c -> a c; communicate b")
 
 
-def test_ffi_calls_have_rules_by_target() -> None:
+def test_ffi_calls_have_rules_by_target():
     """LAPACK's QR decomposition, which JAX's CPU libraries register: batches are parallel."""
     jnp.linalg.qr(jnp.ones((2, 2)))  # the first use registers it
     matrices = np.random.default_rng(1).standard_normal((6, 4, 3)).astype(np.float32)
 
-    def factorize(x: Any) -> Any:
+    def factorize(x):
         column_major = (0, 2, 1)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((x.shape[0], 3), x.dtype)]
         return jax.ffi.ffi_call(
             "lapack_sgeqrf_ffi", shapes, input_layouts=[column_major], output_layouts=[column_major, (0, 1)]
         )(x)
 
-    def f(x: Any) -> Any:
+    def f(x):
         return factorize(gshard.split(x, 0, 2))
 
     wanted = jax.jit(factorize)(matrices)
@@ -168,14 +158,14 @@ def test_ffi_calls_have_rules_by_target() -> None:
     assert gshard.testing.check_rule(factorize, matrices, primitive="ffi_call") == ("a@a", "a@b", "a@a,b", "a@b,a")
 
 
-def test_callbacks_have_rules_by_function() -> None:
+def test_callbacks_have_rules_by_function():
     sizes = []
 
-    def rows_on_host(x: Any) -> Any:
+    def rows_on_host(x):
         sizes.append(x.shape)
         return np.sort(x, axis=1)
 
-    def f(x: Any) -> Any:
+    def f(x):
         return jax.pure_callback(rows_on_host, jax.ShapeDtypeStruct(x.shape, x.dtype), gshard.split(x, 0, 7))
 
     gshard.rule("pure_callback", target=rows_on_host)("a b -> a b; replicate b")
@@ -183,13 +173,13 @@ def test_callbacks_have_rules_by_function() -> None:
     assert set(sizes) == {(1, 5)}
 
 
-def test_a_rule_that_stands_for_another_is_taken_by_every_later_call() -> None:
+def test_a_rule_that_stands_for_another_is_taken_by_every_later_call():
     """Also by functions that were called before, by ``jax.jit`` around them, and after garbage collection."""
     x = np.arange(16.0, dtype=np.float32).reshape(16, 1) - 3
     center = primitive_of("center_of_tests", lambda x: x - jnp.mean(x, 0, keepdims=True))
     want = x - x.mean(0)
 
-    def f(x: Any) -> Any:
+    def f(x):
         return center.bind(gshard.split(x, 0, 8))
 
     ours = gshard.jit(f, mesh=8)
@@ -207,3 +197,65 @@ def test_a_rule_that_stands_for_another_is_taken_by_every_later_call() -> None:
     unregister("center_of_tests")
     for _ in range(3):
         np.testing.assert_allclose(ours(x), want, rtol=1e-5)
+
+
+TARGET = "lapack_spotrf_ffi"  # the Cholesky factor of a matrix, in place; of the last two dimensions
+
+
+@pytest.fixture(autouse=True)
+def lapack():
+    """JAX looks for LAPACK when it first needs it."""
+    jnp.linalg.cholesky(jnp.eye(2))
+    yield
+    unregister("ffi_call")
+
+
+def factor(x, method=None):
+    """The lower factor: the upper one for LAPACK, which reads columns first."""
+    results = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape[:-2], jnp.int32)
+    call = jax.ffi.ffi_call(TARGET, results, vmap_method=method, input_output_aliases={0: 0})
+    made, failed = call(x, uplo=np.uint8(ord("U")))
+    return jnp.tril(made), failed
+
+
+def matrices(*batch):
+    x = np.random.default_rng(0).standard_normal((*batch, 6, 6)).astype(np.float32)
+    return x @ np.swapaxes(x, -1, -2) + 6 * np.eye(6, dtype=np.float32)
+
+
+def check(partitioned, x):
+    made, failed = partitioned(x)
+    np.testing.assert_allclose(made, np.linalg.cholesky(x), rtol=1e-4, atol=1e-4)
+    assert not np.any(failed)
+
+
+def test_alone_it_is_gathered_and_told():
+    x = matrices(8)
+    partitioned = gshard.jit(lambda x: factor(gshard.split(x, 0, 8)), mesh=8)
+    check(partitioned, x)
+    assert "ffi_call at test_users_rules.py" in gshard.explain(partitioned, x).gathered[0]
+    with pytest.raises(gshard.PlanError, match="'ffi_call' has no rule"):
+        gshard.jit(lambda x: factor(gshard.split(x, 0, 8)), mesh=8, strict=True)(x)
+
+
+@pytest.mark.parametrize("method", ["sequential", "sequential_unrolled"])
+@pytest.mark.parametrize("n", [8, 13])
+def test_one_after_the_other_sends_nothing(n, method):
+    x = matrices(n)
+    partitioned = gshard.jit(lambda x: jax.vmap(lambda x: factor(x, method))(gshard.split(x, 0, 8)), mesh=8)
+    check(partitioned, x)
+    if n == 8:
+        assert not partitioned.lower(x).spmd.collectives
+
+
+@pytest.mark.parametrize("method", ["expand_dims", "broadcast_all"])
+def test_with_more_dimensions_it_is_told_until_there_is_a_rule(method):
+    x = matrices(8)
+
+    partitioned = gshard.jit(lambda x: jax.vmap(lambda x: factor(x, method))(gshard.split(x, 0, 8)), mesh=8)
+    check(partitioned, x)
+    assert gshard.explain(partitioned, x).gathered
+    gshard.rule("ffi_call", target=TARGET)("... a b -> ... a b, ...; replicate a b")
+    check(partitioned, x)
+    assert not gshard.explain(partitioned, x).gathered
+    assert not partitioned.lower(x).spmd.collectives

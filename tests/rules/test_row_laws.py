@@ -1,35 +1,56 @@
-"""The bytes that a rule states (``Rule.sends``) are the bytes that devices send in the program of a split."""
-
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
+"""Laws of what rules say: where elements move, and the bytes that a program sends."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
 from gshard.comm.shards import Shards
+from gshard.core.jax_adapter import bind
 from gshard.core.mesh import Mesh
-from gshard.core.program import Equation
-from gshard.core.rule import COMMUNICATE, REPLICATE, Split, place
+from gshard.core.rule import COMMUNICATE, REPLICATE, place
+from gshard.rules.shape import elements, index_of
 from gshard.simulator.simulate import local_jaxpr
 from gshard.tracing.trace import trace
-from harness import Row, rows
+from harness import rows
 from laws.test_rules_sound import the_equation
+
+OPERATORS = ("concatenate", "concatenate_slices", "pad", "slice", "split")
+ROWS = [row for row in rows() if row.primitive in OPERATORS]
+
+
+def moved(row):
+    """Compares the equations of a program that move elements; how many there are."""
+    count = 0
+    for e in row.program.block.walk():
+        if (index := index_of(e)) is None:
+            continue
+        sizes = [int(np.prod(x.shape)) for x in e.inputs]
+        arrays = [np.arange(n, dtype=np.int32).reshape(x.shape) + np.int32(sum(sizes[:i]))
+                  for i, (n, x) in enumerate(zip(sizes, e.inputs, strict=True))]  # fmt: skip
+        for own, want in zip(index, bind(e.primitive, e.params, arrays), strict=True):
+            np.testing.assert_array_equal(elements(own, arrays), want)
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("primitive", OPERATORS)
+def test_elements_lie_where_the_index_says(primitive):
+    assert sum(moved(row) for row in ROWS if row.primitive == primitive)
+
 
 MESH = Mesh.abstract(a=2, b=3)
 
 
-def splits_of(equation: Equation) -> Iterator[Split]:
+def splits_of(equation):
     """Each factor over one axis, and each pair of factors over one axis each; factors of products in equal parts."""
     rule = equation.rule
     assert rule is not None
     in_products = {f for dims in (*rule.operands, *rule.results) for dim in dims if len(dim) > 1 for f in dim}
     sizes = [factor.size for factor in rule.factors]
 
-    def over(axis: str) -> list[Split]:
+    def over(axis):
         atoms = MESH.atoms_of[axis]
         factors = [f for f, factor in enumerate(rule.factors) if factor.kind != REPLICATE and factor.size > 1]
         return [{f: atoms} for f in factors if f not in in_products or sizes[f] % MESH.count(atoms) == 0]
@@ -38,23 +59,23 @@ def splits_of(equation: Equation) -> Iterator[Split]:
     yield from (first | second for first in over("a") for second in over("b") if first.keys() != second.keys())
 
 
-def noted_bytes(equation: Equation, split: Split) -> int:
+def noted_bytes(equation, split):
     """The bytes that the collectives of the equation's program on one device send."""
     rule = equation.rule
     assert rule is not None
     assert rule.local is not None
-    sent: list[int] = []
+    sent = []
     shards = Shards(equation, split, MESH, lambda kind, atoms, size, x, times=1: sent.append(size * times))
     parts = []
     for x, dims in zip(equation.inputs, rule.operands, strict=True):
         sharding = place(dims, split)
         shape = tuple(-(-n // MESH.count(atoms)) for n, atoms in zip(x.shape, sharding, strict=True))
         parts.append(jax.ShapeDtypeStruct(shape, x.dtype))
-    local_jaxpr(lambda *arrays: list(rule.local(shards, *arrays)), MESH.atom_sizes, *parts)  # type: ignore[misc]
+    local_jaxpr(lambda *arrays: list(rule.local(shards, *arrays)), MESH.atom_sizes, *parts)
     return sum(sent)
 
 
-def sending_rows() -> list[Row]:
+def sending_rows():
     """The rows of the harness whose rules communicate."""
     found = []
     for row in rows():
@@ -66,7 +87,7 @@ def sending_rows() -> list[Row]:
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("row", sending_rows(), ids=lambda row: row.name)
-def test_a_rule_states_the_bytes_that_its_program_sends(row: Row) -> None:
+def test_a_rule_states_the_bytes_that_its_program_sends(row):
     equation = the_equation(row.program, row.primitive)
     assert equation is not None
     assert equation.rule is not None
@@ -85,9 +106,7 @@ def test_a_rule_states_the_bytes_that_its_program_sends(row: Row) -> None:
     ],
     ids=["pad", "convolution", "reshape"],
 )
-def test_windows_of_several_dimensions(
-    primitive: str, function: Callable[..., Any], shapes: list[tuple[int, ...]], dims: tuple[int, int]
-) -> None:
+def test_windows_of_several_dimensions(primitive, function, shapes, dims):
     """A fetched window changes the size of the parts whose windows are fetched next."""
     equation = the_equation(trace(function, *(jax.ShapeDtypeStruct(s, "float32") for s in shapes)), primitive)
     assert equation is not None

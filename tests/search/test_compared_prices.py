@@ -1,0 +1,325 @@
+"""What planning compares: prices of equations with ways of their own, estimates, plans; and how much is traced."""
+
+import dataclasses
+import functools
+import importlib
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import ShapeDtypeStruct
+
+import gshard
+from families import CASES, SMALL
+from gshard.api.configure import estimated
+from gshard.core.mesh import Mesh
+from gshard.core.planning_tables import tables
+from gshard.device.cost import cost
+from gshard.device.machine import Machine
+from gshard.device.network import interchangeable
+from gshard.planning.propagate import Choice
+from gshard.planning.reshard_costs import axes_of
+from gshard.planning.strategies import components, splits
+from gshard.rewrite import driver
+from gshard.search import seconds as emitted
+from gshard.search.pipeline import CHOOSE_WITHIN_LIMIT, Draft, Settings, plans_of, run
+from gshard.search.seconds import OwnWays, Seconds, emitted_alone, has_own_way, on_machine
+from gshard.tracing.trace import trace
+
+MESH = Mesh.abstract(a=2, b=2, c=2)
+
+
+def stencil(x):
+    return x[1:-1, :, 2:] + jnp.pad(x, ((0, 0), (1, 2), (0, 0)))[1:-1, 1:-2, 2:] + jnp.cumsum(x, 1)[2:, :, :-2]
+
+
+def program():
+    return trace(stencil, jax.ShapeDtypeStruct((10, 8, 9), jnp.float32))
+
+
+@pytest.mark.parametrize("name", ["h100", "h100:4x2"])
+def test_axes_in_each_others_places_change_no_time(name):
+    """All that is emitted, and each window, as if the split itself were traced; windows name the split's own axes."""
+    machine = Machine.of(name, MESH.size)
+    mesh = on_machine(MESH, machine)
+    ways, compared = OwnWays(mesh, machine), 0
+    with tables():
+        for e in program().block.walk():
+            assert e.rule is not None
+            own = [s for s in splits(e.rule, components(e.rule)[0], mesh, axes_of(mesh)) if has_own_way(e.rule, s)]
+            for split in own[::8]:
+                found, expected = ways.of(e, split), emitted_alone(e, split, mesh, machine)
+                assert found is not None
+                assert found.seconds == pytest.approx(expected.seconds, rel=1e-12)
+                assert [w[:2] for w in found.windows] == [w[:2] for w in expected.windows]
+                for got, want in zip(found.windows, expected.windows, strict=True):
+                    assert got.cost == pytest.approx(want.cost, rel=1e-12)
+                compared += 1
+    assert compared > 5
+
+
+def test_axes_across_a_network_keep_their_places():
+    assert interchangeable(MESH, Machine.of("h100:4x2")) == (("a", "b"), ("c",))
+    assert all(len(alike) == 1 for alike in interchangeable(MESH, Machine.of("v5p", 8)))
+
+
+def convolved(x, w):
+    return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def convolution():
+    """A convolution and the gradient of its weights, which read the same windows of the images."""
+
+    def step(x, w, d):
+        return convolved(x, w), jax.vjp(lambda w: convolved(x, w), w)[1](d)[0]
+
+    image, kernel = jax.ShapeDtypeStruct((2, 16, 16, 8), jnp.float32), jax.ShapeDtypeStruct((3, 3, 8, 8), jnp.float32)
+    return trace(step, image, kernel, image)
+
+
+@pytest.mark.parametrize("name", ["h100", "v5e"])
+def test_what_is_emitted_takes_no_less_than_is_assumed(name):
+    """So that no other plan is better than the one that is chosen so."""
+    machine, compared = Machine.of(name, MESH.size), 0
+    mesh = on_machine(MESH, machine)
+    costs = Seconds(mesh, machine, axes_of(mesh))
+    with tables():
+        for program_of in (program, convolution):
+            for kernel, _ in costs.kernels(program_of().block):
+                rule = kernel.equation.rule
+                assert rule is not None
+                some = splits(rule, components(rule)[0], mesh, axes_of(mesh))[::7]
+                own = [split for split in some if has_own_way(rule, split)]
+                least = Seconds(mesh, machine, axes_of(mesh)).assuming().split_costs(kernel, own, math.inf)
+                assert (costs.split_costs(kernel, own, math.inf) >= least * (1 - 1e-9)).all()
+                compared += len(own)
+    assert compared > 20
+
+
+@pytest.mark.parametrize("mode", ["wrap", pytest.param("symmetric", marks=pytest.mark.slow)])
+def test_few_ways_of_a_padding_are_traced(mode, monkeypatch):
+    """Of some thousand ways to split the equations of one padding, on three axes."""
+    traced = []
+
+    def counted(*args):
+        traced.append(args)
+        return emitted_alone(*args)
+
+    monkeypatch.setattr(emitted, "emitted_alone", counted)
+
+    def padded(v, w):
+        return jnp.pad(v, [(0, 2), (1, 0), (3, 2)], mode=mode), 2 * gshard.split(w, 0, ("b", "c"))
+
+    shapes = jax.ShapeDtypeStruct((19, 9, 12), jnp.uint32), jax.ShapeDtypeStruct((16, 4), jnp.float32)
+    machine = Machine.of("h100", MESH.size)
+    with tables():
+        found = plans_of(trace(padded, *shapes), on_machine(MESH, machine), machine)
+        assert found[0].cost is not None
+        assert len(traced) <= 12, "what is chosen splits nothing that has to be fetched"
+        assert all(made.choice is not None and made.choice() is not None for made in found)  # every choice is priced
+    assert 0 < len(traced) <= 120
+    assert len({(e.rule, tuple(sorted(split.items()))) for e, split, *_ in traced}) == len(traced)
+
+
+ARRAY = jax.ShapeDtypeStruct
+
+
+def products(w, x):
+    return jnp.mean(jax.nn.relu(x @ w) @ w.T)
+
+
+def step(w, x):
+    return w - 0.1 * jax.grad(products)(w, x)
+
+
+def looped(w, x):
+    return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=5)[0]
+
+
+def attended(w, x):
+    q = (x @ w).reshape(8, -1, 4, 64)
+    return jax.nn.dot_product_attention(q, q, q).sum()
+
+
+def resized(w, x):  # products with tables become other operations
+    return jax.image.resize(x @ w, (2 * x.shape[0], w.shape[1]), "linear")
+
+
+@pytest.mark.parametrize("machine", ["h100:1x8", "v5e:2x4", "cpu:8"])
+@pytest.mark.parametrize("f", [products, step, looped, attended, resized])
+def test_no_plan_is_below_the_bounds(f, machine):
+    w, x = ARRAY((256, 256), "float32"), ARRAY((512, 256), "float32")
+    found = gshard.search(f, w, x, mesh=Mesh.abstract(a=2, b=4), machine=machine, progress=False)
+    program = gshard.jit(f, mesh=Mesh.abstract(a=8)).lower(w, x).program
+    estimate = estimated(program, Mesh.abstract(a=8), Machine.of(machine), ())
+    assert 0 <= estimate.least_seconds <= found.bound * (1 + 1e-9)
+    assert estimate.least_seconds > 0 or f is resized
+    for plan in (found.best.chosen, *found.best.others):
+        memory = plan.cost.memory
+        assert memory.arguments + memory.results - memory.shared >= estimate.least_bytes * (1 - 1e-9)
+
+
+def test_an_even_share():
+    w, x = ARRAY((2048, 2048), "float32"), ARRAY((4096, 2048), "float32")
+    program = gshard.jit(lambda w, x: x @ w, mesh=Mesh.abstract(a=8)).lower(w, x).program
+    estimate = estimated(program, Mesh.abstract(a=8), Machine.of("h100:1x8"), ())
+    alone = estimated(program, Mesh.abstract(a=1), Machine.of("h100:1x1"), ())
+    assert estimate.seconds == pytest.approx(alone.seconds / 8)
+    assert estimate.peak == pytest.approx(alone.peak / 8)
+    assert estimate.least_bytes == pytest.approx(4 * (2048**2 + 2 * 4096 * 2048) / 8)
+
+
+def test_parts_for_one_device_have_no_bound(rng):
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    part = jax.shard_map(lambda x: x @ x.T, mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P("a"))
+    program = gshard.jit(part, mesh=mesh).lower(ARRAY((64, 8), "float32")).program
+    estimate = estimated(program, gshard.Mesh.of(mesh), Machine.of("cpu:8"), ())
+    assert (estimate.least_seconds, estimate.least_bytes) == (0, 0)
+
+
+MACHINE = Machine.of("h100:1x8")
+DATA = gshard.Mesh.abstract(data=8)
+
+
+def column_sums(x, w, *, x_split):
+    """A product whose rows are on all devices, or split."""
+    x = gshard.split(x, 0, "data") if x_split else gshard.replicate(x)
+    return jnp.tanh(x @ gshard.replicate(w)).sum(0)
+
+
+@functools.cache
+def priced(*, x_split):
+    arguments = ShapeDtypeStruct((65536, 256), "float32"), ShapeDtypeStruct((256, 256), "float32")
+    program = gshard.stages.trace(functools.partial(column_sums, x_split=x_split), *arguments)
+    planned = plans_of(program, DATA, MACHINE)[0]
+    spmd = gshard.stages.partition(planned.plan)
+    return dataclasses.replace(planned, spmd=spmd, cost=cost(spmd, MACHINE))
+
+
+def changed(planned, *, seconds=1.0, memory=1.0, room=1.0):
+    """A plan with other seconds, bytes at the peak and bytes of the machine's memory, as ratios."""
+    assert planned.cost is not None
+    kernels = tuple(dataclasses.replace(k, seconds=k.seconds * seconds) for k in planned.cost.kernels)
+    machine = dataclasses.replace(MACHINE, memory=int(planned.cost.peak * room))
+    made = dataclasses.replace(planned.cost, kernels=kernels, machine=machine)
+    more = int(made.memory.peak * (memory - 1))
+    made.__dict__["memory"] = dataclasses.replace(made.memory, temporaries=made.memory.temporaries + more)  # cached
+    return dataclasses.replace(planned, cost=made)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "is_better"),
+    [
+        ({"seconds": 0.97}, True),
+        ({"seconds": 0.99}, False),
+        ({"seconds": 0.99, "memory": 0.9}, True),
+        ({"seconds": 1.0, "memory": 0.9}, True),
+        ({"seconds": 1.01, "memory": 0.5}, False),  # time is not spent to save memory while all fits
+        ({"seconds": 0.97, "memory": 1.5}, True),
+        ({"seconds": 0.9, "memory": 3.0}, False),  # does not fit
+    ],
+)
+def test_a_plan_is_better_if_it_saves_time_or_memory(ratios, is_better):
+    kept = changed(priced(x_split=True), room=2.0)
+    assert changed(priced(x_split=True), room=2.0, **ratios).is_better(kept) is is_better
+
+
+def test_of_plans_that_do_not_fit_the_smaller_one_is_better():
+    kept = changed(priced(x_split=True), room=0.5)
+    assert changed(priced(x_split=True), room=0.5, seconds=2.0, memory=0.9).is_better(kept)
+    assert not changed(priced(x_split=True), room=0.5, seconds=0.5, memory=0.99).is_better(kept)
+    assert changed(priced(x_split=True), room=0.5, seconds=2.0, memory=0.4).is_better(kept)
+
+
+def test_a_limit_is_kept_by_the_plan_that_is_fastest_within_it():
+    fast, small = changed(priced(x_split=False), seconds=1e-3), priced(x_split=True)
+    assert fast.cost is not None
+    assert small.cost is not None
+    assert small.cost.peak < fast.cost.memory.arguments, "which cannot be recomputed"
+
+    def first(limit):
+        settings = Settings(DATA, MACHINE, memory_limit=int(limit), recomputes=True)
+        return run((CHOOSE_WITHIN_LIMIT,), Draft(plans=(fast, small)), settings).best
+
+    assert first(fast.cost.peak) is fast, "it fits"
+    assert first(small.cost.peak) is small, "the other one does not fit, whatever it recomputes"
+    assert first(1) is fast, "neither fits; the error is that of the first plan"
+
+
+of_propagate = importlib.import_module("gshard.planning.propagate")
+
+
+def counting(monkeypatch, module, name):
+    """Notes each call of a function of a module."""
+    original, calls = getattr(module, name), list[None]()
+
+    def counted(*args, **options):
+        calls.append(None)
+        return original(*args, **options)
+
+    monkeypatch.setattr(module, name, counted)
+    return calls
+
+
+@pytest.mark.parametrize("name", [
+    "order/sort", "windows/convolution_two_axes",
+    pytest.param("windows/convolution_two_axes'", marks=pytest.mark.slow),
+    pytest.param("windows/convolution_of_features'", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_few_rewrites_fire_while_programs_are_priced(name, monkeypatch):
+    """On average few for each program that is traced to be priced: each reaches its fixed point soon.
+
+    These fired some thousand times, since what had been composed was composed again.
+    """
+    case = CASES[name]
+    program = trace(case.function, *case.arguments)
+    fired, alone = (counting(monkeypatch, *what) for what in ((driver, "recorded"), (emitted, "emitted_alone")))
+    mesh = Mesh.abstract(**case.mesh)
+    with tables():
+        made = plans_of(program, mesh, Machine.of("h100", mesh.size))
+        assert made[0].cost is not None
+        every_choice(made)
+    assert 0 < len(alone) <= 100
+    assert len(fired) <= 3 * (len(alone) + 3), "some in each of them, and in the programs of three plans"
+
+
+def every_choice(made):
+    """The problems of plans, with every choice priced."""
+    return [found for one in made if one.choice is not None and (found := one.choice()) is not None]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "windows/convolution_two_axes", "vocabulary/tied",
+        pytest.param("windows/convolution_two_axes'", marks=pytest.mark.slow),
+        pytest.param("small/unet_both_step", marks=pytest.mark.slow),
+        pytest.param("small/lstm_both_step", marks=pytest.mark.slow),
+        pytest.param("small/graphs_both_step", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_few_choices_are_traced_and_the_best_is_the_best_of_all(name, monkeypatch):
+    """What has to be traced to be priced is assumed to take little until it is chosen (``choose``).
+
+    The plan costs what the best one costs if every choice is priced first. That takes several times as many traces.
+    """
+    case = {**CASES, **SMALL}[name]
+    program, alone = trace(case.function, *case.arguments), counting(monkeypatch, emitted, "emitted_alone")
+    chosen, choose = list[Choice](), of_propagate.choose
+
+    def noted(*args, **options):
+        found = choose(*args, **options)
+        if found is not None:
+            chosen.append(found)
+        return found
+
+    monkeypatch.setattr(of_propagate, "choose", noted)
+    mesh = Mesh.abstract(**case.mesh)
+    with tables():
+        made = plans_of(program, mesh, Machine.of("h100", mesh.size))
+        first = len(alone)
+        every = every_choice(made)
+    assert len(every) == 3
+    assert sorted(found.cost for found in chosen) == pytest.approx(sorted(found.cost for found in every), rel=1e-9)
+    assert 2 * first <= len(alone)
