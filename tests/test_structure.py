@@ -399,7 +399,7 @@ def test_both_packages_are_typed() -> None:
 BUDGET = {
     "lines of src/gshard": 63_851,
     "lines of code of src/gshard": 40_329,
-    "lines of tests": 60_759,
+    "lines of tests": 52_992,
     "lines of packages/m4": 11_029,
     "words of README and docs": 49_258,
     "pages of docs": 34,
