@@ -272,7 +272,7 @@ SESSIONS = {
     ],
     "a function that is lowered is explained": [
         (
-            "explain placed.py:lowered --machine h100 --why w", 0,
+            "explain placed.py:lowered --machine h100 --why x", 0,
             ["step on 8 devices (devices=8), ", "x: f32[64@devices,32]", "ms a call on h100:1x8"],
         ),
         (

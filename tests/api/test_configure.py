@@ -2,6 +2,7 @@
 
 import os
 import signal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ BATCH = 64
 ROW = [Mesh.of({"data": 8})]
 
 
-def build(global_batch, micro_batches, recompute, width=64, layers=4):
+def build(global_batch, micro_batches, recompute: Literal["none", "full"], width=64, layers=4):
     """A residual MLP with Adam, its layers in a loop."""
 
     def layer(x, w):

@@ -41,7 +41,7 @@ def test_the_chain_by_hand(rng):
 
 def test_what_is_exported_is_documented():
     own = {name: getattr(gshard, name) for name in gshard.__all__}
-    assert len(own) > 30
+    assert len(own) >= 25
     assert not [name for name, thing in own.items() if not thing.__doc__]
     folders = {path.name for path in Path(gshard.__file__).parent.iterdir() if path.is_dir()}
     assert len(folders) > 10

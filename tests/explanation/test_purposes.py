@@ -69,7 +69,7 @@ def test_large_batches_gather_weights_instead():
 
 
 @pytest.mark.parametrize(("mark", "kind", "purpose"), [
-    (lambda p: p, "all_reduce", "sums gradients over the batch (data parallelism)"),
+    (lambda p: p, "all_reduce", "sums gradients of weights (data parallelism)"),
     (lambda p: gshard.split(p, 0, "data"), "all_gather", "gathers weights for products (FSDP, ZeRO-3)"),
 ])  # fmt: skip
 def test_data_parallelism(mark, kind, purpose):

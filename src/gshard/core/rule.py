@@ -326,7 +326,7 @@ def project(dims: Dims, sharding: Sequence[Atoms], factors: Sequence[Factor], me
             continue
         next_atom = 0
         for f in dim:
-            if factors[f].kind == REPLICATE:
+            if factors[f].kind == REPLICATE and factors[f].size > 1:
                 break
             local_size = factors[f].size
             atoms_of_factor: list[str] = []
