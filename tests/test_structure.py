@@ -399,9 +399,9 @@ def test_both_packages_are_typed() -> None:
 BUDGET = {
     "lines of src/gshard": 63_851,
     "lines of code of src/gshard": 40_329,
-    "lines of tests": 52_992,
+    "lines of tests": 52_994,
     "lines of packages/m4": 11_029,
-    "words of README and docs": 49_267,
+    "words of README and docs": 49_273,
     "pages of docs": 34,
     "words of m4's docs": 6_000,
     "public names": 30,

@@ -390,5 +390,5 @@ def test_the_report_and_errors_show_these_names():
     assert [(row[0], row[2], row[4]) for row in shown] == [
         (row.type, row.name, row.count) for row in peak_of(explanation)[: len(shown)]
     ]
-    with pytest.raises(gshard.stages.MemoryLimitError, match="params/(up|down)"):
+    with pytest.raises(gshard.stages.MemoryLimitError, match=r"params/(up|down)"):
         gshard.jit(step, mesh=MESH, memory_limit="64KiB").lower(*arguments()).spmd  # noqa: B018
