@@ -1,9 +1,7 @@
 """Reads JAX shardings of arguments and results as marks and as memory kinds.
 
-An argument that is an array with a ``NamedSharding`` over the mesh's devices comes marked; ``in_shardings`` and
-``out_shardings`` of ``gshard.jit`` take pytree prefixes of specs (``api.specs``) as ``jax.jit`` does. A size that a
-spec does not divide evenly is fine for an argument, which comes whole and is cut inside; a result that is to leave so
-is refused, as ``jax.jit`` refuses it, since JAX has no arrays of unequal parts.
+Arrays with a ``NamedSharding`` over the mesh's devices come marked; ``in_shardings`` and ``out_shardings`` take pytree
+prefixes of specs. An argument of any size is cut inside; a result in unequal parts is refused, as by ``jax.jit``.
 """
 
 from __future__ import annotations

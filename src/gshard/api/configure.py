@@ -1,8 +1,7 @@
 """configure: finds the configuration of a training step that takes the least time on a cluster.
 
-1. Every combination of keywords is built, traced and estimated.
-2. The plans that people write by hand are priced on the first mesh, for the most promising configurations first.
-3. The problems of the best configurations are solved on every mesh, as in ``gshard.search``.
+It traces and estimates every combination of keywords, prices plans by hand for the most promising ones, and solves the
+problems of the best on every mesh, as in ``gshard.search``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Function again: how a function from ``jax.jit``, or from the jit of a framework, is compiled once more.
 
-It is traced once, and what it gives to ``jax.jit`` is compiled with changes. The arguments of the compiled program are
-not those of the function: a framework takes modules apart, and ``jax.jit`` leaves out what nothing reads. Both are
-matched by their names. Arrays are kept as shapes.
+It is traced once. The arguments of the compiled program are not those of the function (frameworks take modules apart,
+``jax.jit`` leaves out unread ones), so both are matched by names. Arrays are kept as shapes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """instead_of_jit: in a block, gshard partitions the functions that ``jax.jit`` would compile.
 
-``with gshard.instead_of_jit(mesh=8):`` is for functions that a framework jits: ``nnx.jit``, ``eqx.filter_jit`` and
-Haliax' ``named_jit`` all end in one function of JAX's that compiles a jaxpr. In the block gshard takes its place
-(``core.jax_adapter_jit``). A function may have been jitted before; what counts is where it is called.
+``nnx.jit``, ``eqx.filter_jit`` and others end in one function of JAX's that compiles a jaxpr. In the block gshard takes
+its place (``core.jax_adapter_jit``), also for functions that were jitted before.
 """
 
 from __future__ import annotations

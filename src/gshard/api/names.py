@@ -1,8 +1,6 @@
 """Names of the dimensions of arguments, by path or by structure; a ``Layout`` maps them to mesh axes.
 
-    step = gshard.jit(f, mesh=mesh, layout=layout, names={"params/**/w1": "embed hidden", "tokens": "batch length"})
-
-The words are those of ``gshard.name``.
+The words are those of ``gshard.name``: ``names={"params/**/w1": "embed hidden", "tokens": "batch length"}``.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """Moves the arguments of a call into the buffers that its executable expects.
 
-An executable runs on buffers. It takes them as they lie: on these devices, in this order, in this memory and layout. An
-array that lies otherwise is moved before the call. JAX's dispatch in C++ moves arrays that are not committed, and those
-on another number of devices. It takes the buffers of a committed array on as many devices as they are, so a call with
-such an array does not go through it.
-
-Memory that a call may overwrite must belong to that call alone: a donated array that was moved is a copy, and one that
-lies where it is expected must not be given twice. XLA:CPU would write its memory twice, or crash.
+JAX's dispatch in C++ takes the buffers of committed arrays on as many devices as they are, so other calls go through
+Python. Donated memory must belong to the call alone: a moved array is a copy, and none may be given twice.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Reads JAX's specs and shardings, and pytree prefixes of them, as marks.
 
-    P("data"), "data", NamedSharding(mesh, P("data"))      one array
-    {"w": P("data"), "b": None}                            a pytree of them; None says nothing
-
-A prefix stands for every array below it, as in ``jax.jit``: a spec where the tree has a subtree is meant for all of it,
-and where the tree has None there is no array for it.
+A spec is ``P("data")``, ``"data"`` or a ``NamedSharding``; None says nothing. As in ``jax.jit``, a prefix stands for
+every array below it.
 """
 
 from __future__ import annotations

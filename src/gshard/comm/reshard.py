@@ -1,14 +1,7 @@
 """Plans the cheapest sequence of collectives that moves an array from one sharding to another.
 
-The plan is a shortest path over shardings, found by A*. Its edges are the steps of ``comm.steps``. The length of an
-edge is the number of bytes that each device sends plus ``MESSAGE`` bytes for each message, or the seconds of the step
-on a machine (``Mesh.times``). Atoms that move together form one block, so the number of possible moves is small for any
-number of devices. No step gathers several dimensions at once.
-
-    >>> mesh = Mesh.abstract(x=2, y=4)
-    >>> a, b = Sharding((("y.0", "y.1"), (), ("x",))), Sharding(((), ("x", "y.0", "y.1"), ()))
-    >>> [step.kind for step in plan_reshard(a, b, (8, 8, 8), 4, mesh)]
-    ['all_to_all']
+The plan is a shortest path over shardings (A*). Edges are ``comm.steps``; their length is the bytes sent plus
+``MESSAGE`` for each message, or seconds (``Mesh.times``). Atoms that move together are one block.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
 """Sends chunks of shards to their destinations in the smallest number of rounds.
 
-A round is one CollectivePermute: every device sends at most one chunk and receives at most one, and all chunks are
-padded to the longest. Chunks are edges of a bipartite graph between senders and receivers, and rounds are the colors of
-an edge coloring, which needs as many colors as the largest degree (Kőnig's theorem). Halo exchanges that are equal for
-all parts use shifts instead (``comm.halo``).
-
-    >>> swap = [Chunk(0, 0, 1, 0, 3), Chunk(1, 0, 0, 0, 3), Chunk(0, 0, 0, 3, 1)]
-    >>> [[(chunk.source, chunk.receiver) for chunk in round] for round in routed(tuple(swap)).rounds]
-    [[(1, 0), (0, 1)]]
+A round is one CollectivePermute: every device sends and receives at most one chunk, padded to the longest. Rounds are
+the colors of an edge coloring between senders and receivers, as few as the largest degree (Kőnig's theorem).
 """
 
 from __future__ import annotations

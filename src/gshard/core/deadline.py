@@ -1,15 +1,7 @@
 """Sets and checks the time limit of a long computation.
 
-A search with a time budget plans a program many times, and one planning can take longer than the budget. Planning and
-solving therefore call ``check_deadline`` between their steps. Outside of ``until`` it does nothing. Inside, it raises
-``OutOfTime`` after the deadline. The caller of ``until`` catches the exception and continues without the result.
-
-    >>> with until(time.monotonic() + 60):
-    ...     check_deadline()
-    >>> with until(time.monotonic() - 1):
-    ...     check_deadline()
-    Traceback (most recent call last):
-    gshard.core.deadline.OutOfTime
+Planning and solving call ``check_deadline`` between their steps. Inside of ``until`` it raises ``OutOfTime`` after the
+deadline; the caller of ``until`` catches it and continues without the result. Outside it does nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Adapts gshard to private names of JAX: source lines, meshes, jaxprs, types and primitives.
 
-Only this module and the modules ``jax_adapter_*`` use private names of JAX. They hide the differences between the
-supported versions (0.10.2 and newer), and read information that JAX does not make public, such as the user's source
-line.
+Only this module and ``jax_adapter_*`` use private names of JAX. They hide the differences between the supported
+versions, and read what JAX does not make public, such as the user's source line.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Adapts gshard to JAX's dispatch of calls in C++, to its caches and to its trace settings.
 
-A jitted function of JAX is a C++ object. It holds an executable for each combination of argument types, shardings,
-static values and settings, and runs this executable without Python. For a new combination it calls a Python function,
-which returns the results and the executable for later calls. ``FastFunction`` is this C++ object with a Python function
-of gshard.
+A jitted function of JAX is a C++ object with an executable for each combination of types, shardings, static values and
+settings; for a new one it calls Python. ``FastFunction`` is this object with a function of gshard.
 """
 
 from __future__ import annotations

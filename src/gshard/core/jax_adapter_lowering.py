@@ -1,9 +1,7 @@
 """Reads the shardings of values in programs that JAX is lowering to StableHLO.
 
-While ``jax.jit`` lowers a function, the arguments of the whole program have the shardings of the placed arrays. gshard
-follows the operations that computed an operand backwards, until it reaches such an argument, a sharding constraint or a
-region with shardings. It passes elementwise operations, transpositions, slices and loops on the way. XLA has not
-partitioned the program at this time, so the result is a hint: XLA may split the operand differently.
+gshard follows the operations that computed an operand back to an argument, whose sharding is that of the placed array,
+or to a constraint. The result is a hint: XLA has not partitioned the program yet.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Adapts gshard to references: mutable arrays (``jax.new_ref``).
 
-Before planning, gshard converts a function of references to a function of arrays with JAX's own rules
-(``discharge_state``), like the lowering of ``jax.jit``. The final value of a reference from outside becomes an
-additional result, which the call writes into the reference.
+JAX's own rules (``discharge_state``) convert a function of references to one of arrays. The final value of a reference
+from outside becomes an additional result, which the call writes into the reference.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Removes frames of gshard from tracebacks, with JAX's filter and JAX's setting.
 
-``jax.config.jax_traceback_filtering`` (``JAX_TRACEBACK_FILTERING``) controls the filter: ``off`` keeps all frames. Each
-public function is a boundary (``without_our_frames``). Below it, JAX's filter removes the frames of JAX and of gshard
-from an error and from its causes. The error, its causes and the user's frames stay.
+Each public function is a boundary (``without_our_frames``): below it, JAX's filter removes the frames of JAX and gshard
+from an error and its causes, unless ``jax_traceback_filtering`` is ``off``.
 """
 
 from __future__ import annotations

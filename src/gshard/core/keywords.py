@@ -1,9 +1,6 @@
 """Checks the keyword arguments of public functions: refuses an unknown one, and suggests a name.
 
-@keywords("Write split(x, 0, 'data').")
-def split(x, dim, over): ...
-
-split(x, 0, ovr=8)                # ArgumentError: Did you mean 'over'?
+``@keywords()`` on ``split``: ``split(x, 0, ovr=8)`` raises ``ArgumentError: Did you mean 'over'?``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Converts between JAX's memory kinds and memory spaces.
 
-A *memory kind* (``device``, ``pinned_host``, ``unpinned_host``) belongs to a sharding: it is the memory of an argument
-or a result of a program. A *memory space* (``jax.memory.Space.Device`` or ``Host``) belongs to a type: it is the memory
-of a value inside a program. As in JAX, an array of kind ``pinned_host`` has a type of space ``Host``, and an array of
-kind ``unpinned_host`` has a type of space ``Device``.
+A memory kind (``device``, ``pinned_host``, ``unpinned_host``) belongs to a sharding of an argument or result, a memory
+space (``Device``, ``Host``) to the type of a value. ``pinned_host`` is ``Host``; ``unpinned_host`` is ``Device``.
 """
 
 from __future__ import annotations

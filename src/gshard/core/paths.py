@@ -1,10 +1,7 @@
 """Computes paths and names of the leaves of arguments, and matches patterns with paths.
 
 The path of ``params['layers'][0]['w1']`` is ``params/layers/0/w1``. In a pattern ``*`` matches any characters inside a
-component, and ``**`` matches any number of components.
-
-    >>> matches("params/**/w*", "params/layers/0/w1"), matches("params/*", "params/layers/0/w1")
-    (True, False)
+component, and ``**`` any number of components.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """Compares the programs of all processes that share a mesh, before the first collective runs.
 
-Each process traces and plans by itself. If two processes run different programs, the collectives of one wait for those
-of the other forever. So before a program runs for the first time, the processes compare a text that identifies it,
-through the key-value store of ``jax.distributed``. If the texts differ, each process raises an error that shows the
-difference.
-
-A result that depends on a clock, such as the result of a search with a time limit, is computed by one process, which
-sends it to the others.
+Different programs would wait for each other forever, so processes compare a text of each program through the key-value
+store of ``jax.distributed``. What depends on a clock is computed by one process and sent to the others.
 """
 
 from __future__ import annotations

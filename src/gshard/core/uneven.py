@@ -1,13 +1,7 @@
 """Defines ``UnevenArray``: an array with uneven shards that stays split between two calls.
 
-JAX has no arrays with parts of different sizes, so ``gshard.jit`` gathers such a dimension at the boundary of the
-program. A training state that goes directly from one call to the next need not be gathered. With ``uneven="keep"`` the
-results stay split, with each device's part padded to the same size, and the next call accepts them in this form.
-
-    step = gshard.jit(train_step, mesh=8, uneven="keep")
-    state = step(state, batch)      # leaves of 32,003 rows stay split over 8 devices
-    jnp.asarray(state["table"])     # the whole array, like np.asarray and .whole()
-    state["table"] * 2              # computed on the whole array, like all operations of jax.Array
+With ``uneven="keep"`` results with parts of different sizes stay split, each part padded to the same size, and the next
+call takes them so. ``jnp.asarray``, ``.whole()`` and operations of ``jax.Array`` use the whole array.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """Prices kernels by their roofline: the seconds that one kernel takes on a machine.
 
-A kernel takes the longer of its arithmetic and its memory traffic, and the time to start it:
-
-    max(products / rate + others / vector_flops, moved / memory_bandwidth) + launch
-
-Planning, search, recomputation and explanation price kernels with this function only. So the fastest plan in planning
-is also the fastest in explanations.
+A kernel takes ``max(products / rate + others / vector_flops, moved / memory_bandwidth) + launch``. Planning, search,
+recomputation and explanation price kernels with this function only, so they agree.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """Explanation: the sharding of each array with its reasons, and the collectives of a program.
 
-print(gshard.explain(loss, params, batch, mesh=8))
-
-tensors     with format(tensors=...) the largest ones: sharding, bytes of one device's part, the reasons back to a mark
-collectives kind, how often, bytes that each device sends, axes, the user's line, what needed it
-layout      what names of dimensions came to, if there is one
-gathered    operations without a rule, if there are any
-dropped     what the program says and gshard does not keep, if there is any
+``print(gshard.explain(loss, params, batch, mesh=8))`` shows collectives with the user's lines and causes, what a layout
+came to, operations without a rule and what is dropped; ``format(tensors=12)`` also the largest arrays.
 """
 
 from __future__ import annotations

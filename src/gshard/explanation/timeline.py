@@ -1,10 +1,7 @@
 """Timeline: the kernels of one call on one device in order, by the cost model.
 
-    found = gshard.explain(step, params, batch, mesh=8)
-    found.trace("step.json", machine="v5e:2x4")      # open it in ui.perfetto.dev or chrome://tracing
-
-Kernels follow each other, collectives with what is waited for them, and the end is ``Cost.seconds``. Rounds of a loop
-are drawn one by one as long as they are few; of a long loop the first rounds, and the others as one event.
+Kernels follow each other, collectives with what is waited for them, and the end is ``Cost.seconds``. Of a long loop the
+first rounds are drawn one by one, and the others as one event.
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
 """Holds the table of rules: gshard's own rules and rules of users.
 
-    @rule("transpose")
-    def transpose(call):
-        make = RuleMaker()
-        dims = make.parallel(call.in_shapes[0])
-        return make.rule([dims], [[dims[d] for d in call.params["permutation"]]])
-
 All factors of a primitive without a rule are ``replicate``, except batch dimensions that its vmap rule proves
-(``language.batch``): gshard gathers the operands, and every device repeats the work. The plan lists such equations, and
-``strict=True`` refuses them.
+(``language.batch``): operands are gathered, the plan lists the equation, and ``strict=True`` refuses it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """Moves values between device memory and host memory.
 
-``jax.device_put`` inside a program may specify the memory of a value, its sharding, or both. Tracing separates the two
-(``tracing.expand``): the sharding becomes a mark, and the change of memory becomes a *transfer*. A transfer is an
-equation whose result is the operand in the other memory.
-
-gshard never merges transfers, so a value that the backward pass fetches again need not stay on the device. Computations
-and collectives do not use host memory. gshard fetches an operand in host memory for the equation that reads it, and
-moves the result back if its type is of the host's memory space.
+The sharding in a ``jax.device_put`` becomes a mark, and the change of memory a transfer: an equation whose result is
+the operand in the other memory. Transfers never merge, so what the backward pass fetches again need not stay.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Feed-forward layers, of an expert or dense: two products with a ReLU between them, or three with SwiGLU.
 
-    relu      relu(x wi) wo
-    swiglu    (silu(x wi_gate) * x wi) wo
-
-Each dispatch computes products in another way, so ``hidden`` takes a function for them.
+The ReLU layer is ``relu(x wi) wo``, SwiGLU is ``(silu(x wi_gate) * x wi) wo``. Each dispatch computes products in
+another way, so ``hidden`` takes a function for them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Models by name: those of the paper's Table 1, and decoders by the names of their model cards.
 
-    model("mixtral-8x7b").experts          # 8
-
-Sizes are those of the publishers' configurations, and the numbers of weights agree with theirs. ``DeepSeek-V3-like``
-differs: its attention has grouped queries in place of latent attention. Use them for plans and searches, or derive a
-smaller model: ``dataclasses.replace(model("mixtral-8x7b"), decoder_layers=4)``.
+Sizes are those of the publishers' configurations: ``model("mixtral-8x7b").experts`` is 8. ``DeepSeek-V3-like`` has
+grouped queries in place of latent attention. Derive smaller ones with ``dataclasses.replace``.
 """
 
 from __future__ import annotations

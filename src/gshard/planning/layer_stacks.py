@@ -1,8 +1,7 @@
 """Finds arguments that are stacks of layers, and makes stages of a pipeline of them.
 
-A stack of layers is an argument that a loop scans over and that hands arrays on from layer to layer: the weights
-``[layers, ...]`` of a model. ``gshard.search`` tries pipelines over them. The stacks are marked as ``gshard.pipeline``
-would mark them, but the marks are on arguments of a traced program, so they are added after differentiation.
+A stack is an argument ``[layers, ...]`` that a loop scans over and that hands arrays on from layer to layer.
+``gshard.search`` marks stacks as ``gshard.pipeline`` would, but on arguments of the traced, differentiated program.
 """
 
 from __future__ import annotations

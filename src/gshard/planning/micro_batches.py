@@ -1,10 +1,7 @@
 """Finds the batch dimensions of a loop, and the body of the loop on one micro-batch.
 
-The rules of the equations say which dimensions of the values of a body are one loop (``language.kernel_loops``). If
-rows of a batch are independent, that loop is parallel from the carry before an iteration to the carry after it. Then
-the body runs on a part of the rows without communication (the same module). The traced jaxpr is the body on one
-micro-batch. Sums over the batch, such as gradients of weights, are sums over all micro-batches. They must be finite: a
-sum that a layer scales is scaled for each micro-batch.
+If rows of a batch are one parallel loop from carry to carry (``language.kernel_loops``), the body runs on some rows
+without communication. Sums over the batch add up over micro-batches, and must be finite.
 """
 
 from __future__ import annotations

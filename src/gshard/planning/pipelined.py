@@ -1,8 +1,7 @@
 """Runs scans over marked stacks of layers as pipelines (``gshard.pipeline``).
 
-A scan is a pipeline if it reads a marked stack, or a stack that a pipeline made, and hands a carry from layer to layer.
-So the loop of the derivative, which reads the residuals, is a pipeline in the other direction. Loops that only add to
-their carry are left to ``rewrite.shard_scan``.
+A scan is a pipeline if it reads a marked stack, or one that a pipeline made, and hands a carry on. So the loop of the
+derivative is a pipeline in the other direction. Loops that only add go to ``rewrite.shard_scan``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Finds the equations of a ``lax.associative_scan``, and replaces them by one equation (``rules.prefixes``).
 
-The equations of a scan begin with slices of the elements with even positions of some arrays, and of those with odd
-positions. The equations between these slices and the next slices combine two elements. gshard traces a scan with this
-combination. If the block contains all equations of this scan, they are a scan.
+A scan begins with slices of even and of odd positions, and the equations up to the next slices combine two elements. If
+the block contains all equations of a scan with this combination, they are one.
 """
 
 from __future__ import annotations

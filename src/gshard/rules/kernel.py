@@ -1,10 +1,7 @@
 """The user's kernels (``pallas_call``): dimensions that ``jax.vmap`` added are parallel, others cannot be split.
 
-A kernel may combine its blocks in any way and reads its position in the grid, so its own dimensions cannot be split.
-The dimensions that ``jax.vmap`` added are steps of the grid that the kernel does not see.
-Each device runs fewer of these steps.
-
-    vmap(kernel)    grid (rows, ...); block i of an operand is its row i        a b -> a c; replicate b c
+A kernel may combine its blocks in any way and reads its position in the grid. Dimensions of ``jax.vmap`` are steps of
+the grid that it does not see: ``vmap(kernel)`` over rows is ``a b -> a c; replicate b c``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Computes ``lax.associative_scan`` in one equation, so that each device scans its own part.
 
-JAX writes an associative scan as a recursion over slices of every second element. If it is split, each level of the
-recursion has other parts. As one equation (``rewrite.match_associative_scan``) it takes two steps: each device scans
-its part; then it combines the last elements of all parts before its own with each of its results.
-"""
+JAX writes an associative scan as a recursion, whose levels have other parts. As one equation
+(``rewrite.match_associative_scan``) each device scans its part, then combines the last elements of the parts before its
+own."""
 
 from __future__ import annotations
 

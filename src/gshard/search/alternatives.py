@@ -1,8 +1,7 @@
 """Lists other shardings of a value than a searched plan has, and what each of them costs.
 
-The messages of a solution are a lower bound for the cost of each state of each node (``Solution.alternatives``). For
-the few alternatives that are printed, gshard solves the problem again with only that state allowed. If the solver
-proves that solution optimal, the cost is exact.
+The messages of a solution bound the cost of each state of each node. For the few that are printed, gshard solves the
+problem with only that state allowed; the cost is exact if the solver proves it optimal.
 """
 
 from __future__ import annotations

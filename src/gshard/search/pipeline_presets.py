@@ -1,8 +1,7 @@
 """Tries pipelines over the layers of a program: stages, micro-batches and schedule, by modelled time.
 
-A pipeline adds marks to the stacks of layers (``planning.layer_stacks``) and splits the batch over the other devices;
-planning chooses the rest. Each pipeline takes a planning of the whole program. So an estimate chooses the number of
-micro-batches for each way to split the stages, and leaves out pipelines that cannot be faster than what is known.
+A pipeline marks the stacks (``planning.layer_stacks``) and splits the batch over the other devices; planning chooses
+the rest. An estimate chooses the micro-batches, and leaves out what cannot be faster.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Makes the plans that people write by hand, from marks on arguments.
 
-They are: data parallelism; a state that is split (ZeRO, FSDP); and one dimension split over all devices or, beside the
-batch, over the last axis. The hidden dimension gives Megatron's plan, the dimension of experts GShard's, the length
-sequence parallelism, and the height of images spatial partitioning (``naming.dimension_classes`` finds the classes of
-dimensions). The search prices presets beside its own plans, so its result is never worse than a preset.
+Data parallelism; a split state (ZeRO, FSDP); and one class of dimensions over all devices or beside the batch
+(Megatron, GShard, sequence and spatial parallelism). A result of search is never worse than a preset.
 """
 
 from __future__ import annotations

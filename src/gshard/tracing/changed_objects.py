@@ -1,10 +1,7 @@
 """Refuses a function that changes an array in an argument and does not return it.
 
-A pytree may be a mutable object, such as a module of Flax NNX. A jitted function receives a copy of it. Changes of the
-copy that the function does not return are lost: weights that an optimizer updates, statistics of a batch normalisation,
-the counter of dropout keys. ``nnx.jit`` returns such changes by itself; ``jax.jit`` loses them. gshard does not check
-lists and dictionaries, because functions often change them locally, or arrays that an object receives inside of the
-function.
+``jax.jit`` works on a copy of a mutable object (a module of Flax NNX), so changes that are not returned are lost. Lists
+and dictionaries, which functions often change locally, are not checked.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Calibrate: measures products, memory and collectives of the available devices.
 
-Each figure is the best of some runs, so that what else the machine does counts least. All devices work at once, as
-they do in a partitioned program: virtual devices share the cores of their host, and each gets its share. All devices
-become one switch: latency and bandwidth are those for which the model gives the two measured times of an all-to-all.
-What the compiler does is not measured: it follows from the kind of the devices, or where that is not known, from their
-platform.
+Each figure is the best of some runs, with all devices at work. They become one switch whose latency and bandwidth give
+the two measured times of an all-to-all. What the compiler does follows from the kind of the devices.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """Compiled explanation: a program as XLA compiled it: its collectives, what causes them, its time and its memory.
 
-    print(gshard.explain(jax.jit(step), state, batch))          # as XLA's partitioner split it
-    found = gshard.explain(jax.jit(step).lower(state, batch).compile())
-    found.html("step.html", machine="h100:1x8")                 # the page of ``gshard.stages.Explanation``
-
 Everything is read from the text of the compiled program, so it is the same for programs of XLA's partitioner, of
 ``jax.shard_map`` and of gshard, and for CPU, GPU and TPU.
 """

@@ -1,8 +1,7 @@
 """Compiled ranking: compiles the best plans of a search, and orders them by what the compiler made of them.
 
-The cost model prices a per-device program before XLA fuses, combines and schedules it. Here each plan is compiled for
-the machine, and the compiled program is read: what it sends, what it holds, and its time on the same machine with the
-kernels and the schedule that XLA chose. How far the model was off is shown beside.
+The cost model prices programs before XLA fuses and schedules them. Here each plan is compiled for the machine and read:
+what it sends and holds, its time, and how far the model was off.
 """
 
 from __future__ import annotations

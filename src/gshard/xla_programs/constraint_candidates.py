@@ -1,8 +1,7 @@
 """Constraint candidates: which sharding constraints may lower what XLA's partitioner sends, the most promising first.
 
-Each collective is matched with the values that it may move: those of expressions at its line, and those that these
-expressions read, whose size is a multiple of what one device moves. For each value a few shardings are tried; a
-constraint that the user wrote is also removed.
+Each collective is matched with the values of its line, and with those that they read, of a fitting size. A few
+shardings are tried for each; a constraint that the user wrote is also removed.
 """
 
 from __future__ import annotations
