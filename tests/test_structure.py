@@ -397,7 +397,7 @@ def test_both_packages_are_typed() -> None:
 
 # Counts of today: a change may only lower them. What it adds is paid for by what goes.
 BUDGET = {
-    "lines of src/gshard": 63_851,
+    "lines of src/gshard": 63_734,
     "lines of code of src/gshard": 40_329,
     "lines of tests": 52_994,
     "lines of packages/m4": 11_029,
