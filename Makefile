@@ -12,6 +12,7 @@ VENV_NEXT := .venv-next
 # All laws but the sweeps over single operators, which the simulator runs: `make test-newest LAWS=tests/laws` runs those too.
 SWEEPS := linear rules_complete rules_sound
 LAWS ?= tests/laws $(SWEEPS:%=--ignore=tests/laws/test_%.py)
+SAMPLE ?=  # of the cases of `make test-newest`: `--one-in 4` takes a quarter
 BIN := $(VENV)/bin
 PROJECTS := pyproject.toml packages/m4/pyproject.toml
 STAMP := $(VENV)/.installed
@@ -61,7 +62,7 @@ test-full: setup lint types docs  ## the same with the long sweeps
 test-newest: setup  ## run the laws on the newest JAX, if .venv has another one and a Python for it is found
 	@python=$$($(BIN)/python scripts/newest_python.py) && if test -n "$$python"; then \
 		$(MAKE) --no-print-directory setup VENV=$(VENV_NEWEST) PYTHON="$$python" && \
-		$(OPTIMISED) $(VENV_NEWEST)/bin/python -m pytest $(PYTEST_OPTIONS) $(LAWS); fi
+		$(OPTIMISED) $(VENV_NEWEST)/bin/python -m pytest $(PYTEST_OPTIONS) $(SAMPLE) $(LAWS); fi
 
 test-next: setup  ## run the laws on a JAX beyond the bound in pyproject.toml, if there is one: may the bound be raised?
 	@found=$$($(BIN)/python scripts/next_jax.py) && set -- $$found && if test -n "$$2"; then \

@@ -197,7 +197,7 @@ def test_no_more_rounds_than_the_busiest_device_needs(drawn):
 
 
 def test_what_stays_goes_along_where_all_parts_are_put_together_alike():
-    """Blocks in another order, one of which stays: a single CollectivePermute, and nothing is masked."""
+    """A permutation of blocks that keeps one block in place is a single CollectivePermute; nothing is masked."""
     mesh, order = Mesh.abstract(a=4), (3, 1, 0, 2)
     route = routed(tuple(Chunk(source, 0, receiver, 0, SIZE) for receiver, source in enumerate(order)))
     assert [len(chunks) for chunks in (*route.stay, *route.rounds)] == [1, 3]

@@ -180,7 +180,7 @@ def test_the_planner_prices_a_product_of_groups_as_the_program_is_priced(f, mach
     assert (f"XLA for {machine.partition(':')[0]} has no kernel for ragged_dot_general" in said) == (times > 1)
 
 
-# One roofline: whoever prices an equation gets the same digits.
+# All functions that price an equation use one roofline, and give the same digits.
 
 
 MACHINES = ("cpu:8", "v3:2x2", "v5e:2x4", "h100:1x8")

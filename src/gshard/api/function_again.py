@@ -18,7 +18,7 @@ from gshard.api.compiled_programs import is_from_framework, is_from_jax_jit, on_
 from gshard.api.jit import jit
 from gshard.core.deadline import OutOfTime, until
 from gshard.core.errors import ArgumentError, GShardError
-from gshard.core.jax_adapter import is_transposed, user_place
+from gshard.core.jax_adapter import is_transposed, user_line, user_place
 from gshard.core.jax_adapter_jit import calls_of_jit, jitted_as, operands_of_call
 from gshard.core.memory_kinds import in_memory, shape_of_type
 from gshard.core.mesh import Mesh
@@ -81,7 +81,7 @@ def _traced(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Seque
     whole, arrays = traced_call(f, args, kwargs)
     calls = calls_of_jit(whole)
     if len(calls) != 1:
-        raise ArgumentError(f"{name_of(f)} calls {len(calls)} jitted functions, so no change of it is compiled.")
+        raise ArgumentError(f"{name_of(f)} calls {len(calls)} jitted functions: explain one around these.", user_line())
     passed = [None if i is None else arrays[i] for i in operands_of_call(whole, calls[0])]
     types = [shape_of_type(v.aval) for v in calls[0].invars]
     return calls[0], [x if i is None else shapes[i] for x, i in zip(types, passed, strict=True)], passed

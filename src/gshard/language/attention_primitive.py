@@ -148,7 +148,7 @@ def all_scores(q: Any, k: Any, v: Any, scale: float, mask: Mask, bias: Any = Non
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Attention of arrays as in ``language.attention_primitive``."""
+    """Attention of arrays, block by block."""
 
     scale: float  # the factor of the scores
     mask: Mask  # what queries see

@@ -257,7 +257,7 @@ def _number(v: Any) -> float | None:
     return Constant(v.val).number if isinstance(v, Literal) else None
 
 
-# Runs a jaxpr on shards, with the split of its loops (``language.kernel_loops``) and without communication.
+# Runs a jaxpr on shards, with the split of its loops and without communication.
 
 
 class NotProven(Exception):

@@ -13,7 +13,7 @@ from gshard.core.planning_tables import tabulated
 from gshard.core.program import Dropped
 from gshard.language.traits import traits_of
 
-# Contains the rows of the ledger (``ledger``): primitives of JAX 0.10 to 0.12, their parameters, contexts and effects.
+# The rows of the ledger: primitives of JAX 0.10 to 0.12, their parameters, contexts and effects.
 
 KEPT, IRRELEVANT, REPORTED, REFUSED, OPTIONS = "KEPT", "IRRELEVANT", "REPORTED", "REFUSED", "OPTIONS"
 
@@ -187,7 +187,7 @@ LOST: tuple[tuple[str, ...], ...] = (
     ("jit pjit", "keep_unused", IRRELEVANT, "An unused operand is no argument of an opened call."),
     ("jit pjit", "donated_invars", IRRELEVANT, "A jit inside of another donates nothing, under jax.jit too."),
     ("jit pjit", "ctx_mesh", IRRELEVANT, "Each sharding names its mesh."),
-    ("jit pjit", "in_layouts out_layouts", KEPT, "tracing.nested_shardings refuses all but the default."),
+    ("jit pjit", "in_layouts out_layouts", KEPT, "tracing.builder refuses all but the default."),
     (
         "jit pjit",
         "compiler_options_kvs",

@@ -170,7 +170,7 @@ class Traits:
     # ``normal(params, shape)`` returns those parameters that can be written in several ways, as its rule writes them
     # for a result of this shape. So equal equations of two programs are equal texts.
     normal: Callable[[Mapping[str, Any], Sequence[int]], Mapping[str, Any]] | None = None
-    # computes an equation in fine form (``language.traits``)
+    # computes an equation in fine form (``Fine``)
     merged: Callable[[Maker, Equation], bool] | None = None
     # ``placed(part, equation, places)`` computes the elements of the result at some positions only
     placed: Callable[[Part, Equation, Places], Any] | None = None

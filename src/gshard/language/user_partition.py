@@ -21,7 +21,7 @@ from gshard.core.mark import Mark, axes_of_entry, entries_of, resolve
 from gshard.core.mesh import Atoms, Mesh, automatic_mesh
 from gshard.language.per_device import renamed
 
-# Defines the parameters and per-device programs of equations of ``custom_partitioning`` (``user_partition``).
+# Defines the parameters and per-device programs of equations of ``custom_partitioning``.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""TransformerConfig: every choice of the model in one frozen value, and the checks of which choices go together."""
+"""TransformerConfig: all choices of a model in one frozen value, with checks that they fit together."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from gshard.api.row_functions import put_rows, take_rows
 from gshard.moe.feed_forward import hidden
 from gshard.moe.gating import Choice, Gating, keep
 
-# Sorted rows: tokens in the order of their experts, for the dispatches without slots (``blocks`` and ``ragged``).
+# Sorted rows: tokens in the order of their experts, for the dispatches without slots.
 
 
 def first_rows(gating: Gating, starts_E: jax.Array) -> jax.Array:

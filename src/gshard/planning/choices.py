@@ -162,8 +162,6 @@ class Room:
         return extra_bytes <= SMALL * self._largest[e]
 
 
-# Computes the states and cost tables of a planning problem, from which ``planning.choices`` builds nodes and edges.
-
 # A reshard that a caller may need after the call costs this share of its price.
 _AFTERWARDS = 1 / 8
 

@@ -151,7 +151,7 @@ def _cut_from_large_frames(sources: Sequence[Source]) -> list[Source]:
     return result
 
 
-# Computes an equation on arrays in pieces (``rewrite.piecewise``).
+# Computes an equation on arrays in pieces.
 
 Dim = int | None
 Parts = list[Any]
@@ -699,9 +699,6 @@ class _Search:
         if not sources_of_results or any(sources is None for sources in sources_of_results):
             return None
         return Moves(dim, tuple(tuple(sources or ()) for sources in sources_of_results))
-
-
-# Computes a closed region (``rewrite.piecewise``) in pieces.
 
 
 def _blocks(program: Program) -> list[Block]:

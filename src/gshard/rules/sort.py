@@ -259,7 +259,7 @@ def _all_to_all(shards: Shards, x: Any, atoms: Atoms, split: int, concat: int) -
 
 @rule("sort", same_on_parts=True)
 def sort(call: Call) -> Rule:
-    """Shards exchange elements along the sorted dimension, with the algorithm that sends least (``rules.sort``).
+    """Shards exchange elements along the sorted dimension, with the algorithm that sends least.
 
     >>> print(sort(Call("sort", {"dimension": 1, "num_keys": 1}, ((4, 6), (4, 6)), ((4, 6), (4, 6)), ("f", "i"))))
     a b, a b -> a b, a b; communicate b

@@ -28,7 +28,7 @@ from gshard.remat.prefetch import prefetched
 from gshard.remat.rematerialise import MemoryLimitError, rematerialise
 from gshard.search.seconds import on_machine, seconds_on
 
-# Chooses the plan of a settled program: the stage "choose" of ``search.pipeline``.
+# Chooses the plan of a settled program: the stage "choose".
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
