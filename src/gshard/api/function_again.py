@@ -32,6 +32,13 @@ from gshard.xla_programs.tried_changes import Specs
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _Traced = tuple[Any, list[Any], list[int | None]]
 
+# Options with which XLA for CPU compiles faster. They concern LLVM, whose result nobody reads here.
+_WITHOUT_LLVM = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+
 
 def with_bound_arguments(f: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Arguments]:
     """A jitted function, and all of its arguments, of a ``functools.partial`` or a bound method of it.
@@ -62,18 +69,19 @@ def compiled_again(
             once.append(_traced(f, args, kwargs, shapes))
         return once[0]
 
-    def lower(jaxpr: Any, specs: Specs) -> Any:
+    def compiled(jaxpr: Any, specs: Specs) -> CompiledExplanation:
         call, operands, passed = traced()
         changed = {numbers[n]: spec for n, spec in specs.items()}
         pairs = zip(operands, passed, strict=True)
-        return jitted_as(call, jaxpr).lower(*(_with_spec(x, changed[i]) if i in changed else x for x, i in pairs))
+        lowered = jitted_as(call, jaxpr).lower(*(_with_spec(x, changed[i]) if i in changed else x for x, i in pairs))
+        return read(lowered.compile(_WITHOUT_LLVM if found.program.platform == "cpu" else None))
 
     def planned(seconds: float) -> Planned:
         call, operands, _ = traced()
         return _planned(jaxpr_as_fun(call.params["jaxpr"]), operands, found.mesh, seconds)
 
     leaves_of = tuple(None if n is None else shapes[n] for n in numbers)
-    return CompiledAgain(leaves_of, lambda: traced()[0].params["jaxpr"], lower, read, planned)
+    return CompiledAgain(leaves_of, lambda: traced()[0].params["jaxpr"], compiled, planned)
 
 
 def _traced(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Sequence[Any]) -> _Traced:

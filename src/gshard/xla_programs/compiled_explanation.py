@@ -68,8 +68,8 @@ class CompiledAgain:
     # None if it is not known
     leaves: tuple[Any, ...]
     traced: Callable[[], Any]  # the jaxpr of the function
-    lower: Callable[[Any, Specs], Any]  # lowers a jaxpr in its place, with other shardings of some arguments
-    read: Callable[[Any], CompiledExplanation]  # compiles and explains what is lowered
+    # compiles and explains a jaxpr in its place, with other shardings of some arguments
+    instead: Callable[[Any, Specs], CompiledExplanation]
     # the sharding that gshard plans for each value; it takes the seconds after which it gives up
     planned: Callable[[float], Planned]
 
@@ -77,7 +77,7 @@ class CompiledAgain:
         """Compiles the function with other shardings and a changed jaxpr; None if JAX or XLA refuses it."""
         jaxpr = self.traced()
         try:
-            return self.read(self.lower(changed(jaxpr), specs))
+            return self.instead(changed(jaxpr), specs)
         except _REFUSED:
             return None
 
