@@ -37,19 +37,19 @@ from gshard.core.errors import ArgumentError, GShardError, known_names
 from gshard.core.mesh import Mesh
 from gshard.core.program import format_bytes
 from gshard.device.machine import Machine
+from gshard.explanation.compiled_explanation import CompiledExplanation
+from gshard.explanation.compiled_report import NO_MACHINE
 from gshard.explanation.difference import Difference, difference
 from gshard.explanation.explain import Explanation
 from gshard.explanation.report.page import page
+from gshard.explanation.tried_changes import Tried
 from gshard.moe.models import ModelError
 from gshard.named_target import TOLD, TargetError, load, mesh_of, named, need_folder, place_of, play_devices, told_by
 from gshard.plan_command import plan
 from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 from gshard.xla.calibrate import calibrate
-from gshard.xla_programs.compiled_explanation import CompiledExplanation
-from gshard.xla_programs.compiled_report import NO_MACHINE
 from gshard.xla_programs.exported_plan import ExportedPlan
-from gshard.xla_programs.tried_changes import Tried
 
 # Export command: ``gshard search --export``: writes a plan in the form that is given, or prints it.
 
@@ -400,8 +400,7 @@ def _explain(options: argparse.Namespace) -> None:
     print(f"\n{found.verdict(options.machine, options.seconds)}\n\n{found.cost(options.machine)}")
     for name in options.why:
         others = found.instead(name, options.machine) or ["no mark can say otherwise: it has one, or enters a body"]
-        compared = f"\n{found.costs(name)}" if found.choice is not None else ""
-        print("\n  instead ".join([f"\n{found.why(name)}{compared}", *map(str, others)]))
+        print("\n  instead ".join([f"\n{found.why(name)}", *map(str, others)]))
     against = found.against_xla(options.machine) if with_xla else None if before is None else difference(before, data)
     _write_data(options, data, against)
     if options.trace:

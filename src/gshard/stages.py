@@ -25,6 +25,7 @@ from gshard.device.machine import UnknownMachineWarning as UnknownMachineWarning
 from gshard.emit.compile import Executable as Executable
 from gshard.emit.compile import compile as compile
 from gshard.emit.partition import partition as partition
+from gshard.explanation.compiled_explanation import CompiledExplanation as CompiledExplanation
 from gshard.explanation.explain import Explanation as Explanation
 from gshard.explanation.search_result import SearchResult as SearchResult
 from gshard.naming.dimension_classes import Dimensions as Dimensions
@@ -32,7 +33,6 @@ from gshard.planning.collective_matmuls import CollectiveMatmul as CollectiveMat
 from gshard.planning.propagate import propagate as propagate
 from gshard.remat.rematerialise import MemoryLimitError as MemoryLimitError
 from gshard.tracing.trace import trace as trace
-from gshard.xla_programs.compiled_explanation import CompiledExplanation as CompiledExplanation
 from gshard.xla_programs.exported_plan import ExportedPlan as ExportedPlan
 
 __all__ = [

@@ -336,8 +336,8 @@ def test_against_xla_counts_what_both_compilers_made():
 
     mesh = {"data": 8}
     found = gshard.explain(f, f32(512, 64), f32(64, 32), mesh=mesh).against_xla("h100:1x8")
-    assert found.before.flops == found.after.flops == 2 * 512 * 64 * 32 // 8
-    assert found.peaks is None
+    assert found.before.flops == found.after.flops == 2 * 512 * 64 * 32 // 8 + 512 * 32 // 8
+    assert found.peaks == (32768, 32768)
     g = gshard.explain(
         lambda x, w: gshard.replicate(gshard.split(x, 1, "data") @ w), f32(64, 512), f32(512, 32), mesh=mesh
     )
@@ -360,5 +360,5 @@ def test_against_xla_runs_manual_regions_as_they_are(whole, check_vma):
     mapped = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check_vma)
     for f in (mapped, jax.grad(lambda x, w: jnp.sum(mapped(x, w) ** 2), 1)):
         found = gshard.explain(f, f32(64, 64), f32(64, 64), mesh=mesh).against_xla("h100:1x8")
-        assert found.before.flops == found.after.flops > 0
+        assert found.before.flops == pytest.approx(found.after.flops, rel=1e-3)
         assert f is not mapped or found.before.sent == found.after.sent

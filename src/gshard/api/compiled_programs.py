@@ -6,7 +6,7 @@ import dataclasses
 import gzip
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,11 +21,11 @@ from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.jax_adapter import mesh_of_context, user_line
 from gshard.core.jax_adapter_jit import arguments_of_call, axes_of_exported, calls_of_jit, given_to_jit
 from gshard.core.mesh import Mesh, MeshLike
-from gshard.core.paths import leaf_names, path_of
-from gshard.device.machine import Machine, kind_of_devices, machine_of
+from gshard.core.paths import leaf_names
+from gshard.device.machine import Machine
+from gshard.explanation.compiled_explanation import CompiledExplanation, read_compiled
+from gshard.explanation.compiled_program import read_program
 from gshard.tracing.by_jax import name_of
-from gshard.xla_programs.compiled_explanation import CompiledExplanation
-from gshard.xla_programs.compiled_program import WHOLE, ReadSharding, memory_figures, read_program, sharding_of_spec
 
 CompiledLike = jax.stages.Compiled | jax.stages.Lowered | jax.stages.Traced | jax.export.Exported | str | Path
 STAGES = (
@@ -64,41 +64,20 @@ def explain_compiled(
 ) -> CompiledExplanation:
     """Explains a program that is compiled, or is compiled here."""
     if isinstance(f, str | Path):
-        return _told_on(read_program(_text_of(f), None if mesh is None else Mesh.of(mesh)), None, machine)
+        found = CompiledExplanation(read_program(_text_of(f), None if mesh is None else Mesh.of(mesh)))
+        return found if machine is None else found.on(machine)
     if isinstance(f, jax.export.Exported):
         f = _of_exported(f, mesh)
     f = f.lower() if isinstance(f, jax.stages.Traced) else f
     compiled = f.compile() if isinstance(f, jax.stages.Lowered) else f
-    return _read(compiled, None if mesh is None else Mesh.of(mesh), machine, compiled.out_tree, names)
+    return read_compiled(compiled, None if mesh is None else Mesh.of(mesh), machine, names=names)
 
 
 def explain_compiled_by_gshard(compiled: Compiled, machine: str | Machine | None = None) -> CompiledExplanation:
     """Explains what XLA compiled of a function from ``gshard.jit``: the arguments have the names of the function's."""
     lowered = compiled.lowered
     names = {f"arrays[{i}]": name for i, name in enumerate(lowered.program.names)}
-    return _read(lowered.executable.compiled, lowered.mesh, machine, compiled.out_tree, names)
-
-
-def _read(
-    compiled: Any,
-    mesh: Mesh | None,
-    machine: str | Machine | None,
-    out_tree: Any,
-    names: Mapping[str, str] | None = None,
-) -> CompiledExplanation:
-    """Reads a compiled program with what JAX's object tells of it."""
-    text = compiled.as_text()
-    if not text:
-        raise ArgumentError("this compiled program has no text.", user_line(), hint="Its backend does not give one.")
-    shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda s: isinstance(s, jax.sharding.Sharding))
-    on = mesh or _mesh_of([*shardings, *jax.tree.leaves(compiled.output_shardings)])
-    program = read_program(
-        text, on, whole=_of_arguments(_whole, compiled, shardings, on),
-        cuts=_of_arguments(_cut, compiled, shardings, on), results=_results(out_tree),
-        platform=str(on.devices[0].platform) if on is not None and on.devices else "",
-        memory=memory_figures(compiled), names=names,
-    )  # fmt: skip
-    return _told_on(program, on, machine)
+    return read_compiled(lowered.executable.compiled, lowered.mesh, machine, compiled.out_tree, names)
 
 
 def lowered_by_jax(f: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -120,15 +99,6 @@ def partitions_of(lowered: jax.stages.Lowered) -> int:
     module: Any = lowered.compiler_ir("stablehlo")
     attributes = module.operation.attributes
     return int(attributes["mhlo.num_partitions"].value) if "mhlo.num_partitions" in attributes else 1
-
-
-def _told_on(program: Any, mesh: Mesh | None, machine: str | Machine | None) -> CompiledExplanation:
-    found = CompiledExplanation(program)
-    if machine is not None:
-        return found.on(machine)
-    if mesh is None or mesh.devices is None or kind_of_devices(mesh) is None:
-        return found
-    return found.on(machine_of(mesh))
 
 
 def _text_of(given: str | Path) -> str:
@@ -174,57 +144,6 @@ def _on_devices(leaf: Any) -> Any:
         return leaf
     concrete = Mesh.of(sharding.mesh).on_first_devices().user_jax_mesh
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(concrete, sharding.spec))
-
-
-def _mesh_of(shardings: Sequence[Any]) -> Mesh | None:
-    """The mesh of shardings: the largest, with the names of its axes; else the devices in their order."""
-    named = [s.mesh for s in shardings if isinstance(s, NamedSharding) and isinstance(s.mesh, jax.sharding.Mesh)]
-    if named:
-        return Mesh.of(max(named, key=lambda mesh: mesh.size))
-    devices = max((getattr(s, "_device_assignment", ()) for s in shardings), key=len, default=())
-    return Mesh.of(list(devices)) if devices else None
-
-
-def _of_arguments(
-    read: Callable[[Any, Any, Mesh], T], compiled: Any, shardings: Sequence[Any], mesh: Mesh | None
-) -> list[T]:
-    """What is read of the type and the sharding of each argument, if all arguments are kept."""
-    avals = jax.tree.leaves(compiled.in_avals)
-    if len(avals) != len(shardings) or mesh is None:
-        return []
-    return [read(aval, sharding, mesh) for aval, sharding in zip(avals, shardings, strict=True)]
-
-
-def _whole(aval: Any, sharding: Any, mesh: Mesh) -> tuple[int, str] | None:
-    """The bytes of the whole array and its sharding."""
-    try:
-        size = aval.size * aval.dtype.itemsize
-    except (AttributeError, TypeError):
-        return None  # a key: its numbers are another array
-    if mesh.size == 1:
-        return size, ""
-    if sharding.is_fully_replicated:
-        return size, WHOLE
-    spec = getattr(sharding, "spec", None)
-    return size, f"P({', '.join(map(_word, spec))})" if spec is not None else str(sharding)
-
-
-def _cut(aval: Any, sharding: Any, mesh: Mesh) -> ReadSharding | None:
-    """The axes that cut the array, where its sharding names them."""
-    if not isinstance(sharding, NamedSharding):
-        return None
-    entries = [*sharding.spec, *[None] * (len(aval.shape) - len(sharding.spec))]
-    axes_of = [[] if entry is None else list(entry) if isinstance(entry, tuple) else [str(entry)] for entry in entries]
-    return sharding_of_spec(axes_of, dict(sharding.mesh.shape), mesh)
-
-
-def _word(entry: Any) -> str:
-    return f"({', '.join(map(str, entry))})" if isinstance(entry, tuple) else str(entry)
-
-
-def _results(tree: Any) -> list[str]:
-    paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))[0]
-    return [path_of("result", path) for path, _ in paths]
 
 
 # Framework jit: functions that ``flax.nnx.jit`` or ``equinox.filter_jit`` returned, which call ``jax.jit`` themselves.

@@ -40,11 +40,11 @@ from gshard.core.mesh import MeshLike
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.device.machine import Machine
+from gshard.explanation.compiled_explanation import CompiledExplanation
 from gshard.explanation.explain import Explanation
 from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.rematerialise import bytes_of
 from gshard.tracing.by_jax import name_of
-from gshard.xla_programs.compiled_explanation import CompiledExplanation
 
 Planned = Traced | Lowered | Compiled  # the stages of a function from gshard.jit
 
@@ -209,7 +209,7 @@ def _of_lowered(lowered: Lowered) -> Explanation:
     return Explanation(
         plan=lowered.plan, spmd=lowered.spmd, donated=lowered.donated, marked=lowered.marked,
         by_bytes=made and target.machine is None, machine=target.machine,
-        marked_by_bytes=None if target.machine is None else lowered.marked_by_bytes, choice=lowered.choice,
+        marked_by_bytes=None if target.machine is None else lowered.marked_by_bytes,
         planning_seconds=lowered.planning_seconds,
     )  # fmt: skip
 

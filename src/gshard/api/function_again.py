@@ -23,11 +23,11 @@ from gshard.core.jax_adapter_jit import calls_of_jit, jitted_as, operands_of_cal
 from gshard.core.memory_kinds import in_memory, shape_of_type
 from gshard.core.mesh import Mesh
 from gshard.core.paths import leaf_names
+from gshard.explanation.compiled_explanation import CompiledAgain, CompiledExplanation
+from gshard.explanation.constraint_candidates import Planned
+from gshard.explanation.tried_changes import Specs
 from gshard.planning.added_marks import spec_of_cut
 from gshard.tracing.by_jax import name_of
-from gshard.xla_programs.compiled_explanation import CompiledAgain, CompiledExplanation
-from gshard.xla_programs.constraint_candidates import Planned
-from gshard.xla_programs.tried_changes import Specs
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _Traced = tuple[Any, list[Any], list[int | None]]

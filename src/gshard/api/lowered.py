@@ -27,7 +27,6 @@ from gshard.core.spmd import SpmdProgram
 from gshard.core.uneven import UnevenArray
 from gshard.emit.compile import Executable, compiled_with_constants, named_sharding
 from gshard.explanation.warnings import warn_of
-from gshard.planning.propagate import Choice
 from gshard.search.pipeline import Planned
 
 # Checks that the arguments of a compiled program have the structure and types that it was compiled for.
@@ -184,11 +183,6 @@ class Lowered:
     def planning_seconds(self) -> float:
         """Processor time that planning took."""
         return self._planned.planning_seconds
-
-    @property
-    def choice(self) -> Callable[[], Choice | None] | None:
-        """Poses the problem again that the plan is a solution of; None for a plan that was given."""
-        return self._planned.choice
 
     @_stage
     def spmd(self) -> SpmdProgram:

@@ -112,7 +112,7 @@ class Target(_Kept):
             refuse_unused(program, self.mesh)
         began = time.thread_time()
         made = run(PLANNING, Draft(program), self._settings(program, boundary)).best
-        made = made if self.reorders else Planned(dataclasses.replace(made.plan, orders={}), choice=made.choice)
+        made = made if self.reorders else Planned(dataclasses.replace(made.plan, orders={}))
         return dataclasses.replace(made, planning_seconds=time.thread_time() - began)
 
     def _settings(self, program: Program, boundary: Boundary) -> Settings:

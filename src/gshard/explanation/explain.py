@@ -12,15 +12,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gshard.core.errors import ArgumentError
+import jax
+
+from gshard.core.errors import MeshError
 from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
+from gshard.core.memory_kinds import shape_in_memory
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program, format_bytes
 from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import Cost, cost, origins
 from gshard.device.machine import Machine, machine_of, unknown_devices
+from gshard.emit.compile import compile_spmd, named_sharding
 from gshard.explanation.comparable import Comparable, write_trace
-from gshard.explanation.difference import Difference, against_xla
+from gshard.explanation.compiled_explanation import read_compiled
+from gshard.explanation.difference import Difference, difference
 from gshard.explanation.explained_plan import ExplainedPlan
 from gshard.explanation.report.data import report_data
 from gshard.explanation.report.page import framed
@@ -36,10 +41,10 @@ from gshard.explanation.rows import (
 )
 from gshard.explanation.timeline import trace_of
 from gshard.explanation.trials import Instead, Trials, instead, trials
-from gshard.explanation.value_costs import Compared, ValueCosts, value_costs
 from gshard.explanation.verdict import Verdict, verdict
 from gshard.explanation.warnings import moved_instead, unsplit_work
 from gshard.search.time_budget import TRIAL_SECONDS
+from gshard.xla.peer import xla_function
 
 
 @without_our_frames_in_methods
@@ -52,7 +57,6 @@ class Explanation(ExplainedPlan):
         marked_by_bytes: and if it were planned by bytes, where ``marked`` plans for a machine.
         machine: what the plan was made for; None if by bytes, or given.
         by_bytes: whether it is the plan that sends least.
-        choice: what planning or a search chose, and from what; None for a plan that was given, or is a preset.
         planning_seconds: what planning took, and with other marks takes about again; 0 if not measured.
     """
 
@@ -60,7 +64,6 @@ class Explanation(ExplainedPlan):
     marked_by_bytes: Callable[[Program], SpmdProgram] | None = None
     machine: Machine | None = None
     by_bytes: bool = False
-    choice: Callable[[], Compared | None] | None = None
     planning_seconds: float = 0.0
 
     def cost(self, machine: Machine | str | None = None) -> Cost:
@@ -141,7 +144,7 @@ class Explanation(ExplainedPlan):
         return self._write_page(path, self.data(machine, seconds), against, machine)
 
     def against_xla(self, machine: Machine | str | None = None) -> Difference:
-        """The difference from XLA's own partitioner, given the same marks, to this: bytes, products, time by line.
+        """The difference from XLA's own partitioner, given the same marks, to this, as XLA compiles both, by line.
 
         Args:
             machine: as for ``cost``.
@@ -149,7 +152,23 @@ class Explanation(ExplainedPlan):
         Raises:
             MeshError: the mesh is abstract: XLA compiles for devices that exist.
         """
-        return against_xla(self.plan, self.spmd, self.donated, self.cost(machine).machine, self.data(machine))
+        if self.mesh.devices is None:
+            raise MeshError(
+                "XLA cannot compile for an abstract mesh.",
+                got=f"mesh: {self.mesh}",
+                hint="Explain for devices that exist: mesh=8, with "
+                "XLA_FLAGS=--xla_force_host_platform_device_count=8 on one CPU.",
+            )
+        program, on = self.plan.program, self.cost(machine).machine
+        given = enumerate(self.spmd.in_shardings)
+        shardings = [named_sharding(self.mesh, s, program.input_memory(i)) for i, s in given]
+        donated = tuple(len(program.captured) + i for i in self.donated)
+        theirs = jax.jit(xla_function(program, self.mesh), in_shardings=shardings, donate_argnums=donated)
+        takes = [shape_in_memory(v.shape, v.dtype, on_host=v.on_host) for v in program.block.inputs]
+        pair = theirs.lower(*takes).compile(), compile_spmd(self.spmd, self.donated).compiled
+        before, after = (read_compiled(compiled, self.mesh, on).data() for compiled in pair)
+        name = f"{program.name} by"
+        return difference(before | {"name": f"{name} XLA's partitioner"}, after | {"name": f"{name} gshard"})
 
     def trace(self, path: str | Path, machine: Machine | str | None = None) -> Path:
         """Writes the modelled timeline of a call in the Trace Event Format, for ui.perfetto.dev or chrome://tracing.
@@ -241,45 +260,6 @@ class Explanation(ExplainedPlan):
 
     def _row(self, name: str) -> TensorRow:
         return row_called(self.tensors, name, self.names, self.spmd.collectives)
-
-    @functools.cached_property
-    def _compared(self) -> Compared | None:
-        return None if self.choice is None else self.choice()
-
-    @with_tables
-    def costs(self, name: str) -> ValueCosts:
-        """The shardings that planning compared for a tensor: the cost of the best plan with each, split by cause.
-
-        Each sharding takes another solution of the problem that planning solved.
-
-        Args:
-            name: as for ``why``.
-
-        Returns:
-            the shardings, the cheapest first, in the unit of the plan: bytes sent, or seconds on its machine.
-
-        Raises:
-            ArgumentError: there is no tensor of this name; the plan was given, or is a preset of a search, so that
-                nothing was compared.
-
-        >>> import gshard, jax.numpy as jnp
-        >>> f = lambda x, w: gshard.split(x, 0, 8) @ w
-        >>> found = gshard.explain(f, jnp.ones((64, 512)), jnp.ones((512, 32)), mesh=gshard.Mesh.abstract(devices=8))
-        >>> found.costs("%3").chosen.sharding
-        'f32[64@devices,32]'
-        """
-        row = self._row(name)
-        if self.choice is None:
-            raise ArgumentError(
-                f"nothing was compared for {name!r}: the plan was given, or is a preset of a search.",
-                hint="Explain the function without plan= and search=.",
-            )
-        choice = self._compared
-        group = choice.graph.groups.of if choice is not None else {}
-        others = [
-            x.short or x.name for x in self.tensors if x is not row and group.get(x.value) == group.get(row.value)
-        ]
-        return value_costs(choice, row, others, self.machine)
 
     def __str__(self) -> str:
         return self.format()

@@ -32,7 +32,7 @@ from gshard.planning.added_marks import spec_of_cut, with_marks
 from gshard.planning.layer_stacks import schedules_of
 from gshard.planning.propagate import propagate
 from gshard.planning.saved_plan import SavedPlan
-from gshard.search.alternatives import SearchChoice, text_of_alternatives
+from gshard.search.alternatives import text_of_alternatives
 from gshard.search.as_marks import Marks, jit_keywords, marks_of
 from gshard.search.find import Best, axes_text, best_plan, ended, how_near
 from gshard.search.patch import Patch, patch_of
@@ -480,16 +480,8 @@ class SearchResult:
         spmd = run(Planned(self.plan), recomputes=self.best.chosen.recomputed)
         return Explanation(
             plan=self.plan, spmd=spmd, donated=frozenset(self.donated), marked=marked, marked_by_bytes=marked_by_bytes,
-            machine=machine, choice=self._choice,
+            machine=machine,
         )  # fmt: skip
-
-    @property
-    def _choice(self) -> Callable[[], SearchChoice] | None:
-        """What the search chose, and from what; None for a preset."""
-        best = self.best
-        if best.graph is None or best.solution is None or best.chosen is not best.searched:
-            return None
-        return functools.partial(SearchChoice, best.graph, best.solution, f"time on {self.cost.machine.name}")
 
     def html(self, path: str | Path) -> Path:
         """Writes the report of the plan as one page, with what the search tells of it.

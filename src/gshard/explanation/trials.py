@@ -286,7 +286,12 @@ class Instead:
 
     def __str__(self) -> str:
         sent, held = self.cost.sent - self.now.sent, self.cost.peak - self.now.peak
-        amounts = (f"{_signed(sent)} sent by each device", f"{_signed(held)} at the peak")
+        lines: collections.Counter[str] = collections.Counter()
+        for k, sign in (*((k, 1) for k in self.cost.kernels), *((k, -1) for k in self.now.kernels)):
+            lines[k.line] += sign * k.sent * k.times
+        line = max(lines, key=lambda at: abs(lines[at]), default="")
+        most = f" ({_signed(lines[line])} at {line})" if line and lines[line] else ""
+        amounts = (f"{_signed(sent)} sent by each device{most}", f"{_signed(held)} at the peak")
         return f"{self.sharding}: {format_seconds(self.seconds, '+')} a call, {', '.join(amounts)}   {self.mark}"
 
 

@@ -367,7 +367,7 @@ def propagate(
         hint = f"{lost.why} Leave it out, or allow it with strict=False."
         raise PlanError(f"{lost.what} is not kept.", lost.line, f"it is {lost.value}", hint)
     propagated = propagated or settled(program, mesh)
-    choice = choose(propagated, objective, boundary, every=False)
+    choice = choose(propagated, objective, boundary)
     if choice is None:
         return at_boundary(_replicated_plan(propagated), boundary)
     chosen = decided(choice.graph, choice.states, propagated)
@@ -406,60 +406,15 @@ class Choice:
         known = [*self.propagated.shardings.values(), *self.propagated.moved.values()]
         return self.graph.is_limited or self.objective.axes != axes_of(self.propagated.mesh, known)
 
-    @functools.cached_property
-    def cost(self) -> float:
-        """The cost of the chosen states."""
-        return self.graph.problem.value(self.states)
-
-    @functools.cached_property
-    def layers(self) -> Ints | None:
-        """int64 [nodes]: the classes of nodes in equal layers; None if equal layers did not get equal choices."""
-        classes = classes_of_layers(self.graph)
-        if classes is None:
-            return None
-        of_class = np.zeros(classes.max() + 1, np.int64)
-        of_class[classes] = self.states
-        return classes if (of_class[classes] == self.states).all() else None
-
-    def tied_to(self, node: int) -> list[int]:
-        """The nodes that must have the same state as this one: itself, and its counterparts in equal layers."""
-        return [node] if self.layers is None else np.flatnonzero(self.layers == self.layers[node]).tolist()
-
-    def with_state(self, node: int, state: int) -> Ints | None:
-        """The cheapest states in which a node and all nodes tied to it have this state; None if there are none.
-
-        The search is the same as for the chosen states: exact for a small problem, by messages for a large one.
-        """
-        if self.states[node] == state:
-            return self.states
-        layers, start, tied_nodes = self.layers, self.states.copy(), self.tied_to(node)
-        start[tied_nodes] = state
-        problem = self.graph.problem.restricted(dict.fromkeys(tied_nodes, state))
-        graph = dataclasses.replace(self.graph, problem=problem)
-        if layers is not None:
-            solution = _with_equal_layers(graph, layers)
-            return None if solution is None else solution[1]
-        try:
-            states, _ = _solved(graph.problem, _starts(graph, self.propagated, start))
-        except ProblemError:
-            return None
-        while math.isfinite(graph.problem.value(states)):
-            if (limited := _with_less_held(graph, states, self.propagated, start)) is None:
-                break
-            graph, (states, _) = limited
-        return states if math.isfinite(graph.problem.value(states)) else None
-
 
 def choose(
     propagated: Propagated,
     objective: Callable[[Mesh, tuple[Atoms, ...]], Objective] = bytes_on,
     boundary: Boundary = AS_MARKED,
-    *,
-    every: bool = True,
 ) -> Choice | None:
     """Chooses what the marks leave open in a settled program; None if nothing is split, so that nothing is open.
 
-    Unless ``every`` is true, gshard first assumes the least possible value for costs that take long to compute
+    gshard first assumes the least possible value for costs that take long to compute
     (``Objective.assuming``). It computes these costs for the chosen states and chooses again, until no chosen state has
     an assumed cost. Then no other state is better, because each costs at least what was assumed. Large problems take
     longer to solve than to price, and are priced first.
@@ -469,7 +424,7 @@ def choose(
     known = [*propagated.shardings.values(), *propagated.moved.values()]
     exact_costs = objective(propagated.mesh, joined(propagated.mesh, axes_of(propagated.mesh, known), known))
     size = estimated_entries(propagated.program, propagated.mesh, exact_costs.axes)
-    rounds = 0 if every or size > _SOLVED_SOON else _ROUNDS
+    rounds = 0 if size > _SOLVED_SOON else _ROUNDS
     while True:
         costs = exact_costs.assuming() if rounds else exact_costs
         graph = graph_of(propagated.program, costs, propagated=propagated, boundary=boundary)

@@ -18,7 +18,6 @@ from gshard.core.sharding import Sharding
 from gshard.planning.graph import Graph
 from gshard.planning.layer_stacks import schedules_of
 from gshard.search.find import Best
-from gshard.solver.problem import Ints, ProblemError
 from gshard.solver.solve import Solution, solve
 
 _SHOWN = 4  # the cheapest alternatives of a value
@@ -66,39 +65,6 @@ def alternatives(
             seconds = max(seconds, forced.value - solution.value if proven else forced.bound - solution.value)
         rows.append(Alternative(texts[i], seconds, proven))
     return sorted(rows, key=lambda row: (row.seconds, row.sharding))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class SearchChoice:
-    """The problem and the solution of a search, in the form that ``explanation.value_costs`` reads."""
-
-    graph: Graph  # the problem
-    solution: Solution  # its solution
-    counted: str  # the unit of its costs, in words
-
-    @property
-    def states(self) -> Ints:
-        """int64 [nodes], the chosen states."""
-        return self.solution.states
-
-    @property
-    def cost(self) -> float:
-        """The cost of the chosen states."""
-        return self.solution.value
-
-    def tied_to(self, node: int) -> list[int]:
-        """The node itself: a search does not tie equal layers."""
-        return [node]
-
-    def with_state(self, node: int, state: int) -> Ints | None:
-        """The cheapest states with this state of a node; None if none were found that fit."""
-        if self.states[node] == state:
-            return self.states
-        try:
-            found = _with_state(self.solution, node, state)
-        except ProblemError:
-            return None
-        return found.states if found.fits else None
 
 
 def _with_state(solution: Solution, node: int, state: int) -> Solution:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -21,7 +20,7 @@ from gshard.emit.partition import partition
 from gshard.planning.batched import batched
 from gshard.planning.collective_matmuls import CollectiveMatmul, Policy, windowed
 from gshard.planning.objective import Objective, bytes_on
-from gshard.planning.propagate import Choice, choose, propagate
+from gshard.planning.propagate import propagate
 from gshard.planning.propagated import Propagated
 from gshard.planning.settled import settled
 from gshard.remat.prefetch import prefetched
@@ -38,9 +37,6 @@ class Planned:
     plan: Plan  # the plan
     spmd: SpmdProgram | None = None  # the per-device program; None if it is not emitted yet
     cost: Cost | None = None  # the cost of that program; None if it is not priced yet
-    # builds and solves the problem of the plan again; it returns None if nothing was open. None for a plan that was
-    # given.
-    choice: Callable[[], Choice | None] | None = None
     planning_seconds: float = 0.0  # processor time of this thread that planning took; 0 if not measured
 
     @property
@@ -78,7 +74,7 @@ def cheapest(
 
     def planned(known: Propagated, objective: Callable[[Mesh, tuple[Atoms, ...]], Objective]) -> Planned:
         plan = propagate(program, known.mesh, strict=strict, boundary=boundary, objective=objective, propagated=known)
-        return Planned(plan, choice=functools.partial(choose, known, objective, boundary))
+        return Planned(plan)
 
     fewest_bytes = planned(propagated, bytes_on)
     if machine is None or not fewest_bytes.plan.counted:  # nothing was open

@@ -26,11 +26,11 @@ from gshard.core.jax_adapter import user_line
 from gshard.core.keywords import keywords
 from gshard.core.mesh import MeshLike
 from gshard.core.program import format_bytes
+from gshard.explanation.compiled_explanation import CompiledExplanation
+from gshard.explanation.compiled_program import CompiledArgument, CompiledProgram
+from gshard.explanation.compiled_rows import CompiledRow, collective_lines_of, memory_lines, whole_lines
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 from gshard.xla.hlo_collectives import KINDS, Sent, pairs_of
-from gshard.xla_programs.compiled_explanation import CompiledExplanation
-from gshard.xla_programs.compiled_program import CompiledArgument, CompiledProgram
-from gshard.xla_programs.compiled_rows import CompiledRow, collective_lines_of, memory_lines, whole_lines
 
 # Collective limits: what a program may send and hold, and what of it exceeds that.
 

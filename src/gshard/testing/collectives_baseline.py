@@ -17,6 +17,8 @@ from gshard.core.jax_adapter import user_line
 from gshard.core.keywords import keywords
 from gshard.core.mesh import MeshLike
 from gshard.core.program import format_bytes
+from gshard.explanation.compiled_explanation import CompiledExplanation
+from gshard.explanation.compiled_rows import CompiledRow, axes_text
 from gshard.testing.asserted_collectives import (
     PEAK_CURE,
     check_devices,
@@ -26,8 +28,6 @@ from gshard.testing.asserted_collectives import (
     row_lines,
 )
 from gshard.xla.hlo_collectives import Sent
-from gshard.xla_programs.compiled_explanation import CompiledExplanation
-from gshard.xla_programs.compiled_rows import CompiledRow, axes_text
 
 # Sent record: what a compiled program sends and holds, as the text of a baseline file and read from it.
 

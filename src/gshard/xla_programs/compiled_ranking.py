@@ -17,12 +17,12 @@ from gshard.core.planning_tables import with_tables
 from gshard.core.program import format_bytes
 from gshard.device.machine import Machine
 from gshard.emit.compile import compile_spmd
+from gshard.explanation.compiled_cost import CompiledCost
+from gshard.explanation.compiled_explanation import read_compiled
 from gshard.explanation.search_result import SearchResult
 from gshard.search.find import Best, axes_text
 from gshard.search.pipeline import Planned, PricedPlan, as_run
 from gshard.xla.tpu import estimated_cycles, topology_mesh
-from gshard.xla_programs.compiled_cost import CompiledCost, compiled_cost
-from gshard.xla_programs.compiled_program import memory_figures, read_program
 
 _HIDDEN = 0.005  # of the network's seconds: less is not worth a column
 
@@ -142,8 +142,8 @@ def _compiled(best: Best, priced: PricedPlan, donated: Sequence[int], devices: S
     except jax.errors.JaxRuntimeError as error:
         return CompiledPlan(best, priced, None, refused=str(error).splitlines()[0])
     text = compiled.as_text()
-    program = read_program(text, Mesh.of(there.user_jax_mesh), memory=memory_figures(compiled))
-    return CompiledPlan(best, priced, compiled_cost(program, machine), estimated_cycles(text))
+    cost = read_compiled(compiled, Mesh.of(there.user_jax_mesh), machine).cost()
+    return CompiledPlan(best, priced, cost, estimated_cycles(text))
 
 
 def _on(mesh: Mesh, devices: Sequence[object]) -> Mesh:

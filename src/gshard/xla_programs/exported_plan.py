@@ -30,12 +30,12 @@ from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
+from gshard.explanation.compiled_explanation import CompiledExplanation
 from gshard.explanation.search_result import SearchResult
 from gshard.language.mark_primitive import mark_p
 from gshard.planning.added_marks import spec_of_cut, with_marks
 from gshard.search.as_marks import FoundMark
 from gshard.xla.peer import xla_function
-from gshard.xla_programs.compiled_explanation import CompiledExplanation
 from gshard.xla_programs.plan_compiler import (
     NEAR,
     ExportedArgument,

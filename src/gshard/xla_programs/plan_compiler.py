@@ -23,14 +23,13 @@ from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.device.fusion_model import PRODUCT
 from gshard.emit.compile import named_sharding
+from gshard.explanation.compiled_cost import compiled_cost
+from gshard.explanation.compiled_explanation import CompiledExplanation, read_compiled
 from gshard.explanation.search_result import SearchResult
 from gshard.planning.added_marks import spec_of_cut
 from gshard.planning.demands import by_axes
 from gshard.rewrite.rewrites import TRACE
 from gshard.xla.peer import xla_function
-from gshard.xla_programs.compiled_cost import compiled_cost
-from gshard.xla_programs.compiled_explanation import CompiledExplanation
-from gshard.xla_programs.compiled_program import memory_figures, read_program
 
 NEAR = 1.05  # of the plan's bytes, and of its products: what XLA may take and is taken to follow the plan
 _NO_HELP = frozenset(row.name for row in TRACE if not row.helps_xla)
@@ -126,8 +125,7 @@ class PlanCompiler:
 
     def read(self, made: Any) -> CompiledExplanation:
         """What a compiled program (``jax.stages.Compiled``) sends and holds."""
-        mesh = Mesh.of(self.jax_mesh)
-        return CompiledExplanation(read_program(str(made.as_text()), mesh, memory=memory_figures(made)))
+        return read_compiled(made, Mesh.of(self.jax_mesh))
 
     def ratio(self, made: CompiledExplanation) -> float:
         """Bytes that a compiled program sends, as a multiple of the plan's; 1 if neither sends anything."""

@@ -13,21 +13,30 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+from jax.sharding import NamedSharding
 
 from gshard.core.errors import ArgumentError
+from gshard.core.jax_adapter import user_line
 from gshard.core.mesh import Mesh
+from gshard.core.paths import path_of
 from gshard.core.program import format_bytes
-from gshard.device.machine import Machine
+from gshard.device.machine import Machine, kind_of_devices, machine_of
 from gshard.explanation.comparable import Comparable, write_trace
-from gshard.explanation.report.page import framed
-from gshard.search.time_budget import Progress
-from gshard.xla_programs.compiled_cost import CompiledCost, CompiledVerdict, compiled_cost
-from gshard.xla_programs.compiled_program import CompiledArgument, CompiledProgram
-from gshard.xla_programs.compiled_report import CompiledReport
-from gshard.xla_programs.compiled_rows import (
+from gshard.explanation.compiled_cost import CompiledCost, CompiledVerdict, compiled_cost
+from gshard.explanation.compiled_program import (
+    WHOLE,
+    CompiledArgument,
+    CompiledProgram,
+    ReadSharding,
+    memory_figures,
+    read_program,
+    sharding_of_spec,
+)
+from gshard.explanation.compiled_report import CompiledReport
+from gshard.explanation.compiled_rows import (
     CompiledRow,
     Part,
     Regathered,
@@ -41,9 +50,10 @@ from gshard.xla_programs.compiled_rows import (
     whole_arguments,
     whole_lines,
 )
-from gshard.xla_programs.constraint_candidates import Planned, constraints_to_try
-from gshard.xla_programs.traced_expressions import TracedProgram
-from gshard.xla_programs.tried_changes import (
+from gshard.explanation.constraint_candidates import Planned, constraints_to_try
+from gshard.explanation.report.page import framed
+from gshard.explanation.traced_expressions import TracedProgram
+from gshard.explanation.tried_changes import (
     SECONDS,
     Change,
     Figures,
@@ -54,6 +64,7 @@ from gshard.xla_programs.tried_changes import (
     sharding_helps,
     try_changes,
 )
+from gshard.search.time_budget import Progress
 
 # What JAX and XLA raise for a program with a sharding that they do not support, or that jax.jit was given otherwise.
 _REFUSED = (jax.errors.JaxRuntimeError, ValueError, TypeError, NotImplementedError)
@@ -389,3 +400,90 @@ class CompiledExplanation(Comparable):
     def __repr__(self) -> str:
         sent = format_bytes(self.total_bytes)
         return f"<CompiledExplanation of {self.name} on {self.mesh}: {sent} sent, peak {format_bytes(self.peak)}>"
+
+
+# Reads compiled programs with what JAX tells of them.
+
+T = TypeVar("T")
+
+
+def read_compiled(
+    compiled: jax.stages.Compiled,
+    mesh: Mesh | None = None,
+    machine: str | Machine | None = None,
+    out_tree: Any = None,
+    names: Mapping[str, str] | None = None,
+) -> CompiledExplanation:
+    """Explains what JAX compiled.
+
+    The default mesh is that of the shardings, the default machine its devices if gshard has a model of them, and the
+    default tree of results that of the program.
+    """
+    text = compiled.as_text()
+    if not text:
+        raise ArgumentError("this compiled program has no text.", user_line(), hint="Its backend does not give one.")
+    shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda s: isinstance(s, jax.sharding.Sharding))
+    on = mesh or _mesh_of([*shardings, *jax.tree.leaves(compiled.output_shardings)])
+    found = CompiledExplanation(
+        read_program(
+            text, on, whole=_of_arguments(_whole, compiled, shardings, on),
+            cuts=_of_arguments(_cut, compiled, shardings, on),
+            results=_results(compiled.out_tree if out_tree is None else out_tree),
+            platform=str(on.devices[0].platform) if on is not None and on.devices else "",
+            memory=memory_figures(compiled), names=names,
+        )
+    )  # fmt: skip
+    if machine is None and on is not None and on.devices is not None and kind_of_devices(on) is not None:
+        machine = machine_of(on)
+    return found if machine is None else found.on(machine)
+
+
+def _mesh_of(shardings: Sequence[Any]) -> Mesh | None:
+    """The mesh of shardings: the largest, with the names of its axes; else the devices in their order."""
+    named = [s.mesh for s in shardings if isinstance(s, NamedSharding) and isinstance(s.mesh, jax.sharding.Mesh)]
+    if named:
+        return Mesh.of(max(named, key=lambda mesh: mesh.size))
+    devices = max((getattr(s, "_device_assignment", ()) for s in shardings), key=len, default=())
+    return Mesh.of(list(devices)) if devices else None
+
+
+def _of_arguments(
+    read: Callable[[Any, Any, Mesh], T], compiled: Any, shardings: Sequence[Any], mesh: Mesh | None
+) -> list[T]:
+    """What is read of the type and the sharding of each argument, if all arguments are kept."""
+    avals = jax.tree.leaves(compiled.in_avals)
+    if len(avals) != len(shardings) or mesh is None:
+        return []
+    return [read(aval, sharding, mesh) for aval, sharding in zip(avals, shardings, strict=True)]
+
+
+def _whole(aval: Any, sharding: Any, mesh: Mesh) -> tuple[int, str] | None:
+    """The bytes of the whole array and its sharding."""
+    try:
+        size = aval.size * aval.dtype.itemsize
+    except (AttributeError, TypeError):
+        return None  # a key: its numbers are another array
+    if mesh.size == 1:
+        return size, ""
+    if sharding.is_fully_replicated:
+        return size, WHOLE
+    spec = getattr(sharding, "spec", None)
+    return size, f"P({', '.join(map(_word, spec))})" if spec is not None else str(sharding)
+
+
+def _cut(aval: Any, sharding: Any, mesh: Mesh) -> ReadSharding | None:
+    """The axes that cut the array, where its sharding names them."""
+    if not isinstance(sharding, NamedSharding):
+        return None
+    entries = [*sharding.spec, *[None] * (len(aval.shape) - len(sharding.spec))]
+    axes_of = [[] if entry is None else list(entry) if isinstance(entry, tuple) else [str(entry)] for entry in entries]
+    return sharding_of_spec(axes_of, dict(sharding.mesh.shape), mesh)
+
+
+def _word(entry: Any) -> str:
+    return f"({', '.join(map(str, entry))})" if isinstance(entry, tuple) else str(entry)
+
+
+def _results(tree: Any) -> list[str]:
+    paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))[0]
+    return [path_of("result", path) for path, _ in paths]

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 import chromium
 import gshard
+from explanation.compiled_texts import GPU, TPU
+from gshard.explanation.compiled_report import NO_MACHINE
 from gshard.explanation.difference import DifferenceError, difference
-from gshard.xla_programs.compiled_report import NO_MACHINE
-from xla_programs.compiled_texts import GPU, TPU
 
 MESH = gshard.Mesh.abstract(data=2, model=4)
 MACHINES = {"cpu": None, "gpu": "h100:1x8", "tpu": "v5e:2x4"}

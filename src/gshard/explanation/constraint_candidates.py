@@ -17,9 +17,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from gshard.core.jax_adapter import Expression
 from gshard.core.mark import axes_of_entry, spec_of_axes
 from gshard.core.program import format_bytes
-from gshard.xla_programs.compiled_rows import CompiledRow
-from gshard.xla_programs.traced_expressions import Constraint, TracedExpression, TracedProgram
-from gshard.xla_programs.tried_changes import MORE_PEAK
+from gshard.explanation.compiled_rows import CompiledRow
+from gshard.explanation.traced_expressions import Constraint, TracedExpression, TracedProgram
+from gshard.explanation.tried_changes import MORE_PEAK
 
 _SPECS = 12  # shardings of one value that are tried
 _LIMIT = f"the peak may rise by {100 * (MORE_PEAK - 1):.0f} %"

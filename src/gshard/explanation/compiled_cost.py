@@ -12,12 +12,12 @@ from gshard.core.program import format_bytes
 from gshard.device.cost import CallTotals
 from gshard.device.machine import COMPILERS, Machine, MachineError
 from gshard.device.network import permutation_seconds, seconds, seconds_among
+from gshard.explanation.compiled_program import CompiledProgram
+from gshard.explanation.compiled_rows import CompiledRow, atoms_of
 from gshard.explanation.verdict import CallVerdict, remedies
 from gshard.xla.hlo_collectives import CompiledCollective, Sent, pairs_of
 from gshard.xla.hlo_parser import Instruction
 from gshard.xla.kernels import Elapsed, Ran, elapsed
-from gshard.xla_programs.compiled_program import CompiledProgram
-from gshard.xla_programs.compiled_rows import CompiledRow, atoms_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import format_bytes
 from gshard.device.network import atoms_among
+from gshard.explanation.compiled_program import CompiledArgument, CompiledProgram
 from gshard.explanation.rows import ArrayLine, CollectiveRow, array_lines, collective_lines
 from gshard.naming.argument_names import ArrayName, common_name, equal_layers
 from gshard.naming.array_names import GRADIENT, UPDATE
@@ -16,7 +17,6 @@ from gshard.xla.dataflow import Array
 from gshard.xla.hlo_collectives import Sent, pairs_of
 from gshard.xla.hlo_parser import Computation, Instruction, Origin, origin_of
 from gshard.xla.kernels import ArrayType, arrays_of
-from gshard.xla_programs.compiled_program import CompiledArgument, CompiledProgram
 
 # Parts: the arrays that the collectives of a compiled program move, each with its name, its line and its reason.
 

@@ -13,6 +13,9 @@ from gshard.core.mark import text_of_spec
 from gshard.device.cost import BOUNDS
 from gshard.device.fusion_model import COLLECTIVE, FUSED, OPERATOR
 from gshard.device.network import groups
+from gshard.explanation.compiled_cost import CompiledCost, CompiledVerdict
+from gshard.explanation.compiled_program import CompiledArgument, CompiledProgram
+from gshard.explanation.compiled_rows import CompiledRow, Part, Regathered, atoms_of, regathered_lines, whole_lines
 from gshard.explanation.difference import FORMAT
 from gshard.explanation.report.data import (
     LISTS,
@@ -32,9 +35,6 @@ from gshard.xla.dataflow import Array
 from gshard.xla.hlo_collectives import pairs_of
 from gshard.xla.hlo_parser import Instruction, Origin, origin_of
 from gshard.xla.kernels import Elapsed, Ran, arrays_of
-from gshard.xla_programs.compiled_cost import CompiledCost, CompiledVerdict
-from gshard.xla_programs.compiled_program import CompiledArgument, CompiledProgram
-from gshard.xla_programs.compiled_rows import CompiledRow, Part, Regathered, atoms_of, regathered_lines, whole_lines
 
 # Compiled places: the user's lines of the instructions of a compiled program, and what the instructions are called.
 

@@ -9,10 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import gshard
-from gshard.__main__ import main
-from gshard.xla_programs import constraint_candidates
-from gshard.xla_programs.tried_changes import MORE_PEAK, Figures, Tried, constraint_helps
-from xla_programs.advised_steps import (
+from explanation.advised_steps import (
     arguments_of_fsdp,
     arguments_of_left_over_constraint,
     arguments_of_lost_batch,
@@ -22,6 +19,9 @@ from xla_programs.advised_steps import (
     step_of_lost_batch,
     with_left_over_constraint,
 )
+from gshard.__main__ import main
+from gshard.explanation import constraint_candidates
+from gshard.explanation.tried_changes import MORE_PEAK, Figures, Tried, constraint_helps
 
 P = PartitionSpec
 MACHINE = "h100:1x8"

@@ -17,10 +17,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gshard.core.mark import axes_of_entry, spec_of_axes, text_of_spec
 from gshard.core.number_text import format_ms
 from gshard.core.program import format_bytes, format_flops
+from gshard.explanation.compiled_program import CompiledProgram
+from gshard.explanation.compiled_rows import Part
+from gshard.explanation.traced_expressions import Constraint
 from gshard.search.time_budget import Watch
-from gshard.xla_programs.compiled_program import CompiledProgram
-from gshard.xla_programs.compiled_rows import Part
-from gshard.xla_programs.traced_expressions import Constraint
 
 SECONDS = 30.0  # how long to try, if nothing else is asked for
 MORE_PEAK = 1.05  # of the peak: what a constraint may take for less time or fewer bytes

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import gshard
-from gshard.xla_programs.traced_expressions import Constraint, TracedExpression, TracedProgram
-from xla_programs.advised_steps import given, mesh_of_devices
+from explanation.advised_steps import given, mesh_of_devices
+from gshard.explanation.traced_expressions import Constraint, TracedExpression, TracedProgram
 
 P = PartitionSpec
 MESH = mesh_of_devices()

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard.core.mesh import Mesh
-from gshard.xla_programs.compiled_program import WHOLE, read_sharding
+from gshard.explanation.compiled_program import WHOLE, read_sharding
 
 SPECS = [
     P("b"), P(None, "b"), P(None, ("a", "b")), P(("b", "a")), P("a", "b"), P("b", "a"), P(("a", "c", "b")),
