@@ -41,11 +41,6 @@ def test_one_mark_less_and_one_more():
     mesh, machine = gshard.Mesh.abstract(x=8), Machine.of("h100:1x8")
     found = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine=machine, donate_argnums=0)
     assert len(found.marks.marks) == 1
-    assert found.without(1).cost.seconds == pytest.approx(found.marks.without)
-    assert "without mark 1: " in str(found.without(1))
-    for i in (0, 2):
-        with pytest.raises(gshard.ArgumentError, match=f"no mark {i} to leave out"):
-            found.without(i)
     worse = found.with_mark("weights[0][0]", P("x", None))
     first = worse.plan.program.block.inputs[0]
     assert worse.plan.shardings[first].dims == (mesh.atoms, ())

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from gshard.core.errors import ArgumentError, known_names
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
-from gshard.core.mark import Mark, mark_of_cut, words_of
+from gshard.core.mark import Mark, words_of
 from gshard.core.mesh import Mesh
 from gshard.core.number_text import format_ms
 from gshard.core.plan import Boundary, Plan
@@ -329,29 +329,6 @@ class SearchResult:
             by_jit = f"run it by gshard.jit({self.plan.program.name}, {given})"
             notes.append(by if self.jitted_by_framework else by_jit)
         return patch_of(known.marks, self.plan.program, self.plan.mesh, paths, defined, notes)
-
-    def without(self, i: int) -> PricedPlan:
-        """The plan that follows from all of ``marks`` but one, and what it costs.
-
-        Args:
-            i: which one, from 1, as they are printed.
-
-        Raises:
-            ArgumentError: there are not so many.
-        """
-        found = self.marks.marks
-        if isinstance(i, bool) or not isinstance(i, int) or not 1 <= i <= len(found):
-            raise ArgumentError(
-                f"there is no mark {i!r} to leave out.",
-                got=f"{len(found)} mark{'s' * (len(found) != 1)}",
-                hint="They are counted from 1; print(found.marks) shows them.",
-            )
-        kept = (mark for k, mark in enumerate(found, 1) if k != i)
-        mesh = self.plan.mesh
-        marks = {v: mark_of_cut(s.dims, mesh) for mark in kept for v, s in mark.shardings.items()}
-        marked = with_marks(self.plan.program, marks)
-        assert marked is not None, "all of them were tried together"
-        return self._priced(f"without mark {i}", marked)
 
     def with_mark(
         self,
