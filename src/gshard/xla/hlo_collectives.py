@@ -112,23 +112,6 @@ def summary(found: Iterable[CompiledCollective]) -> dict[str, tuple[int, int]]:
     return dict(sorted(totals.items()))
 
 
-def table(found: Iterable[CompiledCollective]) -> str:
-    """The collectives as text, the costliest first; ``~`` marks a number of executions that depends on data."""
-    rows = [("kind", "devices", "times", "bytes each", "bytes", "line")]
-    ordered = sorted(found, key=lambda c: -c.total_bytes)
-    for c in ordered:
-        times = f"{'' if c.exact else '~'}{c.executions}"
-        rows.append((c.kind, str(c.group_size), times, f"{c.bytes_moved:,}", f"{c.total_bytes:,}", c.line))
-    times, size = (sum(numbers) for numbers in zip((0, 0), *summary(ordered).values(), strict=True))
-    rows.append(("total", "", str(times), "", f"{size:,}", ""))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for kind, *numbers, line in rows:
-        cells = [kind.ljust(widths[0]), *(n.rjust(w) for n, w in zip(numbers, widths[1:], strict=False)), line]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
 def executed(
     module: Module, computation: Computation | None = None, times: int = 1, exact: bool = True
 ) -> Iterator[tuple[Computation, Instruction, int, bool]]:
