@@ -114,7 +114,8 @@ def _remedy(what: str, found: CallTotals) -> str:
     if what == "latency":
         count = sum(k.times for k in found.kernels if k.sent)
         return (
-            f"Network latency: the first bytes of {count:,} collectives take {spent} to arrive, however few follow. "
+            f"Network latency: the first bytes of {count:,} collective{'s' * (count != 1)} take {spent} to arrive, "
+            "however few follow. "
             "Fewer and larger collectives help, and fewer devices along an axis; fewer bytes do not."
         )
     if what == "memory":
