@@ -137,8 +137,6 @@ def test_rounds_are_timed_as_messages_one_after_the_other():
 
 
 # All-to-alls of tiles: the same numbers, and no more bytes than what each device lacks.
-
-
 ALL = ("a", "b")
 TILED = Mesh.abstract(a=2, b=2, c=2), Mesh.abstract(a=2, b=3)
 
@@ -245,8 +243,6 @@ def test_what_is_nothing_but_parts_is_exchanged_as_a_dimension_of_its_own(rng, s
 
 
 # Parts that move around a ring reach every device, and sums for them return.
-
-
 def on_ring(parts, run, x):
     """What ``run(rotation, part)`` returns on a ring of devices, joined, and the bytes that it notes."""
     mesh, sent = Mesh.abstract(ring=parts), []

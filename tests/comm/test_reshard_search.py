@@ -148,8 +148,6 @@ def test_parts_are_gathered_along_the_outer_axis_first_and_scattered_along_it_la
 
 
 # Chunks arrive where they are wanted, and in no more rounds than the busiest device has chunks.
-
-
 SIZE, ROOM = 5, 7
 MESHES = [Mesh.abstract(a=2, b=3), Mesh.abstract(a=4), Mesh.abstract(a=1, b=2)]
 

@@ -83,8 +83,6 @@ def test_data_parallelism(mark, kind, purpose):
 
 
 # What explain says of operands that are gathered because moving other arrays sends less.
-
-
 MESH = gshard.Mesh.abstract(fsdp=8, tensor=8)
 
 
@@ -138,8 +136,6 @@ def test_weights_that_stay_are_not_mentioned():
 
 
 # One warning for a function that is split otherwise than it may seem, with the line, and none for other functions.
-
-
 AXES = {"data": 4, "model": 2}
 X = np.arange(-63.0 * 4, 63 * 4, dtype=np.float32).reshape(63, 8) / 8
 TYPO, OTHERS = gshard.Layout(batc="data"), gshard.Layout(batch="data", heads="model")

@@ -136,8 +136,6 @@ def test_parts_of_axes_are_named_where_a_collective_is_over_one():
 
 
 # The timeline adds up to the modelled time, keeps order and loops, and is a trace that Perfetto reads.
-
-
 MESH = gshard.Mesh.abstract(data=4, model=2)
 
 
@@ -238,8 +236,6 @@ def test_the_trace_is_one_that_perfetto_reads(tmp_path):
 
 
 # Two explanations by line: lines are matched by their text, totals are those of both, and nothing else is compared.
-
-
 FOUR = gshard.Mesh.abstract(d=4)
 BEFORE = """
 def f(x, w, v):

@@ -32,8 +32,6 @@ def machine_of(devices):
 
 
 # Search, presets, marks
-
-
 def layer(x, w):
     q, k, v = jnp.einsum("btd,dchk->cbthk", x, w["qkv"])
     scores = jax.nn.softmax(jnp.einsum("bqhk,bshk->bhqs", q, k))
@@ -125,8 +123,6 @@ def test_a_search_is_no_worse_than_the_marks(name):
 
 
 # Bytes
-
-
 SMALL = {f"small/{name}": small for name, small in small_programs.PROGRAMS.items()}
 BY_BYTES = sampled(
     [*CASES, *SMALL, *STEPS], lambda name: name in STEPS or name.split("/")[0], lambda name: 12, "by bytes"
@@ -181,8 +177,6 @@ def test_parts_of_one_weight_are_gathered_together():
 
 
 # What is said of other plans
-
-
 def joint(axes):
     """A training step of attention with one weight for queries, keys and values, split over these axes."""
 
@@ -258,5 +252,4 @@ def test_a_choice_is_limited_as_its_plan():
     program = gshard.stages.trace(lambda x, w: gshard.split(x, 0, "a") @ w, *(shape((64, 64), "float32"),) * 2)
     for axes in ({"a": 8}, dict.fromkeys("abcd", 2)):
         choice = choose(settled(program, gshard.Mesh.abstract(**axes)))
-        assert choice is not None
         assert choice.is_limited == (len(axes) > 3)

@@ -39,7 +39,6 @@ PRODUCTS = {
 def rings_of(e, split, mesh):
     """Every ring for an equation that is split like this."""
     rule = e.rule
-    assert rule is not None
     singles = []
     for f, factor in enumerate(rule.factors):
         for count in range(1, len(mesh.atoms) + 1):
@@ -107,7 +106,6 @@ def check(name, on, most, dtype):
     program = trace(lambda a, b: jnp.einsum(text, a, b), *arguments)
     (e,) = (e for e in program.block.equations if e.rule is not None and e.rule.part is not None)
     alone = rule_checks.Alone.of(program, e, arguments)
-    assert e.rule is not None
     splits = [{}, *rule_checks.splits_of(e.rule, mesh, 40), *alone.passing(mesh)]
     kinds = {}
     for split in splits:

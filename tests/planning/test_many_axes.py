@@ -96,8 +96,6 @@ def test_a_layer_over_four_axes(more, rng):
 
 
 # An axis of the mesh that marks part in many: plans stay small, and compute the same.
-
-
 SHAPES = ((16, 6), (2, 12), (4, 6), (8, 5))
 
 
@@ -132,8 +130,6 @@ def test_gradients_in_many_parts(times, rng):
 
 
 # Nearby: of large programs on three axes few choices are compared, and the plans are as good.
-
-
 CUBE = Mesh.abstract(x=2, y=2, z=2)
 
 
@@ -188,7 +184,6 @@ def test_plans_near_the_marks_are_as_good(name, monkeypatch):
     for large in (0.0, float("inf")):
         monkeypatch.setattr(nearby, "LARGE", large)
         found = choose(settled(program, CUBE))
-        assert found is not None
         cost[large] = found.cost
     assert cost[0.0] <= cost[float("inf")] * (1 + 2e-6)
 

@@ -100,8 +100,6 @@ def test_it_is_gathered_narrow_if_planned_for_a_machine(machine):
 
 
 # Dimensions smaller than the mesh: idle devices, copies and cuts of other dimensions cost what they take.
-
-
 LINE = Mesh.abstract(x=8)
 # What XLA's partitioner sends for the same marks and executes on the busiest device (jax 0.10.2), in bytes and FLOPs.
 XLA = {
@@ -197,8 +195,6 @@ def test_a_result_leaves_in_as_many_equal_parts_as_there_can_be(rows, parts):
 
 
 # A training state goes round: each call gets it as the one before has left it, also where parts are unequal.
-
-
 @pytest.mark.parametrize("shape", [(2, 8, 12), (6, 12, 4), (4, 8, 8), (3, 5, 7)])
 @pytest.mark.one_in(2)
 def test_a_state_is_sharded_alike_after_every_call(shape):
@@ -237,8 +233,6 @@ def test_a_donated_argument_of_padded_parts_becomes_an_ordinary_result():
 
 
 # Batch and length joined, and masks: what is planned where a dimension that is split becomes a part of another one.
-
-
 def flattened(x, w, v):
     return (x.reshape(64, 64) @ w) @ v
 

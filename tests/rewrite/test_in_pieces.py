@@ -49,7 +49,6 @@ def whole_of(parts, dim, layout):
 
 def touches(e):
     """The factors of an equation that are a dimension of an operand or a result."""
-    assert e.rule is not None
     for f in range(len(e.rule.factors)):
         t = touched(e, f)
         if t is not None and any(d is not None for d in (*t.operands, *t.results)):

@@ -1,10 +1,6 @@
 """Marks of arguments are written at the top of the function, for every kind of pytree, and the plan is the same."""
 
-from __future__ import annotations
-
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -141,9 +137,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.one_in(2)
-def test_the_patched_program_has_the_plan_of_the_marks(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_patched_program_has_the_plan_of_the_marks(form, tmp_path, monkeypatch):
     """The hidden dimension over one axis, the batch over the other; moments are left to propagation."""
     source, framework, pattern, words = FORMS[form]
     if framework:
@@ -181,7 +175,7 @@ def test_the_patched_program_has_the_plan_of_the_marks(
     assert sent[0] == sent[1] > 0
 
 
-def test_what_search_found_runs_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_search_found_runs_when_it_is_written(tmp_path, monkeypatch):
     """Megatron's plan of a residual network too small for its batch, from the search to the patched file."""
     monkeypatch.chdir(tmp_path)
     source = PLAIN.replace("jnp.ones((64, 128))", "jnp.ones((2048, 8192))").replace("(128, 64)", "(8192, 2048)")
@@ -199,17 +193,17 @@ def test_what_search_found_runs_when_it_is_written(tmp_path: Path, monkeypatch: 
     assert cost(after.lower(*arguments).spmd, machine).seconds == pytest.approx(found.marks.seconds)
 
 
-def test_patterns_are_exact_where_others_would_say_too_much() -> None:
+def test_patterns_are_exact_where_others_would_say_too_much():
     """Layers that are not alike, keys with a star in them, and arrays that no pattern can tell apart."""
     cut, other = 'shard(x, P("model", None))', 'shard(x, P(None, "model"))'
 
-    def statements(paths: dict[str, str | None]) -> tuple[dict[str, list[str]], int]:
+    def statements(paths):
         inputs = gshard.stages.trace(lambda *xs: xs, *[shape(8, 8)] * len(paths)).block.inputs
         calls = {v: text for v, text in zip(inputs, paths.values(), strict=True) if text is not None}
         told, unsaid = argument_statements(calls, inputs, list(paths))
         return told, len(unsaid)
 
-    def by_path(*rows: str) -> tuple[dict[str, list[str]], int]:
+    def by_path(*rows):
         return {"p": ["p = gshard.shard_by_path(p, {", *(f"    {row}," for row in rows), "})"]}, 0
 
     assert statements({"x": cut}) == ({"x": ['x = gshard.shard(x, P("model", None))']}, 0)
@@ -224,8 +218,8 @@ def test_patterns_are_exact_where_others_would_say_too_much() -> None:
     assert statements({"xs[0]": cut, "p/s": "pipeline(x, 'stage')"}) == (stages, 1)
 
 
-def test_what_is_in_no_file_is_told_with_the_statement(tmp_path: Path) -> None:
-    def loss(params: Any, x: Any) -> Any:
+def test_what_is_in_no_file_is_told_with_the_statement(tmp_path):
+    def loss(params, x):
         return jnp.sum(x @ params["w"])
 
     program = gshard.stages.trace(loss, {"w": shape(64, 64)}, shape(8, 64))
@@ -240,10 +234,10 @@ def test_what_is_in_no_file_is_told_with_the_statement(tmp_path: Path) -> None:
         )
 
 
-def test_marks_by_path() -> None:
+def test_marks_by_path():
     tree = {"layers": [{"w": jnp.ones((8, 8)), "b": jnp.ones(8)}] * 2, "f": jnp.tanh}
 
-    def f(layers: Any) -> Any:
+    def f(layers):
         marked = gshard.shard_by_path({**tree, "layers": layers}, {"layers/0/w": P("data"), "layers/*/w": P("model")})
         assert marked["f"] is jnp.tanh
         return marked["layers"]

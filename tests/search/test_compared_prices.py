@@ -50,7 +50,6 @@ def test_axes_in_each_others_places_change_no_time(name):
             own = [s for s in splits(e.rule, components(e.rule)[0], mesh, axes_of(mesh)) if has_own_way(e.rule, s)]
             for split in own[::8]:
                 found, expected = ways.of(e, split), emitted_alone(e, split, mesh, machine)
-                assert found is not None
                 assert found.seconds == pytest.approx(expected.seconds, rel=1e-12)
                 assert [w[:2] for w in found.windows] == [w[:2] for w in expected.windows]
                 for got, want in zip(found.windows, expected.windows, strict=True):
@@ -199,7 +198,6 @@ def priced(*, x_split):
 
 def changed(planned, *, seconds=1.0, memory=1.0, room=1.0):
     """A plan with other seconds, bytes at the peak and bytes of the machine's memory, as ratios."""
-    assert planned.cost is not None
     kernels = tuple(dataclasses.replace(k, seconds=k.seconds * seconds) for k in planned.cost.kernels)
     machine = dataclasses.replace(MACHINE, memory=int(planned.cost.peak * room))
     made = dataclasses.replace(planned.cost, kernels=kernels, machine=machine)
@@ -234,8 +232,6 @@ def test_of_plans_that_do_not_fit_the_smaller_one_is_better():
 
 def test_a_limit_is_kept_by_the_plan_that_is_fastest_within_it():
     fast, small = changed(priced(x_split=False), seconds=1e-3), priced(x_split=True)
-    assert fast.cost is not None
-    assert small.cost is not None
     assert small.cost.peak < fast.cost.memory.arguments, "which cannot be recomputed"
 
     def first(limit):

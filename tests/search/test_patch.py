@@ -1,12 +1,8 @@
 """Marks as a change of source files: what it says is what the marks were, and it applies."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +11,6 @@ import pytest
 import gshard
 from gshard.core.errors import ArgumentError
 from gshard.core.number_text import significant
-from gshard.core.program import Value
 from gshard.core.sharding import Sharding
 from gshard.device.cost import cost
 from gshard.device.machine import Machine
@@ -43,25 +38,23 @@ def chosen(x, a, b):
 MESH = gshard.Mesh.abstract(x=8)
 
 
-def loaded(path: Path, name: str) -> Any:
+def loaded(path, name):
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
-def mark_of(v: Value, text: str) -> FoundMark:
+def mark_of(v, text):
     return FoundMark("here", text, 0.0, {v: Sharding(((), ()))})
 
 
-def made_at(program: gshard.stages.Program, primitive: str, times: int = 0) -> Value:
+def made_at(program, primitive, times=0):
     return [e.outputs[0] for e in program.block.walk() if e.name == primitive][times]
 
 
-def test_marks_go_after_assignments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_go_after_assignments(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text(SOURCE)
     program = gshard.stages.trace(
@@ -93,7 +86,7 @@ def test_marks_go_after_assignments(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert marks == ["shard(x, P('x', None))", "shard(x, P(None, 'x'))"]
 
 
-def test_the_patched_program_takes_what_the_marks_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_patched_program_takes_what_the_marks_took(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text(SOURCE)
     arguments, machine = (shape(4096, 4096), shape(4096, 8192), shape(8192, 4096)), Machine.of("h100:1x8")
@@ -114,7 +107,7 @@ def test_the_patched_program_takes_what_the_marks_took(tmp_path: Path, monkeypat
     assert jnp.dtype("float32") == after.program.block.outputs[0].dtype
 
 
-def test_a_patch_keeps_to_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patch_keeps_to_its_time(tmp_path, monkeypatch):
     """With no time it says how far the unmarked program is from the plan; with more time it looks again."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text(SOURCE)
@@ -146,8 +139,8 @@ def test_a_patch_keeps_to_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         found.patch(budget_seconds=0)
 
 
-def test_what_is_found_later_has_the_time_of_the_search() -> None:
-    def f(x: Any, w: Any) -> Any:
+def test_what_is_found_later_has_the_time_of_the_search():
+    def f(x, w):
         return jnp.tanh(x @ w)
 
     given = {"mesh": MESH, "machine": "h100:1x8", "progress": False}

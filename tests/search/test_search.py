@@ -72,7 +72,6 @@ def test_a_plan_that_was_found_computes_the_same(name):
     case = CASES[name]
     found = gshard.search(case.function, *case.arguments, mesh=case.jax_mesh, machine=slow())
     searched = found.best.searched
-    assert searched is not None
     results = gshard.jit(case.function, mesh=case.jax_mesh, plan=searched.plan)(*case.arguments)
     expected = jax.jit(case.function)(*case.arguments)
     with jax.enable_x64(True):  # where a step divides by the root of next to nothing, one device rounds as much
@@ -88,7 +87,6 @@ def test_a_plan_that_was_found_computes_the_same(name):
         else:
             np.testing.assert_array_equal(x, y)
     assert found.cost.seconds <= min(other.cost.seconds for other in found.best.others) * (1 + 1e-12)  # sums, rounded
-    assert found.best.solution is not None
     assert found.best.solution.value >= found.bound * (1 - 1e-9)
     assert found.gap is None or found.gap >= 0
 

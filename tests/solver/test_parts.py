@@ -110,7 +110,6 @@ def test_the_least_peak_is_bounded_and_mostly_found(seed):
 def test_it_is_the_optimum(seed):
     problem = random_problem(np.random.default_rng(seed), memory=seed % 2 == 0)
     best, found = exhaustive(problem), exact(problem)
-    assert found is not None
     if np.isinf(best):
         assert found == []
     else:

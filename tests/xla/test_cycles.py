@@ -80,8 +80,6 @@ EVERYBODY = tuple(range(8))
 def schedules():
     """The module of the benchmarks."""
     spec = importlib.util.spec_from_file_location("tpu_schedules", SCHEDULES)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["tpu_schedules"] = module
     spec.loader.exec_module(module)
