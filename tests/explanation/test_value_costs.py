@@ -57,9 +57,7 @@ PROGRAMS = {
 def explained(name, machine=None):
     f, arguments = PROGRAMS[name]
     found = gshard.explain(f, *arguments, mesh=GRID, machine=machine)
-    choice = found.choice()
-    assert choice is not None
-    return found, choice
+    return found, found.choice()
 
 
 def forced(choice, v, sharding):
@@ -120,28 +118,19 @@ def test_causes_add_up_to_what_states_cost(name, rng):
             assert causes.cause(nodes, states, cost).text
 
 
-def test_causes_name_operations_moves_and_lines():
+def test_causes_are_named_with_operations_moves_lines_and_marks():
     found, _ = explained("step")
     text = str(found.costs("%4"))
     assert "  * f32[64@data,128@model]" in text
     assert "result 0 of dot_general: all_gather over model at test_value_costs.py:" in text
     assert "chosen" in text
     assert len(text.splitlines()) < len(found.costs("%4").format(100).splitlines())
-
-
-def test_the_array_of_a_collective_is_found_by_its_name():
-    found, _ = explained("step")
     (row,) = (row for row in found.collectives if row.array == "gradient of w")
-    chosen = found.costs("gradient of w").chosen
-    assert f"{row.why}: {row.kind} over {row.axes} at {row.line}" in [part.cause for part in chosen.parts]
+    causes = [part.cause for part in found.costs("gradient of w").chosen.parts]
+    assert f"{row.why}: {row.kind} over {row.axes} at {row.line}" in causes, "it is found by its name"
     assert found.why("gradient of w").startswith("%")
-
-
-def test_a_mark_that_leaves_no_choice_is_named():
-    found, _ = explained("step")
     marked = found.costs("%3")
-    assert len(marked.rows) == 1
-    assert marked.rows[0].chosen
+    assert [row.chosen for row in marked.rows] == [True], "a mark leaves no choice"
     assert "marked split(x, 0, 'data') at test_value_costs.py:" in marked.notes[0]
     assert "the mark is kept" in marked.notes[0]
     assert "the marks decide how this argument comes" in str(found.costs("w"))
@@ -182,20 +171,13 @@ def test_a_plan_by_bytes_that_is_as_fast_is_named():
     assert "the plan by bytes is as fast on v5e:2x4 as those by time" in str(found.costs("k"))
 
 
-def test_there_is_nothing_to_compare_without_a_mark():
+def test_what_nothing_was_compared_for():
     costs = gshard.explain(lambda x: x.sum(), f32(8, 4), mesh=GRID).costs("x")
     assert costs.rows == ()
     assert "no mark splits anything" in str(costs)
-
-
-def test_a_name_that_is_not_known_is_refused_with_near_ones():
     found, _ = explained("step")
     with pytest.raises(gshard.ArgumentError, match=r"no tensor is called 'xx'[^$]*Did you mean 'x'"):
         found.costs("xx")
-
-
-def test_nothing_was_compared_for_a_plan_that_was_given():
-    found, _ = explained("step")
     f, arguments = PROGRAMS["step"]
     given = gshard.explain(gshard.jit(f, mesh=GRID, plan=found.plan), *arguments)
     with pytest.raises(gshard.ArgumentError, match="plan was given"):
@@ -246,30 +228,16 @@ def test_each_row_is_the_program_with_that_mark():
     assert row.sharding == "f32[256,1024@model]"
 
 
-def test_values_inside_can_be_asked_for_too():
+def test_values_inside_can_be_asked_for_too_and_are_found_by_their_number_and_line():
     found = gshard.explain(trained, *ARGUMENTS, mesh=MESH)
     name = next(row.name for row in found.tensors if " max " in row.name)
     whole = next(row for row in found.instead(name, "h100:1x8") if row.mark == "gshard.replicate(x)")
     assert whole.cost.flops > found.cost("h100:1x8").flops
-
-
-def test_what_has_a_mark_has_no_other_way():
-    found = gshard.explain(trained, *ARGUMENTS, mesh=MESH)
-    name = next(row.name for row in found.tensors if "gshard_mark" in row.name)
-    assert found.instead(name) == ()
-
-
-def test_names_that_nobody_has_are_refused():
-    found = gshard.explain(trained, *ARGUMENTS, mesh=MESH)
+    assert found.why(name.split()[0]) == found.why(name)
+    place = name.split(" at ")[1].split(" (")[0]
+    assert found.why(place) == found.why(next(row.name for row in found.tensors if f" at {place} (" in row.name))
+    marked = next(row.name for row in found.tensors if "gshard_mark" in row.name)
+    assert found.instead(marked) == (), "what has a mark has no other way"
     for ask in (found.why, found.instead):
         with pytest.raises(gshard.ArgumentError, match=r"(?s)no tensor is called 'weights'.*'weights/0'"):
             ask("weights")
-
-
-def test_a_value_inside_is_found_by_its_number_and_by_its_line():
-    found = gshard.explain(trained, *ARGUMENTS, mesh=MESH)
-    name = next(row.name for row in found.tensors if " max " in row.name)
-    assert found.why(name.split()[0]) == found.why(name)
-    place = name.split(" at ")[1].split(" (")[0]
-    largest = next(row.name for row in found.tensors if f" at {place} (" in row.name)
-    assert found.why(place) == found.why(largest)

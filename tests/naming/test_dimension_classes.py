@@ -1,7 +1,5 @@
 """Classes of dimensions: what one factor runs over is one dimension, all through a program."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -174,7 +172,7 @@ def test_equal_layers_have_one_class_with_their_moments(layers, in_lists):
     adam = optax.adam(1e-3)
     sizes = {"up": (24, 64), "down": (64, 24)}
     if in_lists:
-        params: Any = {name: [shape(*size)] * layers for name, size in sizes.items()}
+        params = {name: [shape(*size)] * layers for name, size in sizes.items()}
     else:
         params = {"blocks": [{name: shape(*size) for name, size in sizes.items()} for _ in range(layers)]}
     state = {"params": params, "adam": jax.eval_shape(adam.init, params)}

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -121,7 +119,7 @@ def of_chunks(w):
     return jax.lax.scan(layer, (X, X[:, 0]), w)[0]
 
 
-PROGRAMS: dict[str, Callable[[Any], Any]] = {
+PROGRAMS = {
     "plain": of_plain,
     "remat": of_remat,
     "carried": of_carried,

@@ -1,8 +1,5 @@
 """Constraints at expressions: what is compiled takes what the function takes in which the constraint is written."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -15,7 +12,6 @@ from xla_programs.advised_steps import given, mesh_of_devices
 P = PartitionSpec
 MESH = mesh_of_devices()
 W, X = given(MESH, (8, 8), "data", "model"), given(MESH, (16, 8), None, "model")
-Mark = Callable[[Any], Any]
 
 
 def plain(w, x, mark):
@@ -225,7 +221,7 @@ def test_the_body_of_a_shard_map_has_none():
 def test_what_is_written_for_statements(tmp_path):
     path = tmp_path / "step.py"
     path.write_text("\n".join(["def f(w, x):", *(f"    {line}" for line in STATEMENTS)]))
-    names: dict[str, Any] = {"g": jax.lax.sin}
+    names = {"g": jax.lax.sin}
     exec(compile(path.read_text(), str(path), "exec"), names)
     texts = [Constraint(e, P()).text for e in program_of(names["f"], W, X).expressions]
     assert texts == [
