@@ -26,6 +26,7 @@ from gshard.search import seconds as emitted
 from gshard.search.pipeline import CHOOSE_WITHIN_LIMIT, Draft, Settings, plans_of, run
 from gshard.search.seconds import OwnWays, Seconds, emitted_alone, has_own_way, on_machine
 from gshard.tracing.trace import trace
+from sampled import crossed
 
 MESH = Mesh.abstract(a=2, b=2, c=2)
 
@@ -145,8 +146,10 @@ def resized(w, x):  # products with tables become other operations
     return jax.image.resize(x @ w, (2 * x.shape[0], w.shape[1]), "linear")
 
 
-@pytest.mark.parametrize("machine", ["h100:1x8", "v5e:2x4", "cpu:8"])
-@pytest.mark.parametrize("f", [products, step, looped, attended, resized])
+@pytest.mark.parametrize(
+    ("f", "machine"),
+    crossed([products, step, looped, attended, resized], ["h100:1x8", "v5e:2x4", "cpu:8"], one_in=4),
+)
 def test_no_plan_is_below_the_bounds(f, machine):
     w, x = ARRAY((256, 256), "float32"), ARRAY((512, 256), "float32")
     found = gshard.search(f, w, x, mesh=Mesh.abstract(a=2, b=4), machine=machine, progress=False)
@@ -206,28 +209,19 @@ def changed(planned, *, seconds=1.0, memory=1.0, room=1.0):
     return dataclasses.replace(planned, cost=made)
 
 
-@pytest.mark.parametrize(
-    ("ratios", "is_better"),
-    [
-        ({"seconds": 0.97}, True),
-        ({"seconds": 0.99}, False),
-        ({"seconds": 0.99, "memory": 0.9}, True),
-        ({"seconds": 1.0, "memory": 0.9}, True),
-        ({"seconds": 1.01, "memory": 0.5}, False),  # time is not spent to save memory while all fits
-        ({"seconds": 0.97, "memory": 1.5}, True),
-        ({"seconds": 0.9, "memory": 3.0}, False),  # does not fit
-    ],
-)
-def test_a_plan_is_better_if_it_saves_time_or_memory(ratios, is_better):
-    kept = changed(priced(x_split=True), room=2.0)
-    assert changed(priced(x_split=True), room=2.0, **ratios).is_better(kept) is is_better
-
-
-def test_of_plans_that_do_not_fit_the_smaller_one_is_better():
-    kept = changed(priced(x_split=True), room=0.5)
-    assert changed(priced(x_split=True), room=0.5, seconds=2.0, memory=0.9).is_better(kept)
-    assert not changed(priced(x_split=True), room=0.5, seconds=0.5, memory=0.99).is_better(kept)
-    assert changed(priced(x_split=True), room=0.5, seconds=2.0, memory=0.4).is_better(kept)
+@pytest.mark.parametrize(("room", "ratios", "is_better"), [
+    (2.0, {"seconds": 0.97}, True), (2.0, {"seconds": 0.99}, False),
+    (2.0, {"seconds": 0.99, "memory": 0.9}, True), (2.0, {"seconds": 1.0, "memory": 0.9}, True),
+    (2.0, {"seconds": 1.01, "memory": 0.5}, False),  # time is not spent to save memory while all fits
+    (2.0, {"seconds": 0.97, "memory": 1.5}, True),
+    (2.0, {"seconds": 0.9, "memory": 3.0}, False),  # does not fit
+    # Of plans that do not fit, the smaller one is better.
+    (0.5, {"seconds": 2.0, "memory": 0.9}, True), (0.5, {"seconds": 0.5, "memory": 0.99}, False),
+    (0.5, {"seconds": 2.0, "memory": 0.4}, True),
+])  # fmt: skip
+def test_a_plan_is_better_if_it_saves_time_or_memory(room, ratios, is_better):
+    kept = changed(priced(x_split=True), room=room)
+    assert changed(priced(x_split=True), room=room, **ratios).is_better(kept) is is_better
 
 
 def test_a_limit_is_kept_by_the_plan_that_is_fastest_within_it():
