@@ -280,12 +280,9 @@ def test_trip_counts(start, direction, limit, by, count):
         assert trip_count(module, main, main.instructions["w"]) == count
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("f32[8,4]{1,0}", 128), ("(c64[2], (pred[3], u8[]))", 20), ("f8e4m3fn[5]", 5), ("s4[3]", 2), ("token[]", 0)],
-)
-def test_bytes_of_types(text, size):
-    assert type_bytes(text) == size
+def test_bytes_of_types():
+    sizes = {"f32[8,4]{1,0}": 128, "(c64[2], (pred[3], u8[]))": 20, "f8e4m3fn[5]": 5, "s4[3]": 2, "token[]": 0}
+    assert {text: type_bytes(text) for text in sizes} == sizes
 
 
 LAYER = """

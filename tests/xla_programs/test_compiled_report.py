@@ -95,6 +95,7 @@ def test_the_parts_of_the_data_add_up(one):
 
 def test_what_passes_beside_kernels_is_told_and_drawn_beside_them(found):
     data = found["gpu"].data()
+    assert data["lines"]["layers.py:7"][2] == 2 * 64 * 256, "a fusion has the line of what it computes"
     hidden = {c["kind"]: c["hidden"] for c in data["collectives"]}
     assert hidden == {"all_gather": 1.0, "all_reduce": 0.0}
     texts, events = data["timeline"]["texts"], data["timeline"]["events"]
@@ -119,10 +120,6 @@ def test_the_trace_has_all_seconds_in_its_tracks(one, tmp_path):
     assert all(args["line"] and args["needed for"] for args in sent)
     with pytest.raises(gshard.ArgumentError, match="no machine is known"):
         gshard.explain(GPU, mesh=MESH).trace(tmp_path / "trace.json")
-
-
-def test_a_fusion_without_a_line_has_that_of_what_it_computes(found):
-    assert found["gpu"].data()["lines"]["layers.py:7"][2] == 2 * 64 * 256
 
 
 def test_arguments_have_their_axes_and_the_lines_that_read_them(found):
