@@ -155,7 +155,7 @@ def test_a_value_is_named_after_the_argument_it_is_added_to():
     assert {row.array for row in found.all_rows if "reduce" in row.kind} == {"gradient of state/0"}
 
 
-def test_gradients_that_are_results_are_named_by_their_path():
+def test_gradients_that_are_results_are_named_by_their_path_and_what_is_written_is_no_gradient():
     params = {"a": {"w": f32(64, 64)}, "b": {"w": f32(64, 64)}}
 
     def gradients(params, x):
@@ -165,12 +165,9 @@ def test_gradients_that_are_results_are_named_by_their_path():
     found = gshard.explain(gradients, params, f32(512, 64), mesh=MESH)
     assert {row.array for row in found.all_rows if "reduce" in row.kind} == {"result/a/w", "result/b/w"}
     assert all("gradients of weights" in row.purpose for row in found.purposes if "reduce" in row.kind)
-
-
-def test_what_is_written_into_a_cache_is_no_gradient():
-    def decode(cache, new, i):
-        return gshard.replicate(jax.lax.dynamic_update_slice_in_dim(gshard.split(cache, 1, 8), new, i, 0))
-
+    decode = lambda cache, new, i: gshard.replicate(  # noqa: E731
+        jax.lax.dynamic_update_slice_in_dim(gshard.split(cache, 1, 8), new, i, 0)
+    )
     found = gshard.explain(decode, f32(128, 64), f32(1, 64), jnp.int32(3), mesh=MESH)
     assert not any("gradient" in row.array for row in found.all_rows)
 
@@ -248,14 +245,10 @@ def test_weights_that_are_stacked_inside_keep_their_names(partitioner):
 
 
 def test_the_number_of_a_layer_may_stand_before_another():
-    words = [f"processor_edges_{i}_grid2mesh_mlp" for i in range(3)]
-    assert set(equal_layers({(word, "linear_0", "w"): 1 for word in words}).values()) == {
-        ("processor_edges_*_grid2mesh_mlp", "linear_0", "w")
-    }
-    blocks = [f"conv_{i}_block_{j}" for i in range(2) for j in range(3)]
-    assert set(equal_layers({(word, "w"): 1 for word in blocks}).values()) == {
-        (f"conv_{i}_block_*", "w") for i in range(2)
-    }
+    words = {(f"processor_edges_{i}_grid2mesh_mlp", "linear_0", "w"): 1 for i in range(3)}
+    assert set(equal_layers(words).values()) == {("processor_edges_*_grid2mesh_mlp", "linear_0", "w")}
+    blocks = {(f"conv_{i}_block_{j}", "w"): 1 for i in range(2) for j in range(3)}
+    assert set(equal_layers(blocks).values()) == {(f"conv_{i}_block_*", "w") for i in range(2)}
 
 
 def test_what_moves_inside_an_operator_is_named():
@@ -295,15 +288,11 @@ def test_gradients_of_micro_batches_are_those_of_weights(scanned):
 
     def step(p, mu, nu, batches):
         p, batches = split(p), gshard.split(batches, 1, "data")
+        added = lambda g, x: (jax.tree.map(jnp.add, g, jax.grad(loss)(p, x)), None)  # noqa: E731
         if scanned:
-            g, _ = jax.lax.scan(
-                lambda g, x: (jax.tree.map(jnp.add, g, jax.grad(loss)(p, x)), None),
-                jax.tree.map(jnp.zeros_like, p),
-                batches,
-            )
+            g, _ = jax.lax.scan(added, jax.tree.map(jnp.zeros_like, p), batches)
         else:
-            parts = [jax.grad(loss)(p, x) for x in batches]
-            g = jax.tree.map(lambda *gs: sum(gs), *parts)
+            g = jax.tree.map(lambda *gs: sum(gs), *(jax.grad(loss)(p, x) for x in batches))
         g = jax.tree.map(lambda g: g / len(batches), g)
         norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(g)))
         g = jax.tree.map(lambda g: (g * jnp.minimum(1.0, 1 / norm)).astype(jnp.float32), g)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import gshard
 from families import SMALL
@@ -60,39 +59,6 @@ def test_axes_without_a_mark_are_searched_as_two(marked, found):
     mesh = Mesh.abstract(a=2, b=3, c=2, d=5)
     said = [Sharding(((name,), ())) for name in marked]
     assert in_two(mesh, axes_of(mesh), said) == [tuple(map(tuple, axes)) for axes in found]
-
-
-def experts(weights, x):
-    """A layer of experts: samples, positions, experts and hidden units, each over an axis of its own."""
-
-    def loss(weights):
-        gate, wi, wo = weights
-        tokens = gshard.shard(x, P("data", "sequence"))
-        g = jax.nn.softmax(tokens @ gate)
-        h = jnp.einsum("bsm,emh->ebsh", tokens, gshard.shard(wi, P("expert", None, "model")))
-        y = jnp.einsum("ebsh,ehm->ebsm", jnp.tanh(h), gshard.shard(wo, P("expert", "model")))
-        return jnp.sum(jnp.einsum("ebsm,bse->bsm", y, g) ** 2)
-
-    return jax.grad(loss)(weights)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("more", [pytest.param((), marks=pytest.mark.slow), ("pods", "hosts")])
-def test_a_layer_over_four_axes(more, rng):
-    """With axes besides that no mark names, which are one."""
-    mesh = Mesh.abstract(**dict.fromkeys(("data", "sequence", "expert", "model", *more), 2))
-    shapes = (6, 4), (4, 6, 10), (4, 10, 6)
-    weights = [rng.standard_normal(shape).astype(np.float32) / 3 for shape in shapes]
-    x = rng.standard_normal((4, 8, 6)).astype(np.float32)
-    plan = propagate(trace(experts, weights, x), mesh)
-    said = [plan.shardings[e.outputs[0]] for e in plan.program.block.walk() if e.mark is not None]
-    assert {mesh.format_atoms(a) for s in said for a in s.dims if a} == {"data", "sequence", "expert", "model"}
-    assert len(axes_of(mesh, said)) == 4 + len(more)
-    spmd = emit(plan)
-    found, whole = run_on_all(spmd, [*weights, x]), experts(weights, x)
-    for parts, want, sharding in zip(found, whole, spmd.out_shardings, strict=True):
-        for got, own in zip(parts, parts_of(want, sharding, mesh), strict=True):
-            np.testing.assert_allclose(got, own, 1e-4, 1e-4)
 
 
 # An axis of the mesh that marks part in many: plans stay small, and compute the same.
