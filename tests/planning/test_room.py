@@ -77,21 +77,6 @@ def test_accumulated_gradients_are_as_the_weights_are():
         assert [r.times for r in summed] == [times]
 
 
-def test_the_gradient_of_a_weight_that_is_brought_is_scattered_once():
-    """A recurrent layer's weight is gathered once for all rounds, and its gradient, as large, is carried to the end."""
-
-    def step(w, x):
-        def loss(w):
-            return jnp.mean(lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=10)[0] ** 2)
-
-        return w - jax.grad(loss)(w)
-
-    w = jax.ShapeDtypeStruct((MODEL, MODEL), jnp.float32, sharding=NamedSharding(MESH, P("fsdp")))
-    x = jax.ShapeDtypeStruct((1024, MODEL), jnp.float32, sharding=NamedSharding(MESH, P("fsdp")))
-    found = gshard.explain(gshard.jit(step, mesh=MESH), w, x).collectives
-    assert sorted((r.kind, r.times) for r in found) == [("all_gather", 1), ("reduce_scatter", 1)]
-
-
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.slow
 def test_steps_of_todays_training_code(name):

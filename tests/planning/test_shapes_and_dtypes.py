@@ -59,26 +59,20 @@ def test_it_is_gathered_before_it_is_widened(widened, size, w, x):
         np.testing.assert_allclose(got, jax.jit(f)(w, x), rtol=1e-6, atol=1e-6)
 
 
-def test_it_is_gathered_after_it_is_narrowed(w, x):
-    def f(w, x):
+def test_what_else_is_gathered_narrow(rng, w, x):
+    """What is narrowed, and weights that are stored narrow with scales; where nothing moves, nothing is gathered."""
+
+    def narrowed(w, x):
         w, x = gshard.split(w, 0, "data"), gshard.split(x, 0, "data")
         return x.astype(jnp.bfloat16) @ (jnp.tanh(w) * 2).astype(jnp.bfloat16)
 
-    assert gshard.explain(f, w, x, mesh={"data": 8}).bytes_by_kind == {"all_gather": 2 * WHOLE}
-
-
-def test_weights_that_are_stored_narrow_with_scales(rng, x):
-    q, scale = rng.integers(-127, 128, (SIZE, SIZE)).astype(np.int8), np.ones((SIZE, 1), np.float32) / 4
-
-    def f(q, scale, x):
+    def stored(q, scale, x):
         q, scale, x = gshard.split((q, scale, x), 0, "data")
         return x @ (jnp.clip(q, -9, 9).astype(jnp.float32) * jnp.abs(scale))
 
-    assert gshard.explain(f, q, scale, x, mesh={"data": 8}).total_bytes == WHOLE + SIZE * 4 * 7 // 8
-
-
-def test_what_stays_in_place_is_one_group(w):
-    """Nothing moves: the number of collectives does not change, and the wide array is split like the narrow one."""
+    assert gshard.explain(narrowed, w, x, mesh={"data": 8}).bytes_by_kind == {"all_gather": 2 * WHOLE}
+    q, scale = rng.integers(-127, 128, (SIZE, SIZE)).astype(np.int8), np.ones((SIZE, 1), np.float32) / 4
+    assert gshard.explain(stored, q, scale, x, mesh={"data": 8}).total_bytes == WHOLE + SIZE * 4 * 7 // 8
     f = gshard.jit(lambda w: rounded(gshard.split(w, 0, "data")) + 1, mesh={"data": 8})
     assert not gshard.explain(f, w).total_bytes
     assert f(w).sharding.shard_shape(w.shape) == (SIZE // 8, SIZE)
@@ -86,16 +80,12 @@ def test_what_stays_in_place_is_one_group(w):
 
 @pytest.mark.parametrize("machine", ["v5e:2x4", "h100:1x8"])
 def test_it_is_gathered_narrow_if_planned_for_a_machine(machine):
-    array = jax.ShapeDtypeStruct
-    mesh = gshard.Mesh.abstract(data=8)
-
     def f(w, x):
         w, x = gshard.split(w, 0, "data"), gshard.split(x, 0, "data")
         return x @ rounded(w)
 
-    found = gshard.explain(
-        f, array((4096, 4096), "float32"), array((65536, 4096), "float32"), mesh=mesh, machine=machine
-    )
+    shapes = [jax.ShapeDtypeStruct((rows, 4096), "float32") for rows in (4096, 65536)]
+    found = gshard.explain(f, *shapes, mesh=gshard.Mesh.abstract(data=8), machine=machine)
     assert found.bytes_by_kind == {"all_gather": 4096 * 4096 * 7 // 8}
 
 

@@ -257,12 +257,6 @@ def test_gradients_of_wide_layers_are_scattered_in_the_rounds_that_make_them(wid
 
     w, x = normal(3, width, width) / width**0.5, normal(rows, width)
     partitioned = gshard.jit(f, mesh=8)
-    np.testing.assert_allclose(partitioned(w, x), jax.grad(lambda w: jnp.mean(_through(w, x) ** 2))(w), atol=1e-5)
+    np.testing.assert_allclose(partitioned(w, x), jax.jit(f)(w, x), atol=1e-5)
     scattered = [r for r in gshard.explain(partitioned, w, x).collectives if r.kind == "reduce_scatter"]
     assert [(r.times, r.bytes) for r in scattered] == [(rounds, 3 * width * width * 4 * 7 // 8)]
-
-
-def _through(w, x):
-    for layer in w:
-        x = jnp.tanh(x @ layer)
-    return x
