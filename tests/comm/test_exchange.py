@@ -39,15 +39,6 @@ def exchanges(mesh, rank):
     return found
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_every_element_comes_where_it_belongs(mesh, rng):
-    found = exchanges(mesh, 2)
-    assert len(found) >= 4
-    for step in random.Random(1).sample(found, 4):
-        shape = tuple(mesh.size * k for k in (1, 2))
-        move(rng.integers(-99, 99, shape).astype(np.int32), step.before, step.after, mesh, rng)
-
-
 def test_three_dimensions_change_places(rng):
     mesh = Mesh.abstract(a=4, b=2, c=2, d=2)
     (a, e), b, c, d = mesh.atoms_of["a"], "b", "c", "d"
@@ -74,13 +65,6 @@ def test_each_element_is_sent_once_in_few_rounds(mesh):
         assert bytes_sent(step, shape, 4, mesh) == part
 
 
-def test_unequal_parts_go_another_way(rng):
-    mesh = MESHES[1]
-    x, y = mesh.atoms_of["a"], mesh.atoms_of["b"]
-    for shape in ((8, 7), (5, 8), (6, 8), (3, 1), (0, 8)):
-        move(rng.integers(-99, 99, shape).astype(np.int32), Sharding((x, y)), Sharding((y, x)), mesh, rng)
-
-
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.bool_, np.complex64])
 def test_bits_are_kept(dtype, rng):
     mesh = MESHES[1]
@@ -105,10 +89,12 @@ def test_on_devices():
     assert sum(c.total_bytes for c in sent) == x.nbytes // 8, "each element once"
 
 
-def test_keys_of_random_numbers_change_places():
-    keys = jax.random.split(jax.random.key(3), (8, 8))
+@pytest.mark.parametrize(("before", "after"), [(("a", "b"), ("b", "a")), (("a",), (None, ("a", "b")))])
+def test_keys_of_random_numbers_change_places(before, after):
+    """By an exchange, and in tiles."""
+    keys = jax.random.split(jax.random.key(3), (8, 8, 4))
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    moved = gshard.jit(lambda k: gshard.shard(gshard.shard(k, P("a", "b")), P("b", "a")), mesh=mesh)(keys)
+    moved = gshard.jit(lambda k: gshard.shard(gshard.shard(k, P(*before)), P(*after)), mesh=mesh)(keys)
     np.testing.assert_array_equal(jax.random.key_data(moved), jax.random.key_data(keys))
 
 
@@ -171,12 +157,13 @@ def lacked(source, target, n, mesh):
     return worst
 
 
-@pytest.mark.parametrize("mesh", TILED)
-def test_every_element_comes_where_it_belongs_of_tiles(mesh, rng):
-    found = tiled_pairs(mesh)
-    assert len(found) > 20
-    for source, target in random.Random(0).sample(found, 20):
-        shape = tuple(mesh.size * k for k in (1, 2, 3))
+@pytest.mark.parametrize(("mesh", "tiled"), [*((m, False) for m in MESHES), *((m, True) for m in TILED)])
+def test_every_element_comes_where_it_belongs(mesh, tiled, rng):
+    """By exchanges, and by all-to-alls of tiles."""
+    found = tiled_pairs(mesh) if tiled else [(step.before, step.after) for step in exchanges(mesh, 2)]
+    assert len(found) >= (21 if tiled else 4)
+    for source, target in random.Random(1).sample(found, 20 if tiled else 4):
+        shape = tuple(mesh.size * k for k in ((1, 2, 3) if tiled else (1, 2)))
         move(rng.integers(-99, 99, shape).astype(np.int32), source, target, mesh, rng)
 
 
@@ -188,39 +175,15 @@ def test_no_more_is_sent_than_a_device_lacks(mesh, most):
         assert reshard_bytes(source, target, (n, n, n), 4, mesh) == 4 * lacked(source, target, n, mesh)
 
 
-def test_unequal_parts_go_another_way_of_tiles(rng):
-    mesh = TILED[0]
-    (source, target), *_ = tiled_pairs(mesh)
-    for shape in ((5, 8, 8), (8, 6, 12), (8, 8, 0), (3, 1, 2)):
-        move(rng.integers(-99, 99, shape).astype(np.int32), source, target, mesh, rng)
-
-
 @pytest.mark.parametrize("dtype", [jnp.bool_, jnp.bfloat16, jnp.complex64])
 def test_on_devices_of_tiles(dtype):
     x = jnp.arange(16 * 16 * 8).reshape(16, 16, 8).astype(dtype)
-
-    spec = jax.sharding.PartitionSpec
-
-    def tiles(x):
-        return gshard.shard(gshard.shard(x, spec(("a", "b"))), spec(None, "a", "b"))
-
+    tiles = lambda x: gshard.shard(gshard.shard(x, P(("a", "b"))), P(None, "a", "b"))  # noqa: E731
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     jitted = gshard.jit(tiles, mesh=mesh)
     np.testing.assert_array_equal(jitted(x), x)
     (sent,) = jitted.lower(x).spmd.collectives
     assert (sent.kind, sent.bytes) == ("all_to_all", x.nbytes // 8 * 7 // 8)
-
-
-def test_keys_of_random_numbers_go_in_tiles():
-    keys = jax.random.split(jax.random.key(3), (8, 8, 4))
-    spec = jax.sharding.PartitionSpec
-
-    def f(keys):
-        return gshard.shard(gshard.shard(keys, spec("a")), spec(None, ("a", "b")))
-
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    found = gshard.jit(f, mesh=mesh)(keys)
-    np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys))
 
 
 @pytest.mark.parametrize("shape, before, after", [

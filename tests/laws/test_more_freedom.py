@@ -14,8 +14,6 @@ import gshard
 import small_programs
 from families import CASES
 from gshard.core.mesh import Mesh
-from gshard.planning.propagate import choose
-from gshard.planning.settled import settled
 from gshard.search.find import axes_text
 from gshard.search.pipeline import Pricing
 from gshard.search.presets import AS_IT_IS, marked_presets
@@ -219,7 +217,7 @@ def test_limited_choices_are_said_to_be(mesh):
 
     found = gshard.explain(f, shape((64, 64), "float32"), shape((64, 64), "float32"), mesh=on)
     text = str(found.verdict(machine_of(on.size), seconds=0))
-    assert found.plan.is_limited == (len(mesh) > 3)
+    assert found.plan.is_limited == found.choice().is_limited == (len(mesh) > 3)
     assert ("not all were" in text) == found.plan.is_limited
     assert ("no plan over whole axes that" in text) == (mesh == {"x": 4})
     assert ("no plan that" in text) == (mesh == {"x": 2, "y": 2})
@@ -246,10 +244,3 @@ def test_a_bound_of_some_choices_is_said_to_be_of_these():
     assert "optimal for the simplified model" in str(one)
     slower = dataclasses.replace(one, best=dataclasses.replace(one.best, bound=one.best.bound / 2, is_limited=True))
     assert "at most 100 % slower than the best of the choices compared" in str(slower)
-
-
-def test_a_choice_is_limited_as_its_plan():
-    program = gshard.stages.trace(lambda x, w: gshard.split(x, 0, "a") @ w, *(shape((64, 64), "float32"),) * 2)
-    for axes in ({"a": 8}, dict.fromkeys("abcd", 2)):
-        choice = choose(settled(program, gshard.Mesh.abstract(**axes)))
-        assert choice.is_limited == (len(axes) > 3)

@@ -136,32 +136,23 @@ def test_never_more_than_gathering_everything(mesh):
         assert reshard_bytes(source, target, shape, size, mesh) <= gathered + finished
 
 
-def test_a_cut_that_moves_between_dimensions_needs_no_gather():
-    """jax-ml/jax#21562, where XLA gathers the whole array."""
-    mesh = Mesh.abstract(x=2, y=4)
-    y = mesh.atoms_of["y"]
-    source, target = Sharding((y, (), ("x",))), Sharding(((), ("x", *y), ()))
-    steps = plan_reshard(source, target, (16, 16, 16), 4, mesh)
-    assert [s.kind for s in steps] == ["all_to_all"]
+@pytest.mark.parametrize(("sizes", "source", "target", "shape", "kind"), [
+    # jax-ml/jax#21562, where XLA gathers the whole array.
+    ((2, 2, 2), "bc//a", "/abc/", (16, 16, 16), "all_to_all"),
+    ((2, 2, 2), "/ a,b,c", "/abc", (4, 16), "reduce_scatter"),  # unreduced, into a split
+    ((2, 2, 2), "ab/c", "bc/a", (8, 8), "collective_permute"),  # the same cut on other devices
+    ((2,) * 11, "abcdefghijk//", "/abcdefghijk/", (2048, 2048, 8), "all_to_all"),  # a very large mesh, at once
+])  # fmt: skip
+def test_what_one_step_does(sizes, source, target, shape, kind):
+    mesh = Mesh.abstract(**dict(zip("abcdefghijk", sizes, strict=False)))
 
+    def sharding(text):
+        dims, _, waiting = text.partition(" ")
+        cut = Sharding(tuple(map(tuple, dims.split("/"))))
+        return cut.with_unreduced(dict.fromkeys(waiting.split(","), "add")) if waiting else cut
 
-def test_unreduced_into_a_split_is_one_reduce_scatter():
-    source = Sharding(((), ())).with_unreduced({"a": "add", "b": "add", "c": "add"})
-    target = Sharding(((), ("a", "b", "c")))
-    assert [s.kind for s in plan_reshard(source, target, (4, 16), 4, CUBE)] == ["reduce_scatter"]
-
-
-def test_the_same_cut_on_other_devices_is_one_permute():
-    source, target = Sharding((("a", "b"), ("c",))), Sharding((("b", "c"), ("a",)))
-    assert [s.kind for s in plan_reshard(source, target, (8, 8), 4, CUBE)] == ["collective_permute"]
-
-
-def test_very_large_meshes_are_planned_at_once():
-    mesh = Mesh.abstract(data=64, expert=32)
-    d, e = mesh.atoms_of["data"], mesh.atoms_of["expert"]
-    source, target = Sharding(((*d, *e), (), ())), Sharding(((), (*d, *e), ()))
-    (step,) = plan_reshard(source, target, (2048, 2048, 8), 4, mesh)
-    assert step.kind == "all_to_all"
+    steps = plan_reshard(sharding(source), sharding(target), shape, 4, mesh)
+    assert [s.kind for s in steps] == [kind]
 
 
 def test_parts_that_are_too_small_to_be_cut_where_they_are(rng):

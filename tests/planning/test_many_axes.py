@@ -21,8 +21,9 @@ from gshard.planning.reshard_costs import axes_of, axis_steps, in_two, joined
 from gshard.planning.settled import settled
 from gshard.planning.strategies import is_limited, places_for, places_of, runs_of, shardings
 from gshard.search.seconds import seconds_on
-from gshard.testing.rule_checks import emit, parts_of, run_on_all
+from gshard.testing.rule_checks import emit
 from gshard.tracing.trace import trace
+from laws.test_propagate_laws import compare_everywhere
 
 
 @pytest.mark.parametrize("axes", [4, 5, 6])
@@ -88,11 +89,7 @@ def test_gradients_in_many_parts(times, rng):
     assert [mesh.count(s.dims[0]) for s in said] == [16 * times, 2 * times, 4 * times, 8 * times]
     assert len(axes_of(mesh, said)) == 4
     if times == 1:
-        spmd = emit(plan)
-        found, expected = run_on_all(spmd, [*weights, x]), step(16, weights, x)
-        for parts, whole, sharding in zip(found, expected, spmd.out_shardings, strict=True):
-            for got, want in zip(parts, parts_of(whole, sharding, mesh), strict=True):
-                np.testing.assert_allclose(got, want, 1e-5, 1e-5)
+        compare_everywhere(emit(plan), [*weights, x], step(16, weights, x), 1e-5)
 
 
 # Nearby: of large programs on three axes few choices are compared, and the plans are as good.
