@@ -29,7 +29,6 @@ MESHES = Mesh.abstract(a=2, b=2, c=2), Mesh.abstract(a=4, b=2), Mesh.abstract(a=
 
 
 def exchanges(mesh, rank):
-    """Steps that are an exchange, each all that its reshard needs."""
     finished = [s for s in shardings(mesh, rank) if not s.unreduced]
     found = []
     for source, target in itertools.permutations(finished, 2):
@@ -91,7 +90,6 @@ def test_on_devices():
 
 @pytest.mark.parametrize(("before", "after"), [(("a", "b"), ("b", "a")), (("a",), (None, ("a", "b")))])
 def test_keys_of_random_numbers_change_places(before, after):
-    """By an exchange, and in tiles."""
     keys = jax.random.split(jax.random.key(3), (8, 8, 4))
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     moved = gshard.jit(lambda k: gshard.shard(gshard.shard(k, P(*before)), P(*after)), mesh=mesh)(keys)
@@ -159,7 +157,6 @@ def lacked(source, target, n, mesh):
 
 @pytest.mark.parametrize(("mesh", "tiled"), [*((m, False) for m in MESHES), *((m, True) for m in TILED)])
 def test_every_element_comes_where_it_belongs(mesh, tiled, rng):
-    """By exchanges, and by all-to-alls of tiles."""
     found = tiled_pairs(mesh) if tiled else [(step.before, step.after) for step in exchanges(mesh, 2)]
     assert len(found) >= (21 if tiled else 4)
     for source, target in random.Random(1).sample(found, 20 if tiled else 4):

@@ -41,7 +41,6 @@ EVERY = shardings(CUBE, len(SHAPE))
 
 
 def every_step(here):
-    """All that can be done to an even array in one step."""
     waiting = dict(here.unreduced)
     free = [a for a in CUBE.atoms if a not in here.atoms]
 
@@ -75,7 +74,6 @@ def every_step(here):
 
 
 def least_bytes(source):
-    """What it takes at least to get from one sharding to each other."""
     best, queue, order = {source: 0}, [(0, 0, source)], itertools.count(1)
     while queue:
         cost, _, here = heapq.heappop(queue)
@@ -154,7 +152,6 @@ MESHES = [Mesh.abstract(a=2, b=3), Mesh.abstract(a=4), Mesh.abstract(a=1, b=2)]
 
 @st.composite
 def redistributions(draw):
-    """Some chunks, which do not overlap where they come to lie."""
     mesh = draw(st.sampled_from(MESHES))
     chunks = []
     for receiver in range(mesh.size):

@@ -71,7 +71,6 @@ def test_what_a_preset_found_is_said_in_marks_too():
 
 
 def test_what_insisting_costs_is_solved():
-    """For the rows that are shown; with as much forced, the search ends there."""
     mesh, machine = gshard.Mesh.abstract(x=8), Machine.of("v5e:2x4")
     found = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine=machine, donate_argnums=0)
     graph, solution, v = found.best.graph, found.best.solution, found.plan.program.block.inputs[0]

@@ -30,7 +30,6 @@ def experts():
 
 @pytest.fixture
 def opened(browser, experts, tmp_path_factory):
-    """The page of it, as it opens."""
     path = tmp_path_factory.getbasetemp() / "experts.html"
     if not path.exists():
         experts.html(path, "v3:2x2")

@@ -22,7 +22,6 @@ MESH = gshard.Mesh.abstract(data=4, model=2)
 
 
 def tried(f, *args, mesh=MESH, seconds=math.inf, **options):
-    """What changes of marks bring: an explanation, and the trials of all of them, or within so many seconds."""
     found = gshard.explain(f, *args, mesh=mesh)
     rows = rows_of(found.spmd.collectives, found.names)
     return found, trials(rows, found.plan, found.marked, seconds=seconds, **options)
@@ -65,7 +64,6 @@ def test_a_proposal_written_down_does_what_it_says():
 
 
 def test_what_a_mark_would_spare_may_be_found_without_it():
-    """All devices for the batch, as a mark on each layer would have it: less than sums over both axes."""
     assert proposals(layers, *LAYERS)[1] == []
 
 
@@ -184,7 +182,6 @@ def test_a_mark_that_was_left_over_is_found_however_large_the_program(count):
 
 
 def test_equal_layers_get_one_mark_together():
-    """The sums of three layers are of one line: marked there, all of them are split."""
     mesh = gshard.Mesh.abstract(data=8)
     _, made = proposals(*deep(3, mark=lambda x: x), mesh=mesh)
     line = deep.__code__.co_firstlineno + 6

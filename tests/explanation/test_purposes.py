@@ -87,7 +87,6 @@ MESH = gshard.Mesh.abstract(fsdp=8, tensor=8)
 
 
 def layer(wi, wo, x):
-    """A feed-forward layer with weights split over both axes, as for tensor parallelism."""
     wi, wo = gshard.shard(wi, P("fsdp", "tensor")), gshard.shard(wo, P("tensor", "fsdp"))
     x = gshard.split(x, 0, ("fsdp", "tensor"))
     hidden = gshard.shard(jax.nn.gelu(x @ wi), P("fsdp", None, "tensor"))

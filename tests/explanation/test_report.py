@@ -201,7 +201,6 @@ AFTER = BEFORE.replace(
 
 
 def program(text, name):
-    """A function of a file of its own, which need not exist."""
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     module = types.ModuleType("written")
     module.__dict__.update(gshard=gshard, jnp=jnp, P=jax.P)

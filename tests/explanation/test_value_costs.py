@@ -30,7 +30,6 @@ def step(x, w, v):
 
 
 def crossed(x, w):
-    """Rows and columns ask for the same axis."""
     y = gshard.shard(x, P("data", None)) @ gshard.shard(w, P("data", None))
     return gshard.shard(y.T, P("model", None)), jnp.exp(y * 2.0).sum(0)
 

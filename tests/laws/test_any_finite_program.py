@@ -30,7 +30,6 @@ SIZES = (2, 3, 4, 6)
 
 
 def pair(f):
-    """An operator on two arrays of one shape."""
     return lambda x, y, n: f(x, y if y.shape == x.shape else x)
 
 

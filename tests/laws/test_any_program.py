@@ -40,8 +40,6 @@ def dim_of(x, n):
 
 
 def unary(f):
-    """An operator on one array that has a dimension; scalars get one."""
-
     def apply(values, n):
         x = values[n[0] % len(values)]
         return f(x if x.ndim else x[None], n[1:])
@@ -207,7 +205,6 @@ all_shapes = st.lists(
 
 
 def check(steps, shapes, change=None):
-    """Compares the partitioned program, or what is made of it, with the plain one, bit for bit."""
     late = change is not None
     arrays = [np.random.default_rng([i, *s]).integers(-9, 9, s).astype(np.int32) for i, s in enumerate(shapes)]
     # Operator by operator: compiled as one, XLA on CPU gets some wrong (integers times a constant, sliced twice).

@@ -56,12 +56,10 @@ def divided(x, monoid):
 
 
 def less(x):
-    """Smaller numbers, or the same where there are none."""
     return x - 1 if x.dtype.kind == "f" else np.where(x == np.iinfo(x.dtype).min, x, x - 1)
 
 
 def more(x):
-    """Larger numbers, or the same where there are none."""
     return x + 1 if x.dtype.kind == "f" else np.where(x == np.iinfo(x.dtype).max, x, x + 1)
 
 
@@ -73,7 +71,6 @@ def random_like(rng, x):
 
 
 def fits(monoid, x):
-    """Whether numbers of this dtype can be combined so at all."""
     if x.dtype.kind not in "biufc":  # floats of low precision and keys
         return False
     if monoid == "pick":

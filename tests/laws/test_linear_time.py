@@ -114,7 +114,6 @@ def placed():
 
 
 def stages(f):
-    """What is done to a program, each stage by itself; what a stage needs is done before."""
     x, w = placed()
     yield "trace", lambda: trace(f, X, W)
     program = trace(f, X, W)

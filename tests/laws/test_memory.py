@@ -32,12 +32,10 @@ def block(x, w1, w2):
 
 
 def shapes(length):
-    """Of one sequence length."""
     return [jax.ShapeDtypeStruct(s, "float32") for s in ((8, length, 64), (64, 8, 32), (8, 32, 64))]
 
 
 def held():
-    """The objects that live, by type."""
     gc.collect()
     return Counter(type(x).__name__ for x in gc.get_objects())
 
@@ -61,7 +59,6 @@ def assert_nothing(left):
 
 
 def lowered_anew(on):
-    """Plans a new function in each round."""
     axes, machine = ON[on]
 
     def work(i):
@@ -109,7 +106,6 @@ def test_calls_leave_nothing_of_functions_that_are_gone():
 
 
 def bytes_in(work):
-    """Bytes of Python's that are in use after some work, beyond those before."""
     tracemalloc.start()
     try:
         gc.collect()

@@ -38,7 +38,6 @@ def layer(x, w):
 
 
 def trained(state, x):
-    """A training step of two equal layers in a loop."""
     weights, moments = state
     gradients = jax.grad(lambda w: jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2))(weights)
     moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, gradients)
@@ -128,7 +127,6 @@ BY_BYTES = sampled(
 
 
 def both(name):
-    """A program planned by bytes, and for a machine."""
     if name in CASES:
         case = CASES[name]
         function, arguments, mesh = case.function, case.arguments, Mesh.of(case.jax_mesh)

@@ -53,7 +53,6 @@ def as_they_come(arguments, in_shardings):
 
 
 def check(name, ways, shape=(8, 8), axes=GRID, **options):
-    """Calls one jitted function in each way, three times over."""
     register(0)
     small, mesh = PROGRAMS[name], mesh_of(**axes)
     if small.in_dictionary and type(options.get("in_shardings")) is tuple:

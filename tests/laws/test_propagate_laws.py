@@ -124,7 +124,6 @@ def test_many_random_marks(name, seed):
 
 
 def check(name, seed):
-    """Plans a program under random marks, checks the plan, and simulates it."""
     function, arguments = PROGRAMS[name]
     program = trace(lambda *a: function(random_marks(seed), *a), *arguments)
     plan = propagate(program, MESH)
@@ -156,7 +155,6 @@ def compare_everywhere(spmd, arguments, want, close=0.0):
 
 
 def test_unmarked_programs_are_left_alone():
-    """Without a mark nothing is split and nothing is sent."""
     for function, arguments in PROGRAMS.values():
         lowered = gshard.jit(lambda *a, f=function: f(lambda x: x, *a), mesh=MESH).lower(*arguments)
         assert all(s.is_replicated for s in lowered.plan.shardings.values())

@@ -57,13 +57,11 @@ def parts(x, sharding, mesh, rng):
 
 
 def places(mesh):
-    """The coordinates of every device, in order."""
     sizes = mesh.atom_sizes
     return [dict(zip(sizes, at, strict=True)) for at in itertools.product(*(range(n) for n in sizes.values()))]
 
 
 def ordinal(atoms, at, mesh):
-    """Which part a device holds."""
     number = 0
     for a in atoms:
         number = number * mesh.atom_sizes[a] + at[a]
@@ -71,8 +69,6 @@ def ordinal(atoms, at, mesh):
 
 
 def move(x, source, target, mesh, rng):
-    """Moves an array and checks what every device holds afterwards."""
-
     def local(part):
         for step in plan_reshard(source, target, x.shape, x.itemsize, mesh):
             part = run(step, part, x.shape, mesh)
@@ -96,7 +92,6 @@ def move(x, source, target, mesh, rng):
 
 
 def sample(mesh, rank, count):
-    """Pairs from a sharding to one that it can become."""
     drawn = random.Random(7)
     every = shardings(mesh, rank)
     found = []

@@ -37,7 +37,6 @@ PRODUCTS = {
 
 
 def rings_of(e, split, mesh):
-    """Every ring for an equation that is split like this."""
     rule = e.rule
     singles = []
     for f, factor in enumerate(rule.factors):
@@ -96,7 +95,6 @@ def test_very_many_rings_compute_the_whole(name, on, dtype):
 
 
 def check(name, on, most, dtype):
-    """Compares so many rings of each kind with the whole product; whole numbers must be the same bits."""
     text, lhs, rhs = PRODUCTS[name]
     rng, mesh = np.random.default_rng(len(name)), MESHES[on]
     if dtype == np.float32:

@@ -22,7 +22,6 @@ KNOWN_GAPS = set()
 
 
 def factors_to_try(equation):
-    """Whole factors that are dimensions of their own, each with an atom that divides it."""
     rule = equation.rule
     tensors = (*rule.operands, *rule.results)
     found = []
@@ -40,7 +39,6 @@ def declared_parallel(rule, f):
 
 
 def is_right(row, f, atom):
-    """Whether the equation of a row gives the right result with this factor split."""
     program = row.program
     equation = the_equation(program, row.primitive)
     assert equation.rule is not None

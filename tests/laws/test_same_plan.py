@@ -18,7 +18,6 @@ def attention(q, k, v):
 
 
 def loss(w, x):
-    """One attention layer with a joint projection of queries, keys and values."""
     return attention(*jnp.einsum("btd,dchk->cbthk", x, w))
 
 

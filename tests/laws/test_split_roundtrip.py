@@ -40,7 +40,6 @@ def arrays(draw):
 
 @st.composite
 def shardings(draw, rank):
-    """Atoms on dimensions, each once, in any order."""
     dims = [[] for _ in range(rank)]
     for atom in draw(st.permutations(MESH.atoms)):
         at = draw(st.integers(-1, rank - 1))
@@ -55,7 +54,6 @@ def rule_of(factors, dims):
 
 @st.composite
 def splits(draw):
-    """A split that is valid for the array."""
     factors, dims = draw(arrays())
     assume(factors)
     chosen = {}

@@ -25,7 +25,6 @@ def switching_often():
 
 
 def at_once(tasks):
-    """The results of tasks that begin at one moment, each in a thread of its own."""
     barrier, results = threading.Barrier(len(tasks)), [None] * len(tasks)
     errors = []
 

@@ -23,8 +23,6 @@ def shape(*sizes, dtype=jnp.float32):
 
 
 def trained(loss):
-    """One step of gradient descent."""
-
     def step(params, *batch):
         value, gradients = jax.value_and_grad(loss)(params, *batch)
         return jax.tree.map(lambda w, g: w - 0.1 * g.astype(w.dtype), params, gradients), value

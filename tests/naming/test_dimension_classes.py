@@ -17,13 +17,10 @@ def shape(*sizes, dtype="float32"):
 
 
 def members(found):
-    """The arguments' dimensions of each class that has some."""
     return {frozenset(f"{path}.{d}" for path, d in c.arguments) for c in found.classes if c.arguments}
 
 
 def gpt(params, tokens):
-    """Layers in a scan, heads by reshape, one table for both ends."""
-
     def block(x, p):
         def heads(name):
             return (x @ p[name]).reshape(*x.shape[:2], 4, 8)

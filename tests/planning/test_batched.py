@@ -22,7 +22,6 @@ def normal(*shape):
 
 
 def orthogonal(x):
-    """The iteration of Muon, unrolled."""
     x = x / (jnp.linalg.norm(x) + 1e-7)
     for _ in range(3):
         product = x @ x.T
@@ -31,7 +30,6 @@ def orthogonal(x):
 
 
 def inverse_root(x):
-    """The preconditioner of Shampoo: a decomposition."""
     values, vectors = jnp.linalg.eigh(x @ x.T + 0.1 * jnp.eye(x.shape[0]))
     return (vectors * values**-0.25) @ vectors.T @ x
 

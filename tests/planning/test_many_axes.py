@@ -67,8 +67,6 @@ SHAPES = ((16, 6), (2, 12), (4, 6), (8, 5))
 
 
 def step(devices, weights, x):
-    """Weights less their gradients, which are split in as many parts as rows and devices have in common."""
-
     def loss(weights):
         return sum(jnp.sum(jnp.tanh(x[:, : w.shape[0]] @ w) ** 2) for w in weights)
 
@@ -97,8 +95,6 @@ CUBE = Mesh.abstract(x=2, y=2, z=2)
 
 
 def layers(depth):
-    """Dense layers, of which the first one is marked."""
-
     def f(x, w):
         x = gshard.split(x, 0, ("x", "y"))
         w = gshard.split(w, 2, "z")
@@ -120,7 +116,6 @@ def changes(places, base):
 
 
 def test_states_of_a_large_program_are_near_the_marks(monkeypatch):
-    """What the marks say is among them, and much less than all."""
     program = layers(4)
     every = problem(program)
     monkeypatch.setattr(nearby, "LARGE", 0)
@@ -140,7 +135,6 @@ def test_states_of_a_large_program_are_near_the_marks(monkeypatch):
     *(pytest.param(f"small/{own}_on_cube_step", marks=pytest.mark.slow) for own in ("diffusion", "protein")),
 ])  # fmt: skip
 def test_plans_near_the_marks_are_as_good(name, monkeypatch):
-    """Within a millionth of what is found among all choices, or better than that."""
     case = SMALL.get(name)
     program = layers(4) if case is None else trace(case.function, *case.arguments)
     cost = {}

@@ -31,7 +31,6 @@ def weights(layers):
 
 
 def block(x, w):
-    """A layer that mixes positions and units of a row."""
     x = x - x.mean(1, keepdims=True) * w["g"]
     h = jnp.tanh(x.reshape(-1, UNITS) @ w["a"])  # rows and positions are one dimension
     return x + (h @ w["b"]).reshape(x.shape)
@@ -66,7 +65,6 @@ def of_carried(w):
 
 
 def of_masked(w):
-    """A constant and a stack with a batch dimension."""
     offsets = jnp.cumsum(jnp.ones((8, ROWS, UNITS)) * X[:, 0] / 8, 0)
     masked = lambda x, w: (jnp.where(MASK[..., None], block(x, w[0]), x) + w[1][:, None], None)  # noqa: E731
     return jax.lax.scan(jax.checkpoint(masked), X, (w, offsets))[0]
@@ -101,14 +99,11 @@ def of_narrow(w):
 
 
 def of_second(w):
-    """The batch is the second dimension: the first one is mixed."""
     layer = lambda x, w: (jnp.tanh(jnp.cumsum(x, 0) @ w["a"] @ w["b"]) + x, None)  # noqa: E731
     return jax.lax.scan(layer, X.swapaxes(0, 1), w)[0]
 
 
 def of_chunks(w):
-    """A loop in each layer, and layers of several arrays in the carry."""
-
     def layer(carry, w):
         x, y = carry
         y = jax.lax.scan(lambda c, t: (0.5 * c + t, c * t), y, jnp.moveaxis(x, 1, 0))[0]
@@ -133,7 +128,6 @@ KINDS = "stacked", "separate"
 
 
 def apart(w):
-    """Separate layers of a stack."""
     return [jax.tree.map(lambda a, i=i: a[i], w) for i in range(8)]
 
 
@@ -142,8 +136,6 @@ def of_kind(kind, w):
 
 
 def loss_of(program, mark=lambda w: w):
-    """The value of a program and its gradient by the weights."""
-
     def loss(w):
         return sum((x**2).mean() if x.ndim else x for x in jax.tree.leaves(program(mark(w))))
 
@@ -155,7 +147,6 @@ def marked(over="stage", **arguments):
 
 
 def together(results):
-    """The results with stacks in place of lists of layers."""
     is_list = lambda x: isinstance(x, list)  # noqa: E731
     stacks = functools.partial(jax.tree.map, lambda *arrays: np.stack(arrays))
     return jax.tree.map(lambda x: stacks(*x) if is_list(x) else x, results, is_leaf=is_list)
@@ -250,7 +241,6 @@ def test_numbers_of_other_schedules(over, axes, micro_batches, rounds):
 
 
 def beside(w, x):
-    """A pipeline beside a split batch and split units."""
     w = {
         "a": gshard.shard(w["a"], P("stage", None, "model")),
         "b": gshard.shard(w["b"], P("stage", "model")),
@@ -349,7 +339,6 @@ def test_stacks_in_rounds_stay_where_they_are():
 
 
 def of_separate(layers, rounds, x):
-    """Weights of separate layers in bfloat16, their gradients are as wide."""
     stacked = gshard.pipeline(layers, "stage", micro_batches=4, rounds=rounds, stack=True)
     return (jax.lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(x @ w["a"]) @ w["b"], None)), x, stacked)[0] ** 2).mean()
 
@@ -377,7 +366,6 @@ LIBRARIES = {
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_layers_of_libraries(library):
-    """Three calls of a derivative by modules, which are called in a loop as a pipeline."""
     layers, called = LIBRARIES[library]
 
     def loss(model, mark=False):

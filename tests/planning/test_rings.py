@@ -45,7 +45,6 @@ def batched(x, w):
 
 
 def grid(x, w):
-    """All three over both axes: SUMMA, or Cannon."""
     return shard(shard(x, P(*GRID)) @ shard(w, P(*GRID)), P(*GRID))
 
 
@@ -139,7 +138,6 @@ def test_low_precision_sums_are_as_exact_as_at_once():
 
 def test_loops_and_rows_of_the_explanation(mesh_2x4):
     def layers(ws, x):
-        """Weights are split where they are stored; every round takes one layer's part by part."""
         return jax.lax.scan(lambda x, w: (jnp.tanh(contracted(x, w)), None), x, ws)[0]
 
     arguments = whole(0, 3, 64, 64) / 64, whole(1, 128, 64)
@@ -213,7 +211,6 @@ def test_every_element_of_memory_that_is_not_zeroed_is_written(rows, both_ways, 
 
 
 def scans(jaxpr):
-    """The loops of a program."""
     found = []
     for e in jaxpr.eqns:
         found += [e] if e.primitive.name == "scan" else []

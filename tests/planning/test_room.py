@@ -37,7 +37,6 @@ BETWEEN = {
 @pytest.mark.parametrize("name", BETWEEN)
 @pytest.mark.one_in(3)
 def test_weights_are_gathered_one_layer_at_a_time(name, remat):
-    """Nothing that is gathered or summed up is larger than one layer."""
     between, shape, spec = BETWEEN[name]
 
     def step(w, x):

@@ -31,7 +31,6 @@ def w(rng):
 
 
 def rounded(w):
-    """A user's own rounding to int8 and back, without marks in between."""
     return (jnp.tanh(w) * 100).astype(jnp.int8).astype(jnp.float32) / 4
 
 

@@ -46,8 +46,6 @@ def into_a_split(x, v, w):
 
 
 def accumulated(w, xs, targets):
-    """Gradients of micro-batches, added up in a loop; the batch is split."""
-
     def loss(w, x, y):
         return jnp.sum((jnp.tanh(split(x, 0, 8) @ w["in"]) @ w["out"] - y) ** 2)
 
@@ -60,8 +58,6 @@ def accumulated(w, xs, targets):
 
 
 def stacked(w, xs):
-    """The same with layers in a loop of their own, whose gradients come in a stack."""
-
     def loss(w, x):
         return jnp.sum(lax.scan(lambda c, w: (jnp.tanh(c @ w), None), split(x, 0, 8), w)[0] ** 2)
 
@@ -72,8 +68,6 @@ def stacked(w, xs):
 
 
 def averaged(w, xs, targets):
-    """Means of micro-batches, each divided by how many there are before it is added up."""
-
     def loss(w, x, y):
         return jnp.mean((jnp.tanh(split(x, 0, 8) @ w["in"]) @ w["out"] - y) ** 2)
 

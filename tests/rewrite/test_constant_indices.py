@@ -62,7 +62,6 @@ def test_what_they_become(name):
 
 
 def all_of(functions, dim):
-    """One program of many."""
     return lambda x: {name: f(x if dim is None else gshard.split(x, dim, 8)) for name, f in functions.items()}
 
 

@@ -53,7 +53,6 @@ def f32(*shape):
 
 
 def orthogonal(x, steps=2):
-    """The iteration of Muon."""
     x = x / (jnp.linalg.norm(x) + 1e-7)
     for _ in range(steps):
         product = x @ x.T

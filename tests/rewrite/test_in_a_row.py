@@ -83,7 +83,6 @@ def test_what_they_become_and_what_is_sent(name):
 
 
 def all_of(dim):
-    """One program of many."""
     return lambda x: {name: f(x if dim is None else gshard.split(x, dim, 8)) for name, (f, *_) in ROWS.items()}
 
 
@@ -141,7 +140,6 @@ def test_sums_that_are_more_than_pieces_side_by_side_stay():
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.one_in(2)
 def test_any_row(seed):
-    """Rows drawn at random, of numbers of any kind, sizes down to 0 among them."""
     rng = np.random.default_rng(seed)
     dtype = [np.float32, np.int32, jnp.bfloat16, np.bool_, np.complex64][seed % 5]
     drawn = rng.integers(-3, 4, (int(rng.integers(3, 20)), 6))

@@ -22,7 +22,6 @@ def tokens(x, w, labels):
 
 
 def layers(x, w, labels):
-    """A residual, a norm, a bias and a branch by place."""
     h = x.reshape(-1, D)
     mean = h.mean(-1, keepdims=True)
     h = h + jnp.maximum((h - mean) * jnp.arange(D) @ w, 0) @ w.T
@@ -52,7 +51,6 @@ def written(x, w, labels):
 
 
 def windows(x, w, labels):
-    """Attention within windows of two."""
     x = x.reshape(B * (S // 2), 2, D)
     scores = jnp.einsum("wqd,wkd->wqk", x, x)
     return jnp.einsum("wqk,wkd->wqd", jnp.cumsum(scores, 2), x).reshape(B, S, D)
@@ -97,7 +95,6 @@ def split(f, dim):
 
 
 def merged(f, *arguments):
-    """What is merged."""
     equations = [e for e in gshard.stages.trace(f, *arguments).block.walk() if e.name == "reshape"]
     return [
         e.outputs[0].shape

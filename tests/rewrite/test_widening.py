@@ -29,7 +29,6 @@ def widened(narrow, scale):
 
 
 def summed(stack, *, reverse=False):
-    """A loop whose iterations depend on each other."""
     return lax.scan(lambda c, x: (c * 0.5 + x.sum(), c), jnp.float32(1), stack, reverse=reverse)
 
 
@@ -38,7 +37,6 @@ def loops(program):
 
 
 def stacks(e):
-    """The dtypes of the arrays that a loop reads as stacks."""
     return [v.dtype_name for v in e.inputs[sum(scan_counts(e.params)) :] if isinstance(v, Value)]
 
 
@@ -47,7 +45,6 @@ def fired(program):
 
 
 def check(f, *args):
-    """Traces a function, and compares the rewritten program with the function."""
     program = gshard.stages.trace(f, *args)
     want = jax.tree.leaves(f(*args))
     for got, one in zip(Interpreter().run(program.block, [*program.captured, *args]), want, strict=True):

@@ -69,8 +69,6 @@ def convolved(x, w):
 
 
 def convolution():
-    """A convolution and the gradient of its weights, which read the same windows of the images."""
-
     def step(x, w, d):
         return convolved(x, w), jax.vjp(lambda w: convolved(x, w), w)[1](d)[0]
 
@@ -80,7 +78,6 @@ def convolution():
 
 @pytest.mark.parametrize("name", ["h100", "v5e"])
 def test_what_is_emitted_takes_no_less_than_is_assumed(name):
-    """So that no other plan is better than the one that is chosen so."""
     machine, compared = Machine.of(name, MESH.size), 0
     mesh = on_machine(MESH, machine)
     costs = Seconds(mesh, machine, axes_of(mesh))
@@ -185,7 +182,6 @@ DATA = gshard.Mesh.abstract(data=8)
 
 
 def column_sums(x, w, *, x_split):
-    """A product whose rows are on all devices, or split."""
     x = gshard.split(x, 0, "data") if x_split else gshard.replicate(x)
     return jnp.tanh(x @ gshard.replicate(w)).sum(0)
 
@@ -241,7 +237,6 @@ of_propagate = importlib.import_module("gshard.planning.propagate")
 
 
 def counting(monkeypatch, module, name):
-    """Notes each call of a function of a module."""
     original, calls = getattr(module, name), list[None]()
 
     def counted(*args, **options):
@@ -275,7 +270,6 @@ def test_few_rewrites_fire_while_programs_are_priced(name, monkeypatch):
 
 
 def every_choice(made):
-    """The problems of plans, with every choice priced."""
     return [found for one in made if one.choice is not None and (found := one.choice()) is not None]
 
 

@@ -17,7 +17,6 @@ LIMIT = 3 * 2**19  # half of the state: only plans that split the weights fit
 
 
 def losses_of(module, step, made=None):
-    """The losses of three steps, and the arguments of the next one."""
     args, losses = module.made() if made is None else made, []
     for _ in range(3):
         args, loss = module.again(step, args)
@@ -26,7 +25,6 @@ def losses_of(module, step, made=None):
 
 
 def applied(folder, patch, name):
-    """The module after a patch."""
     (folder / "plan.diff").write_text(patch)
     subprocess.run(["git", "apply", "plan.diff"], cwd=folder, check=True)
     return loaded(folder / "train.py", name)

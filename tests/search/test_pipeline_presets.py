@@ -83,7 +83,6 @@ def searched(f, *args, mesh=None, machine=None, **options):
 
 
 def check_steps(run, step, arguments):
-    """Three steps, each from the state of the one before; the last state."""
     state, expected = (jax.tree.map(jnp.asarray, arguments[0]) for _ in range(2))
     for _ in range(3):
         state, value = run(state, *arguments[1:])
@@ -163,7 +162,6 @@ def test_where_no_pipeline_is_planned(step):
         return step.__wrapped__(gshard.pipeline(state, "stage", micro_batches=2, paths="0/layers"), x, y)
 
     def mixed(layers, x):
-        """Rows are mixed."""
         return jax.lax.scan(lambda x, w: (jnp.tanh((x - x.mean(0)) @ w), None), x, layers)[0]
 
     launches = dataclasses.replace(Machine.of("h100:1x8", 8), launch=1e-3)  # and little else, repeated in each turn

@@ -96,7 +96,6 @@ EIGHT, H100 = gshard.Mesh.abstract(devices=8), Machine.of("h100:1x8")
 
 @functools.cache
 def free():
-    """What is found for the residual network without a mark."""
     return gshard.search(trained(False), *RESIDUAL, mesh=EIGHT, machine=H100, donate_argnums=0)
 
 

@@ -13,7 +13,6 @@ LAYERS = 4
 
 
 def adam(state, x):
-    """Adam, written leaf by leaf for each moment, as optimizers are."""
     weights, first, second = state
 
     def loss(weights):

@@ -23,7 +23,6 @@ def random_locals(rng, shape, dtype="float32", devices=8):
 
 
 def run_for_real(function, sizes, *stacked):
-    """Every device gets one row of each argument and gives one row of each result."""
     mesh = Mesh(np.array(jax.devices()[: math.prod(sizes.values())]).reshape(*sizes.values()), tuple(sizes))
     rows = PartitionSpec(tuple(sizes))
 
@@ -115,7 +114,6 @@ def test_groups_follow_the_order_of_the_axes():
 
 
 def test_hundreds_of_devices(rng):
-    """No such machine is needed: the parts of a sum meet again whatever the mesh."""
     sizes = {"pod": 3, "data": 16, "model": 7}
     axes = ("model", "pod", "data")
     x = random_locals(rng, (336, 2), "int32", 336)

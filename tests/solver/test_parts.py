@@ -191,7 +191,6 @@ def test_starts_are_lowered_to_the_same_solution():
 
 
 def rest_fixed(problem, states, inside):
-    """The problem with all nodes that are not inside held in their states."""
     costs = [
         c if inside[i] else np.where(np.arange(c.size) == states[i], c, np.inf) for i, c in enumerate(problem.costs)
     ]
@@ -285,7 +284,6 @@ def test_a_full_memory_is_paid_for():
 
 
 def allowed(problem, rng):
-    """Random states of which none is forbidden, or None if none are met."""
     for _ in range(50):
         states = rng.integers(0, problem.states)
         if np.isfinite(problem.value(states)):

@@ -96,7 +96,6 @@ def flow_of(f, mesh, *arguments):
 
 
 def moved(flow, kind):
-    """The operands and results of the collectives of a kind."""
     found = []
     for sent in sent_by(flow.module):
         if sent.collective.kind == kind:
@@ -184,7 +183,6 @@ def works(text):
 
 
 def total(f, *arguments):
-    """Operations of products, and bytes moved, of one call."""
     found = works(jax.jit(f).lower(*arguments).compile().as_text())
     return sum(w.products * n for w, n in found), sum(w.moved * n for w, n in found)
 
@@ -311,8 +309,6 @@ ENTRY %main (a: bf16[4096,4096]) -> (s32[], bf16[4096,4096]) {
 
 
 def timed(seconds):
-    """What runs where every collective takes so many seconds."""
-
     def network(read, made):
         return seconds if read.operand_bytes > 1 else 0.0
 

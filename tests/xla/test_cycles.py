@@ -78,7 +78,6 @@ EVERYBODY = tuple(range(8))
 
 @pytest.fixture(scope="module")
 def schedules():
-    """The module of the benchmarks."""
     spec = importlib.util.spec_from_file_location("tpu_schedules", SCHEDULES)
     module = importlib.util.module_from_spec(spec)
     sys.modules["tpu_schedules"] = module

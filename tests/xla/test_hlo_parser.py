@@ -116,7 +116,6 @@ def test_what_depends_on_data_is_marked(mesh):
 
 
 def test_program_partitioned_by_xla(mesh):
-    """XLA's own partitioner writes groups in a notation of its own."""
     split = [NamedSharding(mesh, PartitionSpec("a", "b")), NamedSharding(mesh, PartitionSpec("b", None))]
     result = NamedSharding(mesh, PartitionSpec("a", None))
     y = jax.ShapeDtypeStruct((8, 16), jnp.float32)

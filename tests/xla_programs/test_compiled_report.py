@@ -20,13 +20,11 @@ MACHINES = {"cpu": None, "gpu": "h100:1x8", "tpu": "v5e:2x4"}
 
 
 def step(w, v, x):
-    """A step that XLA and gshard split alike: over the batch."""
     h = jnp.tanh(x @ w)
     return jnp.sum((h @ v) ** 2)
 
 
 def arguments(mesh=None):
-    """Arguments of ``step``, with shardings if there is a mesh."""
     shapes = ((64, 128), (128, 32), (256, 64))
     if mesh is None:
         return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
@@ -44,7 +42,6 @@ def mesh():
 
 @pytest.fixture(scope="module")
 def found(mesh):
-    """One explanation of each platform."""
     return {
         "cpu": gshard.explain(jax.jit(jax.grad(step, (0, 1))), *arguments(mesh)),
         "gpu": gshard.explain(GPU, mesh=MESH, machine=MACHINES["gpu"]),

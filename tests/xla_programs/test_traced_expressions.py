@@ -110,14 +110,12 @@ def unmarked(x):
 
 
 def the_one_in(f, expressions):
-    """The expression in the call of ``mark``."""
     lines = f.__code__.co_firstlineno, max(line for _, _, line in f.__code__.co_lines() if line)
     here = [e for e in expressions if e.place.file == __file__ and lines[0] <= e.place.line <= lines[1] + 3]
     return max((e for e in here if marked_text(e)), key=lambda e: e.place)  # x @ w begins where x @ w + b does
 
 
 def marked_text(e):
-    """Whether ``mark(`` stands in front of an expression."""
     with open(__file__, encoding="utf-8") as file:
         line = file.read().splitlines()[e.place.line - 1]
     return line[: e.place.column].endswith("mark(")
