@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gshard.comm import reshard
-from gshard.comm.halo import Window, fetch_window
+from gshard.comm.halo import Window
 from gshard.comm.reshard import plan_reshard, reshard_bytes, single_steps
 from gshard.comm.route import Chunk, carry, routed
 from gshard.comm.steps import (
@@ -217,24 +217,3 @@ def test_windows_within_hold_elements_and_nothing_else():
                     positions = [first + step * i + k for i in range(3) for k in range(extent)]
                     held = all(0 <= p < n for p in positions)
                     assert w.within == held or not positions, w
-
-
-def test_windows_that_begin_alike_are_cut_from_the_whole_part():
-    """Halos to one side, to both and inside of parts, over even and uneven parts."""
-    mesh = Mesh.abstract(a=2, b=2)
-    for n in (16, 13):
-        size = -(-n // 4)
-        x = np.arange(1, 4 * size + 1, dtype=np.float32)
-        x[n:] = np.nan  # padding
-        for first in range(-size, size + 1):
-            for extent in range(1, 2 * size):
-                w = Window(n, first, size, 4, extent)
-                parts = x.reshape(4, size)
-                (got,) = simulate_function(
-                    lambda part, w=w: [fetch_window(part, 0, mesh.atoms, mesh, w)], mesh.atom_sizes, parts
-                )
-                for i in range(4):
-                    begin = first + size * i
-                    for k in range(extent):
-                        if 0 <= begin + k < n:
-                            assert got[i][k] == x[begin + k], (w, i, k)

@@ -77,7 +77,6 @@ def planned(seed, between=(3, 8), results=2):
     leave = zip(program.block.outputs, partition(propagate(program, mesh)).out_shardings, strict=True)
     marks = {v: mark_of_cut(s.dims, mesh) for v, s in leave if isinstance(v, Value) and v not in program.block.inputs}
     marked = with_marks(program, marks)
-    assert marked is not None
     return marked, mesh
 
 

@@ -117,15 +117,8 @@ def test_an_argument_without_readers_has_an_order_of_its_own(reads, keep):
 @pytest.mark.one_in(2)
 def test_uneven_sizes(option):
     """Also arrays in padded parts, as other functions return them: cut alike, otherwise, and on another mesh."""
-    ways = (
-        "kept rows",
-        "kept columns",
-        "kept rows of another mesh",
-        "numpy",
-        "columns",
-        "reversed, rows",
-        "half, whole",
-    )
+    kept = "kept rows", "kept columns", "kept rows of another mesh"
+    ways = *kept, "numpy", "columns", "reversed, rows", "half, whole"
     check("crossed", ways, (13, 11), **OPTIONS[option])
     for name in ("loop", "unread"):
         check(name, ways, (13, 11), {"a": 8}, **OPTIONS[option])

@@ -104,7 +104,7 @@ def random_marks(seed):
     return mark
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(i, marks=pytest.mark.slow) for i in range(3, 23))])
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.one_in(3)
 def test_random_marks(name, seed):
@@ -114,13 +114,6 @@ def test_random_marks(name, seed):
 def test_marks_may_leave_no_plan_in_which_a_loop_holds_less():
     """Then it holds more, and the program is planned all the same."""
     check("branches", 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3, 23))
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_many_random_marks(name, seed):
-    check(name, seed)
 
 
 def check(name, seed):

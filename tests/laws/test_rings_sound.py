@@ -64,14 +64,12 @@ def rings_of(e, split, mesh):
 def plan_of(alone, split, ring, mesh):
     """A plan in which operands are sharded as the ring takes them; the result goes to every device."""
     plan, e = rule_checks.plan_of(alone.program, alone.equation, split, mesh), alone.equation
-    assert e.rule is not None
     placed = {v: entering(e.rule, split, ring, i) for i, v in enumerate(e.inputs) if isinstance(v, Value)}
     return dataclasses.replace(plan, shardings={**plan.shardings, **placed}, rings={e: ring})
 
 
 def sent_in(ring, e, split, mesh):
     """What each device is to send: every other part once, and the skews if two arrays rotate."""
-    assert e.rule is not None
     placed = [(e.inputs[i], entering(e.rule, split, ring, i)) for i, _ in ring.operands]
     placed += [(e.outputs[0], leaving(e.rule, split, ring, 0))] if ring.result else []
     part = sum(math.prod(s.local_shape(mesh, v.shape)) * itemsize(v.dtype) for v, s in placed)

@@ -41,7 +41,6 @@ def declared_parallel(rule, f):
 def is_right(row, f, atom):
     program = row.program
     equation = the_equation(program, row.primitive)
-    assert equation.rule is not None
     other = dataclasses.replace(equation, rule=declared_parallel(equation.rule, f))
     equations = tuple(other if e is equation else e for e in program.block.equations)
     program = dataclasses.replace(program, block=Block(program.block.inputs, equations, program.block.outputs))

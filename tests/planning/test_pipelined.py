@@ -112,17 +112,9 @@ def of_chunks(w):
     return jax.lax.scan(layer, (X, X[:, 0]), w)[0]
 
 
-PROGRAMS = {
-    "plain": of_plain,
-    "remat": of_remat,
-    "carried": of_carried,
-    "masked": of_masked,
-    "dropped": of_dropped,
-    "keys": of_keys,
-    "narrow": of_narrow,
-    "second": of_second,
-    "chunks": of_chunks,
-}
+PROGRAMS = {f.__name__.removeprefix("of_"): f for f in (
+    of_plain, of_remat, of_carried, of_masked, of_dropped, of_keys, of_narrow, of_second, of_chunks
+)}  # fmt: skip
 OTHER = weights(8)
 KINDS = "stacked", "separate"
 

@@ -155,20 +155,20 @@ def test_a_gradient_reaches_the_result_and_meets_its_weight(mesh):
     assert {(tuple(r.results), tuple(r.beside)) for r in reached} == {((0,), (0,)), ((1,), (1,))}
 
 
-def test_a_join_of_arguments_is_all_of_them(mesh):
-    for join in (jnp.concatenate, jnp.stack):
-        flow = flow_of(lambda *x, join=join: join(x), mesh, *[((8, 4), ())] * 3)
-        assert flow.arguments(Array(flow.module.entry, flow.module.computations[flow.module.entry].root)) == (0, 1, 2)
-    flow = flow_of(lambda x, y: jnp.concatenate([x, jnp.exp(y)]), mesh, *[((8, 4), ())] * 2)
-    assert flow.arguments(Array(flow.module.entry, flow.module.computations[flow.module.entry].root)) == ()
+def test_a_join_of_arguments_is_all_of_them_and_what_is_computed_is_another_array(mesh):
+    def root_of(f, *arguments):
+        flow = flow_of(f, mesh, *arguments)
+        return flow, Array(flow.module.entry, flow.module.computations[flow.module.entry].root)
 
-
-def test_what_a_product_reads_is_another_array(mesh):
-    flow = flow_of(lambda x, w: jnp.exp(x @ w), mesh, ((64, 32), ("data",)), ((32, 16), ()))
-    root = Array(flow.module.entry, flow.module.computations[flow.module.entry].root)
+    for join, arguments in (
+        (lambda *x: jnp.concatenate(x), (0, 1, 2)), (lambda *x: jnp.stack(x), (0, 1, 2)),
+        (lambda x, *y: jnp.concatenate([x, jnp.exp(y[0])]), ()),
+    ):  # fmt: skip
+        flow, root = root_of(join, *[((8, 4), ())] * 3)
+        assert flow.arguments(root) == arguments
+    flow, root = root_of(lambda x, w: jnp.exp(x @ w), ((64, 32), ("data",)), ((32, 16), ()))
     assert flow.arguments(root) == ()
-    made = flow.made(flow.source(root))
-    assert made.opcode in ("exponential", "fusion", "exp")
+    assert flow.made(flow.source(root)).opcode in ("exponential", "fusion", "exp")
 
 
 def works(text):
