@@ -80,34 +80,18 @@ def test_a_window_that_several_read_is_counted_once(size):
     assert best.solution.value / alone == pytest.approx(1, abs=0.02)
 
 
-def product(x, w):
-    return jnp.tanh(x @ w)
-
-
-def two(x, a, b):
-    return jax.nn.relu(x @ a) @ b
-
-
-def turned(x, w):
-    return (x.T @ w).sum(0) * 2
-
-
-def attended(q, k):
-    scores = jnp.exp(q @ k.T)
-    return scores / scores.sum(-1, keepdims=True)
-
-
-def looked_up(table, ids):
-    return jnp.take(table, ids, axis=0).reshape(16, -1)
-
-
 SMALL = {
-    "product": (product, (shape(2048, 1024), shape(1024, 4096))),
-    "two": (two, (shape(8, 2048), shape(2048, 8192), shape(8192, 2048))),
-    "turned": (turned, (shape(4096, 2048), shape(4096, 1024))),
-    "attended": (attended, (shape(1024, 512), shape(8192, 512))),
-    "looked_up": (looked_up, (shape(65536, 512), shape(16, 512, dtype=jnp.int32))),
-}
+    "product": (lambda x, w: jnp.tanh(x @ w), (shape(2048, 1024), shape(1024, 4096))),
+    "two": (lambda x, a, b: jax.nn.relu(x @ a) @ b, (shape(8, 2048), shape(2048, 8192), shape(8192, 2048))),
+    "turned": (lambda x, w: (x.T @ w).sum(0) * 2, (shape(4096, 2048), shape(4096, 1024))),
+    "attended": (
+        lambda q, k: (scores := jnp.exp(q @ k.T)) / scores.sum(-1, keepdims=True), (shape(1024, 512), shape(8192, 512))
+    ),
+    "looked_up": (
+        lambda table, ids: jnp.take(table, ids, axis=0).reshape(16, -1),
+        (shape(65536, 512), shape(16, 512, dtype=jnp.int32)),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [n if n == "product" else pytest.param(n, marks=pytest.mark.slow) for n in SMALL])
@@ -152,15 +136,9 @@ def test_sums_are_combined_before_they_are_widened():
 
 
 def test_a_loop_counts_as_often_as_it_runs():
-    def once(x, w):
-        return jnp.tanh(x @ w)
-
-    def often(x, w):
-        return jax.lax.fori_loop(0, 12, lambda _, x: once(x, w), x)
-
-    arguments = (shape(32, 32), shape(32, 32))
-    one = best_plan(gshard.stages.trace(once, *arguments), FOUR, slow())
-    twelve = best_plan(gshard.stages.trace(often, *arguments), FOUR, slow())
+    once = lambda x, w: jnp.tanh(x @ w)  # noqa: E731
+    often = lambda x, w: jax.lax.fori_loop(0, 12, lambda _, x: once(x, w), x)  # noqa: E731
+    one, twelve = (best_plan(gshard.stages.trace(f, *[shape(32, 32)] * 2), FOUR, slow()) for f in (once, often))
     assert 8 < twelve.solution.value / one.solution.value < 14
     assert twelve.solution.value / twelve.searched.cost.seconds == pytest.approx(1, abs=0.1)
 

@@ -20,29 +20,13 @@ def normal(*shape):
     return np.random.default_rng([*shape, 9]).standard_normal(shape).astype(np.float32)
 
 
-def sum_of_products(x, v, w):
-    return replicate(x @ split(v, 0, 8) + x @ split(w, 0, 8))
-
-
 def difference_of_choices(x, v, w):
     a, b = (x @ split(m, 0, 8) for m in (v, w))
     return replicate(a.T.reshape(4, -1) - jnp.where(v[:1, :1] > 0, b, a).T.reshape(4, -1))
 
 
-def with_bias(x, v, bias):
-    return replicate(x @ split(v, 0, 8) + bias)
-
-
 def chain(u, v, w):
     return replicate((split(u, 1, 8) @ v) @ w[:, :3])
-
-
-def total(x, v, w):
-    return jnp.sum(x @ split(v, 0, 8)) * 0.3 + jnp.max(w)
-
-
-def into_a_split(x, v, w):
-    return split(x @ split(v, 0, 8) + x @ split(w, 0, 8), 0, 8)
 
 
 def accumulated(w, xs, targets):
@@ -85,29 +69,25 @@ def largest(xs, v, w):
     return lax.scan(step, jnp.full(v.shape[:1], -jnp.inf), xs)[0] + w[0, 0]
 
 
-def labels_of(x, v, labels):
-    """Of each row one number, and NaN where there is none: what is filled in counts once."""
-    return replicate(jnp.take_along_axis(x @ split(v, 0, 8), labels[:, None], 1))
-
-
-def squares_of_a_row(x, v, w):
-    """A row is on one device; the zeros of the others are zeros still when they are cut off below and squared."""
-    return jnp.sum(jnp.maximum(split(x, 0, 8)[-1], -0.5) ** 2) + v[0, 0] + w[0, 0]
-
-
 X, V, W = normal(16, 64), normal(64, 24), normal(64, 24)
 WEIGHTS = {"in": normal(8, 16), "out": normal(16, 4)}
 BATCHES = (normal(5, 512, 8), normal(5, 512, 4))
 
 # What may be sent: kind, how often, bytes.
 CASES = {
-    "one reduction for two products": (sum_of_products, (X, V, W), [("all_reduce", 1, 2 * 16 * 24 * 4 * 7 // 8)]),
+    "one reduction for two products": (
+        lambda x, v, w: replicate(x @ split(v, 0, 8) + x @ split(w, 0, 8)), (X, V, W),
+        [("all_reduce", 1, 2 * 16 * 24 * 4 * 7 // 8)],
+    ),
     "through transposes, reshapes, choices": (
         difference_of_choices, (X, V, W),
         # The second is the flag's: an element of a matrix that is split.
         [("all_reduce", 1, 2 * 16 * 24 * 4 * 7 // 8), ("all_reduce", 1, 2 * 4 * 7 // 8)],
     ),
-    "a bias changes nothing": (with_bias, (X, V, normal(24)), [("all_reduce", 1, 2 * 16 * 24 * 4 * 7 // 8)]),
+    "a bias changes nothing": (
+        lambda x, v, bias: replicate(x @ split(v, 0, 8) + bias), (X, V, normal(24)),
+        [("all_reduce", 1, 2 * 16 * 24 * 4 * 7 // 8)],
+    ),
     # What is in W is not known: it may be infinite where the sum is zero and its parts are not. Devices go on with
     # their rows of the sum.
     "U V, and then W": (
@@ -118,8 +98,13 @@ CASES = {
         chain, tuple((10 * x).astype(np.int32) for x in (X, V, normal(24, 6))),
         [("all_reduce", 1, 2 * 16 * 3 * 4 * 7 // 8)],
     ),
-    "after the sum, not before": (total, (X, V, W), [("all_reduce", 1, 2 * 4 * 7 // 8)]),
-    "into a split": (into_a_split, (X, V, W), [("reduce_scatter", 1, 16 * 24 * 4 * 7 // 8)]),
+    "after the sum, not before": (
+        lambda x, v, w: jnp.sum(x @ split(v, 0, 8)) * 0.3 + jnp.max(w), (X, V, W), [("all_reduce", 1, 2 * 4 * 7 // 8)],
+    ),
+    "into a split": (
+        lambda x, v, w: split(x @ split(v, 0, 8) + x @ split(w, 0, 8), 0, 8), (X, V, W),
+        [("reduce_scatter", 1, 16 * 24 * 4 * 7 // 8)],
+    ),
     "once after a loop": (
         accumulated, (WEIGHTS, *BATCHES),
         [
@@ -139,10 +124,16 @@ CASES = {
         # The second is the element that decides whether a micro-batch counts.
         [("all_reduce", 1, 2 * 3 * 8 * 8 * 4 * 7 // 8), ("all_reduce", 5, 5 * 2 * 4 * 7 // 8)],
     ),
+    # Of each row one number, and NaN where there is none: what is filled in counts once.
     "of what is looked up, or filled in, alone": (
-        labels_of, (X, V, np.array([3, 24, 0, -1, 23, -25, 7, 99] * 2)), [("all_reduce", 1, 2 * 16 * 4 * 7 // 8)],
+        lambda x, v, labels: replicate(jnp.take_along_axis(x @ split(v, 0, 8), labels[:, None], 1)),
+        (X, V, np.array([3, 24, 0, -1, 23, -25, 7, 99] * 2)), [("all_reduce", 1, 2 * 16 * 4 * 7 // 8)],
     ),
-    "a number of a row that one device holds": (squares_of_a_row, (X, V, W), [("all_reduce", 1, 2 * 4 * 7 // 8)]),
+    # The zeros of the other devices are zeros still when they are cut off below and squared.
+    "a number of a row that one device holds": (
+        lambda x, v, w: jnp.sum(jnp.maximum(split(x, 0, 8)[-1], -0.5) ** 2) + v[0, 0] + w[0, 0], (X, V, W),
+        [("all_reduce", 1, 2 * 4 * 7 // 8)],
+    ),
     "a maximum once after a loop": (
         largest, (normal(5, 64, 24), normal(24, 2), W), [("all_reduce", 1, 2 * 24 * 4 * 7 // 8)],
     ),
