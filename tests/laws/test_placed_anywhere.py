@@ -87,18 +87,6 @@ def test_a_plan_that_was_found():
     check("unmarked", FEW, plan=found.plan)
 
 
-def test_each_argument_in_a_way_of_its_own():
-    """Also with one that the program does not read, which is not moved."""
-    mesh, x, y = mesh_of(**GRID), numbers((8, 8), 1), numbers((8, 8), 2)
-    for name in ("ring product", "unread", "identity"):
-        f = PROGRAMS[name].function
-        want, jitted = unpartitioned(f, (x, y)), gshard.jit(f, mesh=mesh)
-        for _ in range(3):
-            for first, second in zip(FEW, (*FEW[5:], *FEW[:5]), strict=True):
-                arguments = PLACES[first](x, mesh), PLACES[second](y, mesh)
-                called(jitted, arguments, want, said=said_by(jitted, arguments), where=f"{name}, {first}, {second}")
-
-
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("reads", ["nothing", "no element"])
 def test_an_argument_without_readers_has_an_order_of_its_own(reads, keep):

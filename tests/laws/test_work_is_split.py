@@ -146,15 +146,10 @@ def test_a_device_does_its_share_of_the_products(name):
     assert share_of_products(f, arguments) <= most
 
 
-@pytest.mark.parametrize("name", ["layers/attention_sequence'", "contractions/chain_to_narrow"])
-def test_a_sum_that_is_multiplied_goes_on_in_parts(name):
-    """What all devices were given, they would all multiply."""
-    case = CASES[name]
-    assert share_of_products(case.function, case.arguments, "x") <= 1.05
-
-
-def test_no_product_is_repeated_over_an_axis_about_which_arrays_disagree():
-    """Three heads cannot be divided, so their rows are."""
+def test_sums_that_are_multiplied_go_on_in_parts_and_three_heads_are_not_divided():
+    """What all devices were given, they would all multiply; where heads cannot be divided, their rows are."""
+    for case in (CASES["layers/attention_sequence'"], CASES["contractions/chain_to_narrow"]):
+        assert share_of_products(case.function, case.arguments, "x") <= 1.05
     assert share_of_products(*attention_of_rows(4, 96, 3, 16), "data", "fsdp", "context") <= 1.05
 
 

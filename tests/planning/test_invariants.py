@@ -54,17 +54,6 @@ def test_so_it_is_in_the_backward_loop_and_its_gradient_is_scattered_once():
         np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-4, atol=1e-5)
 
 
-def test_branches_are_no_loops():
-    def f(x, w):
-        x, w = split(x, 0, 8), split(w, 0, 8)
-        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: x * 2, x)
-
-    jitted = gshard.jit(f, mesh=8)
-    for x in (X, -X):
-        want = np.asarray(jax.jit(f)(x, W))
-        np.testing.assert_allclose(np.asarray(jitted(x, W)), want, rtol=1e-5, atol=1e-6)
-
-
 LAYERS = 12
 
 

@@ -96,8 +96,4 @@ def test_what_stands_between_the_halves(schedules):
     )
     assert estimated_cycles(TEXT) == 3 * 112 + 42
     assert [x.total_sent for x in schedule(TEXT)] == [7 * part, 7 * part, part // 2, 3 * part]
-
-
-@pytest.mark.parametrize("text", ["", "HloModule empty"])
-def test_nothing_is_read_of_nothing(schedules, text):
-    assert schedules.schedule(text) == ()
+    assert schedule("") == schedule("HloModule empty") == ()

@@ -62,9 +62,13 @@ def test_each_collective(function, expected, mesh):
     assert re.fullmatch(r"test_hlo_parser.py:\d+", found.line)
 
 
-def test_combined_collectives_count_all_their_operands(mesh):
+def test_combined_collectives_count_all_their_operands_and_tables_are_sorted_by_bytes(mesh):
     found = collectives(compiled_text(lambda x: [lax.psum(x, "b"), lax.psum(jnp.sin(x)[:3], "b")], mesh, X))
     assert summary(found) == {"all_reduce": (len(found), 2 * (256 + 96) * 3 // 4)}
+    lines = table(collectives(compiled_text(nested, mesh, X))).splitlines()
+    assert [line.split()[0] for line in lines] == ["kind", "all_reduce", "all_gather", "collective_permute", "total"]
+    assert lines[1].split()[1:5] == ["4", "24", "384", "9,216"]
+    assert lines[-1].split() == ["total", "40", "11,520"]
 
 
 def scanned(x):
@@ -122,14 +126,6 @@ def test_program_partitioned_by_xla(mesh):
     text = jax.jit(lambda x, y: x @ y, in_shardings=split, out_shardings=result).lower(X, y).compile().as_text()
     (found,) = collectives(text)
     assert facts(found) == ("all_reduce", 4, 4 * 16 * 4, 4 * 16 * 4, 2 * 256 * 3 // 4, 1, True)
-
-
-def test_table_is_sorted_by_bytes(mesh):
-    found = collectives(compiled_text(nested, mesh, X))
-    lines = table(found).splitlines()
-    assert [line.split()[0] for line in lines] == ["kind", "all_reduce", "all_gather", "collective_permute", "total"]
-    assert lines[1].split()[1:5] == ["4", "24", "384", "9,216"]
-    assert lines[-1].split() == ["total", "40", "11,520"]
 
 
 # What compilers for accelerators print and the CPU's never does.
@@ -227,15 +223,12 @@ def test_any_groups_are_read_back(rng):
         for notation in notations:
             text = ASYNCHRONOUS.replace("replica_groups={}", f"replica_groups={notation}, use_global_device_ids=true")
             assert {*collectives(text)[-1].groups} == {*map(tuple, np.sort(groups).tolist())}, notation
+    with pytest.raises(ValueError, match="groups of a collective cannot be read: replica_groups=ring"):
+        collectives(ASYNCHRONOUS.replace("replica_groups={}", "replica_groups=ring(8)"))
 
 
 def listed(numbers):
     return ",".join(map(str, numbers))
-
-
-def test_an_unknown_notation_of_groups_is_an_error():
-    with pytest.raises(ValueError, match="groups of a collective cannot be read: replica_groups=ring"):
-        collectives(ASYNCHRONOUS.replace("replica_groups={}", "replica_groups=ring(8)"))
 
 
 LOOP = """\
