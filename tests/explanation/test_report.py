@@ -75,14 +75,14 @@ def test_lines_show_their_source_and_every_collective_is_explained(data):
 def test_names_are_text_and_not_html(tmp_path):
     name = "</script><script>alert(1)</script>"
     hostile = gshard.explain(lambda p: jnp.sum(gshard.split(p[name], 0, 4)), {name: f32(8)}, mesh=FOUR)
-    text = hostile.html(tmp_path / "page.html").read_text("utf-8")
+    text = hostile.html(tmp_path / "page.html", seconds=0).read_text("utf-8")
     assert text.count("</script>") == 2
     data = json.loads(re.search(r'type="application/json">(.*?)</script>', text, re.S)[1])
     assert any("<script>alert(1)" in t["name"] for t in data["tensors"])
 
 
 def test_the_page_needs_no_network(attention, tmp_path):
-    text = attention.html(tmp_path / "page.html").read_text("utf-8")
+    text = attention.html(tmp_path / "page.html", seconds=0).read_text("utf-8")
     assert not re.search(r"""(src|href)=["'](?!#)|@import|url\(|fetch\(|https?://(?!www\.w3\.org/2000/svg)""", text)
 
 
@@ -245,18 +245,18 @@ def test_an_edited_line_is_the_same_line():
     assert (back.place, back.more) == ("f.py:2", -8)
 
 
-def test_a_renamed_file_is_the_same_file_and_a_line_that_is_gone_is_told(attention):
+def test_a_renamed_file_is_the_same_file_and_a_line_that_is_gone_is_told(attention, data):
     before, after = explained_text(BEFORE, "old.py"), explained_text(BEFORE, "new.py")
     assert after.difference(before).lines == ()
     assert "no line changed" in str(after.difference(before))
-    data = before.data(seconds=0)
-    found = explained_text("def f(x, w, v):\n    return x + 1\n", "old.py").difference(data)
-    assert sum(line.before.sent for line in found.lines) == data["totals"]["sent"]
+    old = before.data(seconds=0)  # as long as the file has that text
+    found = explained_text("def f(x, w, v):\n    return x + 1\n", "old.py").difference(old)
+    assert sum(line.before.sent for line in found.lines) == before.total_bytes
     assert any(line.place.endswith(" (gone)") and line.after == Figures() for line in found.lines)
     assert found.worse == ()
-    same = attention.difference(attention)
+    same = difference(data, data)
     assert (same.lines, same.before) == ((), same.after)
-    assert same.before.seconds == attention.cost().seconds
+    assert same.before.seconds == attention.cost("v3:2x2").seconds
 
 
 @pytest.mark.parametrize("wrong", [{}, {"format": 1, "totals": {}}, [], "text", None])
