@@ -13,8 +13,8 @@ from gshard import split
 MESH = gshard.Mesh.abstract(data=4, model=2)
 
 
-def told(f, *args, machine="h100:1x8", mesh=MESH):
-    return gshard.explain(f, *args, mesh=mesh).verdict(machine)
+def told(f, *args, machine="h100:1x8", mesh=MESH, seconds=0):
+    return gshard.explain(f, *args, mesh=mesh).verdict(machine, seconds)
 
 
 def test_work_that_is_done_by_all_is_told_with_its_line():
@@ -55,7 +55,7 @@ def test_the_largest_collective_and_the_mark_that_would_lower_it():
     def f(x, w):
         return gshard.split(x, 1, "data") @ w
 
-    found = told(f, f32(256, 1024), f32(1024, 256))
+    found = told(f, f32(256, 1024), f32(1024, 256), seconds=10)
     most = found.largest[0].collective
     assert most.total_bytes == max(r.collective.total_bytes for r in found.largest)
     assert f"caused at test_verdict.py:{f.__code__.co_firstlineno + 1}" in str(found)
@@ -85,7 +85,7 @@ def test_a_proposed_mark_and_the_cost_model_do_not_contradict():
     def layers(ws, x):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, gshard.split(ws, 0, "data"))[0]
 
-    added = told(layers, f32(8, 512, 512), f32(4096, 512), mesh=mesh)
+    added = told(layers, f32(8, 512, 512), f32(4096, 512), mesh=mesh, seconds=10)
     assert added.proposal.instead == ""
     assert added.proposal.after < added.sent
     assert "Fewer bytes: gshard.shard(x, P('data', None)) on the result of scan" in str(added)
@@ -93,7 +93,7 @@ def test_a_proposed_mark_and_the_cost_model_do_not_contradict():
     assert "By the planner's cost model (bytes sent), a plan with this change is not cheaper: it also counts" in str(
         added
     )
-    removed = told(lambda x: gshard.replicate(gshard.split(x, 0, "data") * 2), f32(16, 4), mesh=mesh)
+    removed = told(lambda x: gshard.replicate(gshard.split(x, 0, "data") * 2), f32(16, 4), mesh=mesh, seconds=10)
     assert removed.proposal.instead
     assert "no plan over whole axes that keeps the marks is cheaper" in str(removed), "the change takes one away"
 
@@ -106,14 +106,14 @@ def test_what_the_plan_was_made_for_is_told_where_it_is_priced_for_something_els
     mesh = gshard.Mesh.abstract(data=8)
     by_bytes = gshard.explain(step, *arguments, mesh=mesh)
     other = "gshard planned by bytes, not for h100:1x8; to plan for h100:1x8, pass machine="
-    assert other in str(by_bytes.verdict("h100:1x8"))
-    assert "By the planner's cost model (bytes sent)" in str(by_bytes.verdict("h100:1x8"))
+    assert other in str(by_bytes.verdict("h100:1x8", seconds=0))
+    assert "By the planner's cost model (bytes sent)" in str(by_bytes.verdict("h100:1x8", seconds=0))
     timed = gshard.explain(step, *arguments, mesh=mesh, machine="h100:1x8")
-    for own in (timed.verdict(), timed.verdict("h100:1x8")):
+    for own in (timed.verdict(seconds=0), timed.verdict("h100:1x8", seconds=0)):
         assert own.cost.machine.name == "h100:1x8"
         assert "was made" not in str(own)
         assert own.cost.seconds <= by_bytes.cost("h100:1x8").seconds
-    assert "gshard planned for h100:1x8, not for cpu:8" in str(timed.verdict("cpu:8"))
+    assert "gshard planned for h100:1x8, not for cpu:8" in str(timed.verdict("cpu:8", seconds=0))
     jitted = gshard.jit(step, mesh=mesh, machine="v5e:2x4")
     assert gshard.explain(jitted, *arguments).cost().machine.name == "v5e:2x4"
     assert gshard.explain(jitted, *arguments, machine="h100:1x8").cost().seconds == timed.cost().seconds
@@ -226,9 +226,9 @@ def test_the_verdict_says_what_splitting_the_batch_would_take():
 
     mesh = gshard.Mesh.abstract(data=8)
     told = gshard.explain(f, *arguments(32), mesh=mesh, machine="h100:1x8")
-    verdict = told.verdict()
+    verdict = told.verdict(seconds=0)
     assert verdict.work == pytest.approx(8.0)
-    split = gshard.explain(f, *arguments(32), mesh=mesh).verdict("h100:1x8")
+    split = gshard.explain(f, *arguments(32), mesh=mesh).verdict("h100:1x8", seconds=0)
     assert split.work == pytest.approx(1.0)
     assert verdict.unsplit.startswith("x is not split over 'data' at test_verdict.py:")
     assert "(8 times its share)" in verdict.unsplit

@@ -165,7 +165,7 @@ def test_a_named_machine_may_compute_twice_and_explain_tells_it():
         assert "prevents that" in line
     assert any("to save" in line for line in told.replicated), "why"
     assert "work that every device repeats" in str(told)
-    assert told.data()["replicated"] == list(told.replicated)
+    assert told.data(seconds=0)["replicated"] == list(told.replicated)
     followers = [row.reason for row in told.tensors if row.name.startswith("%") and not row.why and "dot" in row.name]
     assert followers
     assert not any("nothing asks" in reason for reason in followers), "a marked operand asks"
