@@ -146,7 +146,7 @@ def lacked(source, target, n, mesh):
 def test_every_element_comes_where_it_belongs(mesh, tiled, rng):
     found = tiled_pairs(mesh) if tiled else [(step.before, step.after) for step in exchanges(mesh, 2)]
     assert len(found) >= (21 if tiled else 4)
-    for source, target in random.Random(1).sample(found, 20 if tiled else 4):
+    for source, target in random.Random(1).sample(found, 8 if tiled else 4):
         shape = tuple(mesh.size * k for k in ((1, 2, 3) if tiled else (1, 2)))
         move(rng.integers(-99, 99, shape).astype(np.int32), source, target, mesh)
 

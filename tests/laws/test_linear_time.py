@@ -101,7 +101,7 @@ PROGRAMS = {
 FAST = ("residual", "attention", "in a scan")
 # Each equation that moves split elements may begin a piecewise region, of at most 512 arrays. So the time of planning
 # many of them is linear only in programs with more arrays.
-SIZES = {"moved": (128, 256)}
+SIZES = {"moved": (128, 256), "attention": LAYERS[:3]}
 
 
 def jax_mesh():
@@ -264,7 +264,7 @@ def test_a_long_chain_runs():
     partitioned, total = gshard.jit(sines, mesh=jax_mesh()), gshard.jit(lambda x: x * 2, mesh=jax_mesh())
     inside = jax.jit(lambda x, w: total(partitioned(x, w)))
     behind = jax.jit(lambda x, w: total(sines(x, w)))
-    for x in (X, cut(X, jax_mesh(), 0, 1), cut(X, jax_mesh(), 1, 0)):
+    for x in (X, cut(X, jax_mesh(), 0, 1)):
         np.testing.assert_allclose(partitioned(x, W), want, rtol=1e-5)
         np.testing.assert_allclose(inside(x, W), 2 * want, rtol=1e-5)
         np.testing.assert_allclose(behind(x, W), 2 * want, rtol=1e-5)

@@ -177,7 +177,7 @@ def wanted(name):
     return jax.jit(loss_of(PROGRAMS[name]))(W)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -107,7 +107,7 @@ def check(how, what):
 @pytest.mark.parametrize(
     ("how", "what"), [*FEW, *(pytest.param(*both, marks=pytest.mark.slow) for both in EVERY if both not in FEW)]
 )
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 def test_the_same_numbers_and_nothing_is_laid_out_anew(how, what):
     check(how, what)
 

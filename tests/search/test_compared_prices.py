@@ -86,12 +86,12 @@ def test_what_is_emitted_takes_no_less_than_is_assumed(name):
             for kernel, _ in costs.kernels(program_of().block):
                 rule = kernel.equation.rule
                 assert rule is not None
-                some = splits(rule, components(rule)[0], mesh, axes_of(mesh))[::7]
+                some = splits(rule, components(rule)[0], mesh, axes_of(mesh))[::14]
                 own = [split for split in some if has_own_way(rule, split)]
                 least = Seconds(mesh, machine, axes_of(mesh)).assuming().split_costs(kernel, own, math.inf)
                 assert (costs.split_costs(kernel, own, math.inf) >= least * (1 - 1e-9)).all()
                 compared += len(own)
-    assert compared > 20
+    assert compared > 10
 
 
 @pytest.mark.parametrize("mode", ["wrap", pytest.param("symmetric", marks=pytest.mark.slow)])

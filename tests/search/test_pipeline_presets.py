@@ -1,7 +1,9 @@
 """A search tries pipelines over the layers of a program; what it finds runs, and is written as marks."""
 
 import dataclasses
+import inspect
 import subprocess
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -138,25 +140,6 @@ def test_a_plan_with_a_pipeline_is_for_its_program_only(found, step):
         found.why("first")
 
 
-def test_the_patch_has_the_pipeline(found, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "model.py"
-    path.write_text(SOURCE)
-    module = loaded(path, "model_to_patch")
-    again = searched(module.step.__wrapped__, *ARGUMENTS, mesh=found.mesh, donate_argnums=0)
-    (schedule,) = set(schedules_of(again.plan.program).values())
-    assert f"with {schedule} for its layers" in str(again.marks)
-    (tmp_path / "change.patch").write_text(again.patch())
-    subprocess.run(["git", "apply", "change.patch"], check=True, cwd=tmp_path)
-    assert 'paths=["0/layers/down", "0/layers/up"])' in path.read_text()
-    step = loaded(path, "model_patched").step.__wrapped__
-    patched = gshard.jit(step, mesh=dict(found.mesh.axes), donate_argnums=0)
-    machine = slow_network()
-    cost = gshard.explain(patched.on(found.mesh), *ARGUMENTS, machine=machine).cost(machine)
-    assert cost.seconds == pytest.approx(again.cost.seconds, rel=0.02)
-    np.testing.assert_allclose(patched(*ARGUMENTS)[1], module.step(*ARGUMENTS)[1], rtol=1e-5)
-
-
 def test_where_no_pipeline_is_planned(step):
     def marked(state, x, y):
         return step.__wrapped__(gshard.pipeline(state, "stage", micro_batches=2, paths="0/layers"), x, y)
@@ -189,8 +172,25 @@ def test_paths_choose_the_stacks():
         gshard.pipeline(params, "stage", micro_batches=4, paths=["first", "layers"])
 
 
+@pytest.mark.slow
 def test_one_more_mark_keeps_the_pipeline(found):
     again = found.with_mark("first", jax.P(), progress=False)
     assert again.plan.program.pipelines == found.plan.program.pipelines
     assert schedules_of(again.plan.program) == schedules_of(found.plan.program)
     assert again.cost.seconds >= found.cost.seconds * 0.95
+
+
+def test_the_patch_has_the_pipeline(found, step, monkeypatch):
+    """At the end, since it changes the file."""
+    path = Path(inspect.getsourcefile(step.__wrapped__))
+    monkeypatch.chdir(path.parent)
+    (schedule,) = set(schedules_of(found.plan.program).values())
+    assert f"with {schedule} for its layers" in str(found.marks)
+    Path("change.patch").write_text(found.patch())
+    subprocess.run(["git", "apply", "change.patch"], check=True)
+    assert 'paths=["0/layers/down", "0/layers/up"])' in path.read_text()
+    patched = gshard.jit(loaded(path, "model_patched").step.__wrapped__, mesh=dict(found.mesh.axes), donate_argnums=0)
+    machine = slow_network()
+    cost = gshard.explain(patched.on(found.mesh), *ARGUMENTS, machine=machine).cost(machine)
+    assert cost.seconds == pytest.approx(found.cost.seconds, rel=0.02)
+    np.testing.assert_allclose(patched(*ARGUMENTS)[1], step(*ARGUMENTS)[1], rtol=1e-5)
