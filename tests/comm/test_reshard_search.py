@@ -12,23 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gshard.comm import reshard
-from gshard.comm.halo import Window, fetch_window
+from gshard.comm import reshard, steps
+from gshard.comm.halo import Window
 from gshard.comm.reshard import plan_reshard, reshard_bytes, single_steps
 from gshard.comm.route import Chunk, carry, routed
-from gshard.comm.steps import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_SLICE,
-    ALL_TO_ALL,
-    PERMUTE,
-    REDUCE_SCATTER,
-    Step,
-    bytes_sent,
-    can_be_exchanged,
-    can_change,
-    moved,
-)
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
@@ -41,7 +28,6 @@ EVERY = shardings(CUBE, len(SHAPE))
 
 
 def every_step(here):
-    """All that can be done to an even array in one step."""
     waiting = dict(here.unreduced)
     free = [a for a in CUBE.atoms if a not in here.atoms]
 
@@ -52,37 +38,36 @@ def every_step(here):
     for d, have in enumerate(here.dims):
         for k in range(1, 4):
             for atoms in itertools.permutations(free, k):
-                yield Step(ALL_SLICE, atoms, here, with_changes({d: (*have, *atoms)}), d)
+                yield steps.Step(steps.ALL_SLICE, atoms, here, with_changes({d: (*have, *atoms)}), d)
             for atoms in itertools.permutations(waiting, k):
-                yield Step(REDUCE_SCATTER, atoms, here, with_changes({d: (*have, *atoms)}, atoms), d)
+                yield steps.Step(steps.REDUCE_SCATTER, atoms, here, with_changes({d: (*have, *atoms)}, atoms), d)
         for k in range(len(have)):
-            yield Step(ALL_GATHER, have[k:], here, with_changes({d: have[:k]}), d)
+            yield steps.Step(steps.ALL_GATHER, have[k:], here, with_changes({d: have[:k]}), d)
             for e, other in enumerate(here.dims):
                 if e != d:
                     after = with_changes({d: have[:k], e: (*other, *have[k:])})
-                    yield Step(ALL_TO_ALL, have[k:], here, after, d, e)
+                    yield steps.Step(steps.ALL_TO_ALL, have[k:], here, after, d, e)
     for k in range(1, 4):
         for atoms in itertools.combinations(waiting, k):
-            yield Step(ALL_REDUCE, atoms, here, with_changes({}, atoms))
+            yield steps.Step(steps.ALL_REDUCE, atoms, here, with_changes({}, atoms))
     for after in EVERY:
         alike = all(CUBE.count(a) == CUBE.count(b) for a, b in zip(here.dims, after.dims, strict=True))
         if alike and after != here and after.unreduced == here.unreduced:
-            yield Step(PERMUTE, CUBE.atoms, here, after)
-        if can_be_exchanged(here, after, SHAPE, CUBE):
-            yield Step(ALL_TO_ALL, moved(here.dims, after.dims), here, after)
-        elif can_change(here, after, SHAPE, CUBE):
-            yield Step(PERMUTE, CUBE.atoms, here, after)
+            yield steps.Step(steps.PERMUTE, CUBE.atoms, here, after)
+        if steps.can_be_exchanged(here, after, SHAPE, CUBE):
+            yield steps.Step(steps.ALL_TO_ALL, steps.moved(here.dims, after.dims), here, after)
+        elif steps.can_change(here, after, SHAPE, CUBE):
+            yield steps.Step(steps.PERMUTE, CUBE.atoms, here, after)
 
 
 def least_bytes(source):
-    """What it takes at least to get from one sharding to each other."""
     best, queue, order = {source: 0}, [(0, 0, source)], itertools.count(1)
     while queue:
         cost, _, here = heapq.heappop(queue)
         if cost > best[here]:
             continue
         for step in every_step(here):
-            total = cost + bytes_sent(step, SHAPE, BYTES, CUBE)
+            total = cost + steps.bytes_sent(step, SHAPE, BYTES, CUBE)
             if total < best.get(step.after, total + 1):
                 best[step.after] = total
                 heapq.heappush(queue, (total, next(order), step.after))
@@ -120,19 +105,24 @@ def test_few_shardings_are_looked_at_on_a_mesh_of_hundreds(monkeypatch):
     looked_at = []
     monkeypatch.setattr(reshard, "single_steps", lambda *given: looked_at.append(given) or single_steps(*given))
     chain = plan_reshard(source, target, (64, 32, 8, 16), 4, mesh)
-    assert [step.kind for step in chain] == [REDUCE_SCATTER, REDUCE_SCATTER, ALL_TO_ALL, ALL_GATHER]
+    assert [step.kind for step in chain] == [
+        steps.REDUCE_SCATTER,
+        steps.REDUCE_SCATTER,
+        steps.ALL_TO_ALL,
+        steps.ALL_GATHER,
+    ]
     assert 0 < len(looked_at) < 200
 
 
 def test_few_shardings_are_looked_at_on_thousands_of_devices(monkeypatch):
-    """If parts of blocks moved anywhere, the search would go through 10,000 shardings for the same chain."""
+    """If parts of blocks steps.moved anywhere, the search would go through 10,000 shardings for the same chain."""
     mesh = dataclasses.replace(Mesh.abstract(data=256, stage=8), times=StepTimes(Machine.of("v3:32x32")))
     data, stage = mesh.atoms_of["data"], mesh.atoms_of["stage"]
     source, target = Sharding((data[5:], (), data[:5], (), ())), Sharding(((), stage, (), (), ()))
     looked_at = []
     monkeypatch.setattr(reshard, "single_steps", lambda *given: looked_at.append(given) or single_steps(*given))
     chain = plan_reshard(source, target, (8, 1024, 128, 16, 64), 4, mesh)
-    assert [step.kind for step in chain] == [ALL_SLICE, ALL_GATHER, ALL_GATHER]
+    assert [step.kind for step in chain] == [steps.ALL_SLICE, steps.ALL_GATHER, steps.ALL_GATHER]
     assert 0 < len(looked_at) < 500
 
 
@@ -148,15 +138,12 @@ def test_parts_are_gathered_along_the_outer_axis_first_and_scattered_along_it_la
 
 
 # Chunks arrive where they are wanted, and in no more rounds than the busiest device has chunks.
-
-
 SIZE, ROOM = 5, 7
 MESHES = [Mesh.abstract(a=2, b=3), Mesh.abstract(a=4), Mesh.abstract(a=1, b=2)]
 
 
 @st.composite
 def redistributions(draw):
-    """Some chunks, which do not overlap where they come to lie."""
     mesh = draw(st.sampled_from(MESHES))
     chunks = []
     for receiver in range(mesh.size):
@@ -222,24 +209,3 @@ def test_windows_within_hold_elements_and_nothing_else():
                     positions = [first + step * i + k for i in range(3) for k in range(extent)]
                     held = all(0 <= p < n for p in positions)
                     assert w.within == held or not positions, w
-
-
-def test_windows_that_begin_alike_are_cut_from_the_whole_part():
-    """Halos to one side, to both and inside of parts, over even and uneven parts."""
-    mesh = Mesh.abstract(a=2, b=2)
-    for n in (16, 13):
-        size = -(-n // 4)
-        x = np.arange(1, 4 * size + 1, dtype=np.float32)
-        x[n:] = np.nan  # padding
-        for first in range(-size, size + 1):
-            for extent in range(1, 2 * size):
-                w = Window(n, first, size, 4, extent)
-                parts = x.reshape(4, size)
-                (got,) = simulate_function(
-                    lambda part, w=w: [fetch_window(part, 0, mesh.atoms, mesh, w)], mesh.atom_sizes, parts
-                )
-                for i in range(4):
-                    begin = first + size * i
-                    for k in range(extent):
-                        if 0 <= begin + k < n:
-                            assert got[i][k] == x[begin + k], (w, i, k)

@@ -43,13 +43,17 @@ def tensor_parallel(mesh):
     return params, given(mesh, (256, NARROW), "data")
 
 
+@pytest.fixture(scope="module")
+def found(mesh):
+    return gshard.explain(jax.jit(step), *tensor_parallel(mesh))
+
+
 def unoptimised(mesh):
     """What XLA dumps as ``before_optimizations.txt``: shardings are annotations, and there are no collectives."""
     return str(jax.jit(step).lower(*tensor_parallel(mesh)).compiler_ir("hlo").as_hlo_text())
 
 
-def test_each_collective_has_its_axes_array_module_and_line(mesh):
-    found = gshard.explain(jax.jit(step, donate_argnums=0), *tensor_parallel(mesh))
+def test_each_collective_has_its_axes_array_module_and_line(found):
     assert isinstance(found, gshard.stages.CompiledExplanation)
     rows = {row.array: row for row in found.collectives}
     up, down = rows["gradient of params/up"], rows["gradient of params/down"]
@@ -67,31 +71,7 @@ def test_each_collective_has_its_axes_array_module_and_line(mesh):
     assert "whole" not in text
 
 
-@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "context": 2}, {"data": 2, "model": 4}])
-@pytest.mark.parametrize("order", [range(8), [0, 4, 1, 5, 2, 6, 3, 7], [5, 2, 7, 0, 3, 6, 1, 4]])
-def test_axes_are_those_of_the_gathered_array_in_any_order_of_devices(sizes, order):
-    devices = np.array(jax.devices()[:8])[list(order)].reshape(tuple(sizes.values()))
-    mesh = Mesh(devices, tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
-    for axes in itertools.chain.from_iterable(itertools.permutations(sizes, k) for k in range(1, len(sizes) + 1)):
-        whole = jax.jit(lambda x: jnp.tanh(x), out_shardings=NamedSharding(mesh, P()))
-        found = gshard.explain(whole, given(mesh, (64, 8), axes))
-        assert {axis for row in found.collectives for axis in row.axes.split(",")} == {*axes}
-        reduced = jax.jit(lambda x: jnp.sum(jnp.tanh(x)))
-        found = gshard.explain(reduced, given(mesh, (64, 8), axes))
-        assert {axis for row in found.collectives for axis in row.axes.split(",")} == {*axes}
-
-
-def test_bytes_are_those_of_the_text(mesh):
-    arguments = tensor_parallel(mesh)
-    found = gshard.explain(jax.jit(step), *arguments)
-    text = jax.jit(step).lower(*arguments).compile().as_text()
-    assert found.total_bytes == sum(c.total_bytes for c in collectives(text)) > 0
-    assert abs(sum(row.bytes for row in found.collectives) - found.total_bytes) <= len(found.collectives)
-    assert sum(found.times_by_kind.values()) == sum(c.executions for c in collectives(text))
-
-
-def test_a_combined_collective_has_a_row_for_each_array(mesh):
-    found = gshard.explain(jax.jit(step), *tensor_parallel(mesh))
+def test_a_combined_collective_has_a_row_for_each_array(found):
     combined = [sent for sent in found.program.sent if len(sent.itself.operands) > 1]
     assert combined, "XLA combines the two gradients"
     parts = [part for row in found.collectives for part in row.parts if part.sent is combined[0]]
@@ -103,15 +83,28 @@ def test_a_combined_collective_has_a_row_for_each_array(mesh):
     assert str(found).count("x1/2 is one message with arrays of 2 rows") == 1
 
 
-def test_one_program_in_all_its_forms(mesh, tmp_path):
-    arguments = tensor_parallel(mesh)
-    jitted = jax.jit(step)
+@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "context": 2}, {"data": 2, "model": 4}])
+@pytest.mark.parametrize("order", [range(8), [0, 4, 1, 5, 2, 6, 3, 7], [5, 2, 7, 0, 3, 6, 1, 4]])
+def test_axes_are_those_of_the_gathered_array_in_any_order_of_devices(sizes, order):
+    devices = np.array(jax.devices()[:8])[list(order)].reshape(tuple(sizes.values()))
+    mesh = Mesh(devices, tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
+    both = jax.jit(lambda x: (jnp.tanh(x), jnp.sum(jnp.tanh(x))), out_shardings=NamedSharding(mesh, P()))
+    for axes in itertools.chain.from_iterable(itertools.permutations(sizes, k) for k in range(1, len(sizes) + 1)):
+        found = gshard.explain(both, given(mesh, (64, 8), axes))
+        for kind in ("all_gather", "all_reduce"):
+            rows = [row for row in found.collectives if row.kind == kind]
+            assert {axis for row in rows for axis in row.axes.split(",")} == {*axes}, kind
+
+
+def test_one_program_in_all_its_forms(mesh, found, tmp_path):
+    """Bytes are those of the text, and memory is what the compiler reports."""
+    arguments, jitted = tensor_parallel(mesh), jax.jit(step)
     lowered = jitted.lower(*arguments)
     compiled = lowered.compile()
     file = tmp_path / "step.after_optimizations.txt"
     file.write_text(compiled.as_text(), "utf-8")
     forms = [
-        gshard.explain(jitted, *arguments),
+        found,
         gshard.explain(jitted, *arguments, partitioner="xla"),
         gshard.explain(lowered),
         gshard.explain(compiled),
@@ -123,9 +116,17 @@ def test_one_program_in_all_its_forms(mesh, tmp_path):
         [(r.kind, r.axes, r.times, r.bytes, r.array, r.module, r.line, r.why) for r in f.collectives] for f in forms
     ]
     assert all(rows == told[0] for rows in told)
-    assert {f.total_bytes for f in forms} == {forms[0].total_bytes}
     exported = gshard.explain(jax.export.export(jitted)(*arguments))
-    assert exported.total_bytes == forms[0].total_bytes
+    read = collectives(compiled.as_text())
+    assert {f.total_bytes for f in (*forms, exported)} == {sum(c.total_bytes for c in read)} != {0}
+    assert abs(sum(row.bytes for row in found.collectives) - found.total_bytes) <= len(found.collectives)
+    assert sum(found.times_by_kind.values()) == sum(c.executions for c in read)
+    donated = jax.jit(step, donate_argnums=0).lower(*arguments).compile()
+    report, whole = donated.memory_analysis(), gshard.explain(donated)
+    held = report.argument_size_in_bytes + report.output_size_in_bytes - report.alias_size_in_bytes
+    assert whole.peak == held + report.temp_size_in_bytes
+    assert "as the compiler reports" in str(whole)
+    assert "as read from the schedule" in str(gshard.explain(donated.as_text()))
 
 
 def test_gshard_partitions_where_it_is_told_to(mesh):
@@ -217,16 +218,6 @@ def test_times_need_a_machine(mesh):
     )) < 1e-9  # fmt: skip
     with pytest.raises(gshard.stages.MachineError, match="4 devices"):
         found.on("h100:1x4")
-
-
-def test_the_compilers_figures_of_memory_are_taken(mesh):
-    compiled = jax.jit(step, donate_argnums=0).lower(*tensor_parallel(mesh)).compile()
-    report = compiled.memory_analysis()
-    found = gshard.explain(compiled)
-    whole = report.argument_size_in_bytes + report.output_size_in_bytes - report.alias_size_in_bytes
-    assert found.peak == whole + report.temp_size_in_bytes
-    assert "as the compiler reports" in str(found)
-    assert "as read from the schedule" in str(gshard.explain(compiled.as_text()))
 
 
 @pytest.mark.parametrize(

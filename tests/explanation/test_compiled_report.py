@@ -20,13 +20,11 @@ MACHINES = {"cpu": None, "gpu": "h100:1x8", "tpu": "v5e:2x4"}
 
 
 def step(w, v, x):
-    """A step that XLA and gshard split alike: over the batch."""
     h = jnp.tanh(x @ w)
     return jnp.sum((h @ v) ** 2)
 
 
 def arguments(mesh=None):
-    """Arguments of ``step``, with shardings if there is a mesh."""
     shapes = ((64, 128), (128, 32), (256, 64))
     if mesh is None:
         return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
@@ -44,7 +42,6 @@ def mesh():
 
 @pytest.fixture(scope="module")
 def found(mesh):
-    """One explanation of each platform."""
     return {
         "cpu": gshard.explain(jax.jit(jax.grad(step, (0, 1))), *arguments(mesh)),
         "gpu": gshard.explain(GPU, mesh=MESH, machine=MACHINES["gpu"]),
@@ -95,6 +92,7 @@ def test_the_parts_of_the_data_add_up(one):
 
 def test_what_passes_beside_kernels_is_told_and_drawn_beside_them(found):
     data = found["gpu"].data()
+    assert data["lines"]["layers.py:7"][2] == 2 * 64 * 256, "a fusion has the line of what it computes"
     hidden = {c["kind"]: c["hidden"] for c in data["collectives"]}
     assert hidden == {"all_gather": 1.0, "all_reduce": 0.0}
     texts, events = data["timeline"]["texts"], data["timeline"]["events"]
@@ -119,10 +117,6 @@ def test_the_trace_has_all_seconds_in_its_tracks(one, tmp_path):
     assert all(args["line"] and args["needed for"] for args in sent)
     with pytest.raises(gshard.ArgumentError, match="no machine is known"):
         gshard.explain(GPU, mesh=MESH).trace(tmp_path / "trace.json")
-
-
-def test_a_fusion_without_a_line_has_that_of_what_it_computes(found):
-    assert found["gpu"].data()["lines"]["layers.py:7"][2] == 2 * 64 * 256
 
 
 def test_arguments_have_their_axes_and_the_lines_that_read_them(found):

@@ -30,7 +30,6 @@ def experts():
 
 @pytest.fixture
 def opened(browser, experts, tmp_path_factory):
-    """The page of it, as it opens."""
     path = tmp_path_factory.getbasetemp() / "experts.html"
     if not path.exists():
         experts.html(path, "v3:2x2")
@@ -82,6 +81,9 @@ def test_the_places_of_a_collective_lead_to_its_lines(opened):
 
 
 def test_every_filter_can_be_undone(opened):
+    assert not [address for address in opened.requested if not address.startswith(("file:", "data:", "about:"))]
+    cut = "[...document.querySelectorAll('#files .row code')].filter(c => c.title !== c.textContent.trim()).length"
+    assert opened.run(cut) == 0, "a line that is cut is whole in its tooltip"
     before = opened.run("document.querySelector('main').textContent")
     opened.press("/", 191)
     opened.run("document.getElementById('search').focus()")
@@ -218,10 +220,6 @@ def test_a_difference_is_shown_line_by_line(browser, tmp_path):
     assert signs["better"] + signs["worse"] > 0
 
 
-def test_no_address_is_asked_for(opened):
-    assert not [address for address in opened.requested if not address.startswith(("file:", "data:", "about:"))]
-
-
 def test_a_notebook_shows_the_page_in_a_frame(browser, tmp_path):
     found = gshard.explain(lambda x: jax.numpy.sum(gshard.split(x, 0, 4)), f32(8), mesh=gshard.Mesh.abstract(d=4))
     notebook = tmp_path / "notebook.html"
@@ -253,11 +251,6 @@ def test_a_line_shows_the_arguments_that_it_reads(opened):
     opened.run(f"choose('line', {json.dumps(other)})")
     assert f"{other} reads no argument itself" in opened.run("document.getElementById('arguments').textContent")
     opened.run("choose('line', '')")
-
-
-def test_a_line_that_is_cut_is_whole_in_its_tooltip(opened):
-    cut = "[...document.querySelectorAll('#files .row code')].filter(c => c.title !== c.textContent.trim()).length"
-    assert opened.run(cut) == 0
 
 
 def test_a_narrow_screen_begins_with_few_rows_and_names_a_line_once(browser, tmp_path):

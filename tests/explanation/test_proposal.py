@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from device.models import f32, model
+from device.models import f32
 from gshard.core.mark import Mark
 from gshard.explanation.rows import rows_of
 from gshard.explanation.trials import changes_of, trials
@@ -22,7 +22,6 @@ MESH = gshard.Mesh.abstract(data=4, model=2)
 
 
 def tried(f, *args, mesh=MESH, seconds=math.inf, **options):
-    """What changes of marks bring: an explanation, and the trials of all of them, or within so many seconds."""
     found = gshard.explain(f, *args, mesh=mesh)
     rows = rows_of(found.spmd.collectives, found.names)
     return found, trials(rows, found.plan, found.marked, seconds=seconds, **options)
@@ -65,21 +64,12 @@ def test_a_proposal_written_down_does_what_it_says():
 
 
 def test_what_a_mark_would_spare_may_be_found_without_it():
-    """All devices for the batch, as a mark on each layer would have it: less than sums over both axes."""
     assert proposals(layers, *LAYERS)[1] == []
-
-
-@pytest.mark.parametrize("name", ["gradient", "recurrent", "vocabulary"])
-def test_what_is_proposed_sends_less(name):
-    f, args, axes, _ = model(name)
-    found, made = proposals(f, *args, mesh=gshard.Mesh.abstract(**axes))
-    assert all(0 <= p.after < p.before == found.total_bytes for p in made)
 
 
 def test_without_seconds_nothing_is_tried():
     found, made = tried(layers, *LAYERS, seconds=0)
-    assert (made.tried, made.found) == (0, ())
-    assert made.changes > 0
+    assert (made.tried, made.found, made.changes > 0) == (0, (), True)
     assert "0 of" in str(found.verdict("h100:1x8", seconds=0))
 
 
@@ -87,20 +77,16 @@ def test_a_change_that_takes_longer_than_there_is_time_for_is_not_tried():
     found = gshard.explain(layers, *LAYERS, mesh=MESH)
     assert 0 < found.planning_seconds < 10
     slow = dataclasses.replace(found, planning_seconds=46.2)
-    assert (slow.verdict("h100:1x8").trials.tried, slow.verdict("h100:1x8", seconds=math.inf).trials.tried > 0) == (
-        0,
-        True,
-    )
-    changes = slow.verdict("h100:1x8").trials.changes
-    assert f"Tried none of {changes} changes of marks: one takes about 46.2 s. With more seconds" in str(
-        slow.verdict("h100:1x8")
-    )
+    told = slow.verdict("h100:1x8")
+    assert told.trials.tried == 0 < slow.verdict("h100:1x8", seconds=math.inf).trials.tried
+    text = f"Tried none of {told.trials.changes} changes of marks: one takes about 46.2 s. With more seconds"
+    assert text in str(told)
 
 
 def test_a_value_that_is_marked_is_not_marked_again():
-    found = gshard.explain(layers, *LAYERS, mesh=MESH)
-    marked = next(e.outputs[0] for e in found.plan.program.block.walk() if e.mark is not None)
-    assert with_marks(found.plan.program, {marked: Mark("replicate")}) is None
+    program = gshard.explain(layers, *LAYERS, mesh=MESH).plan.program
+    marked = next(e.outputs[0] for e in program.block.walk() if e.mark is not None)
+    assert with_marks(program, {marked: Mark("replicate")}) is None
 
 
 def test_a_mark_inside_a_loop_changes_the_plan_there():
@@ -153,11 +139,11 @@ def test_no_mark_is_written_on_arrays_that_are_not_the_users():
     def flattened(x, w):
         return jnp.sum(jnp.tanh(gshard.split(x, 1, "data").reshape(-1, 256) @ gshard.split(w, 1, "model")), -1)
 
+    found = gshard.explain(flattened, f32(8, 64, 256), f32(256, 512), mesh=MESH)
     program = gshard.stages.trace(flattened, f32(8, 64, 256), f32(256, 512))
     made = [v for v in program.block.values() if v.made]
     assert {len(v.shape) for v in made} == {2, 3}
     assert all(with_marks(program, {v: Mark("replicate")}) is None for v in made)
-    found = gshard.explain(flattened, f32(8, 64, 256), f32(256, 512), mesh=MESH)
     best = found.verdict("h100:1x8").proposal
     assert best is None or "P(" not in best.mark or best.at.startswith("the argument")
 
@@ -196,7 +182,6 @@ def test_a_mark_that_was_left_over_is_found_however_large_the_program(count):
 
 
 def test_equal_layers_get_one_mark_together():
-    """The sums of three layers are of one line: marked there, all of them are split."""
     mesh = gshard.Mesh.abstract(data=8)
     _, made = proposals(*deep(3, mark=lambda x: x), mesh=mesh)
     line = deep.__code__.co_firstlineno + 6
@@ -212,7 +197,7 @@ def test_the_order_of_trials_does_not_depend_on_the_time():
     step = deep(3)
     mesh = gshard.Mesh.abstract(data=8)
     _, complete = tried(*step, mesh=mesh, clock=itertools.count().__next__)
-    for seconds in (1, 8, 14):
+    for seconds in (1, 8):
         _, some = tried(*step, mesh=mesh, seconds=seconds, clock=itertools.count().__next__)
         assert 0 < some.tried < complete.tried == complete.changes
         assert list(some.found) == [p for p in complete.found if p in some.found]
@@ -262,14 +247,10 @@ def test_a_plan_for_a_machine_is_proven_for_the_machine():
     """Changes are sifted by bytes; what is proposed is planned as the program was."""
     mesh = gshard.Mesh.abstract(data=8)
     step, *arguments = deep(3)
-    jitted = gshard.jit(step, mesh=mesh, machine="h100:1x8")
-    found = gshard.explain(jitted, *arguments)
+    found = gshard.explain(gshard.jit(step, mesh=mesh, machine="h100:1x8"), *arguments)
     assert found.marked_by_bytes is not None
-    best = found.verdict("h100:1x8", seconds=math.inf).proposal
-    without, *_ = deep(3, mark=lambda x: x)
-    again = gshard.explain(gshard.jit(without, mesh=mesh, machine="h100:1x8"), *arguments)
-    proposed = next(
-        p for p in found.verdict("h100:1x8", seconds=math.inf).proposals if p and p.instead == "replicate(x)"
-    )
+    told = found.verdict("h100:1x8", seconds=math.inf)
+    again = gshard.explain(gshard.jit(deep(3, mark=lambda x: x)[0], mesh=mesh, machine="h100:1x8"), *arguments)
+    proposed = next(p for p in told.proposals if p and p.instead == "replicate(x)")
     assert proposed.after == again.total_bytes < proposed.before == found.total_bytes
-    assert best.costs[1].seconds <= best.costs[0].seconds
+    assert told.proposal.costs[1].seconds <= told.proposal.costs[0].seconds

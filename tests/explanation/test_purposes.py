@@ -83,13 +83,10 @@ def test_data_parallelism(mark, kind, purpose):
 
 
 # What explain says of operands that are gathered because moving other arrays sends less.
-
-
 MESH = gshard.Mesh.abstract(fsdp=8, tensor=8)
 
 
 def layer(wi, wo, x):
-    """A feed-forward layer with weights split over both axes, as for tensor parallelism."""
     wi, wo = gshard.shard(wi, P("fsdp", "tensor")), gshard.shard(wo, P("tensor", "fsdp"))
     x = gshard.split(x, 0, ("fsdp", "tensor"))
     hidden = gshard.shard(jax.nn.gelu(x @ wi), P("fsdp", None, "tensor"))
@@ -138,8 +135,6 @@ def test_weights_that_stay_are_not_mentioned():
 
 
 # One warning for a function that is split otherwise than it may seem, with the line, and none for other functions.
-
-
 AXES = {"data": 4, "model": 2}
 X = np.arange(-63.0 * 4, 63 * 4, dtype=np.float32).reshape(63, 8) / 8
 TYPO, OTHERS = gshard.Layout(batc="data"), gshard.Layout(batch="data", heads="model")

@@ -1,8 +1,5 @@
 """Constraints at expressions: what is compiled takes what the function takes in which the constraint is written."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,82 +7,81 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import gshard
 from explanation.advised_steps import given, mesh_of_devices
-from gshard.explanation.traced_expressions import Constraint, TracedExpression, TracedProgram
+from gshard.explanation.traced_expressions import Constraint, TracedProgram
 
 P = PartitionSpec
 MESH = mesh_of_devices()
 W, X = given(MESH, (8, 8), "data", "model"), given(MESH, (16, 8), None, "model")
-Mark = Callable[[Any], Any]
 
 
-def plain(w: Any, x: Any, mark: Mark) -> Any:
+def plain(w, x, mark):
     h = mark(x @ w)
     return jnp.sin(h)
 
 
-def loop(w: Any, x: Any, mark: Mark) -> Any:
+def loop(w, x, mark):
     for _ in range(3):
         x = mark(x @ w)
     return x
 
 
-def scanned(w: Any, x: Any, mark: Mark) -> Any:
-    def body(x: Any, _: None) -> tuple[Any, None]:
+def scanned(w, x, mark):
+    def body(x, _):
         return mark(x @ w), None
 
     return jax.lax.scan(body, x, None, length=3)[0]
 
 
-def recomputed(w: Any, x: Any, mark: Mark) -> Any:
+def recomputed(w, x, mark):
     return jax.checkpoint(lambda x: jnp.sin(mark(x @ w)))(x)
 
 
-def jitted(w: Any, x: Any, mark: Mark) -> Any:
+def jitted(w, x, mark):
     layer = jax.jit(lambda x: jnp.sin(mark(x @ w)))
     return layer(layer(x))
 
 
-def added(w: Any, x: Any, mark: Mark) -> Any:
+def added(w, x, mark):
     for _ in range(2):
         x = mark(x + jnp.tanh(x @ w))
     return x
 
 
-def biased(w: Any, x: Any, mark: Mark) -> Any:
+def biased(w, x, mark):
     return mark(x @ w + w[0])
 
 
-def normalised(w: Any, x: Any, mark: Mark) -> Any:
+def normalised(w, x, mark):
     return mark(jax.nn.softmax(x @ w)) @ w
 
 
-def squared(w: Any, x: Any, mark: Mark) -> Any:
+def squared(w, x, mark):
     x = x @ w
     return x / jnp.sqrt(mark(x * x).mean(-1, keepdims=True))
 
 
-def branch(w: Any, x: Any, mark: Mark) -> Any:
+def branch(w, x, mark):
     return jax.lax.cond(x.sum() > 0, lambda x: mark(x @ w), lambda x: x, x)
 
 
-def own_gradient(w: Any, x: Any, mark: Mark) -> Any:
+def own_gradient(w, x, mark):
     @jax.custom_vjp
-    def f(x: Any) -> Any:
+    def f(x):
         return x
 
     f.defvjp(lambda x: (x, None), lambda _, g: (g,))
     return mark(f(x)) @ w
 
 
-def of_library(w: Any, x: Any, mark: Mark) -> Any:
+def of_library(w, x, mark):
     return mark(jax.nn.gelu(x)) @ w
 
 
-def with_own_gradient_of_library(w: Any, x: Any, mark: Mark) -> Any:
+def with_own_gradient_of_library(w, x, mark):
     return mark(jax.nn.relu(x)) @ w
 
 
-def einsum(w: Any, x: Any, mark: Mark) -> Any:
+def einsum(w, x, mark):
     return mark(jnp.einsum("bi,ij,jk->bk", x, w, w))
 
 
@@ -95,8 +91,8 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
-def explained(f: Callable[..., Any], mark: Mark, *, gradient: bool) -> gshard.stages.CompiledExplanation:
-    def whole(w: Any, x: Any) -> Any:
+def explained(f, mark, *, gradient):
+    def whole(w, x):
         return f(w, x, mark)
 
     function = jax.grad(lambda w, x: (whole(w, x) ** 2).sum()) if gradient else whole
@@ -105,23 +101,21 @@ def explained(f: Callable[..., Any], mark: Mark, *, gradient: bool) -> gshard.st
     return found
 
 
-def program_of(f: Any, *arguments: Any) -> TracedProgram:
+def program_of(f, *arguments):
     return TracedProgram(jax.jit(f).trace(*arguments).jaxpr)
 
 
-def unmarked(x: Any) -> Any:
+def unmarked(x):
     return x
 
 
-def the_one_in(f: Callable[..., Any], expressions: tuple[TracedExpression, ...]) -> TracedExpression:
-    """The expression in the call of ``mark``."""
+def the_one_in(f, expressions):
     lines = f.__code__.co_firstlineno, max(line for _, _, line in f.__code__.co_lines() if line)
     here = [e for e in expressions if e.place.file == __file__ and lines[0] <= e.place.line <= lines[1] + 3]
     return max((e for e in here if marked_text(e)), key=lambda e: e.place)  # x @ w begins where x @ w + b does
 
 
-def marked_text(e: TracedExpression) -> bool:
-    """Whether ``mark(`` stands in front of an expression."""
+def marked_text(e):
     with open(__file__, encoding="utf-8") as file:
         line = file.read().splitlines()[e.place.line - 1]
     return line[: e.place.column].endswith("mark(")
@@ -130,19 +124,16 @@ def marked_text(e: TracedExpression) -> bool:
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
 @pytest.mark.parametrize("f", PROGRAMS, ids=lambda f: f.__name__)
-def test_it_is_compiled_as_if_it_were_written(f: Callable[..., Any], gradient: bool) -> None:
+def test_it_is_compiled_as_if_it_were_written(f, gradient):
     spec = P("data", "model")
 
-    def written(x: Any) -> Any:
+    def written(x):
         return jax.lax.with_sharding_constraint(x, NamedSharding(MESH, spec))
 
     found, expected = (explained(f, mark, gradient=gradient) for mark in (unmarked, written))
-    assert found.again is not None
-    assert expected.again is not None
     program = TracedProgram(found.again.traced())
     changed = program.with_constraints([Constraint(the_one_in(f, program.expressions), spec)], MESH)
     made = found.again.compiled({}, lambda _: changed)
-    assert made is not None
     assert made.figures == expected.figures
     counts = [str(jaxpr).count("sharding_constraint[") for jaxpr in (changed, expected.again.traced())]
     assert counts[0] == counts[1] > 0
@@ -150,9 +141,9 @@ def test_it_is_compiled_as_if_it_were_written(f: Callable[..., Any], gradient: b
         assert str(changed) == str(expected.again.traced())
 
 
-def test_a_constraint_is_removed_or_replaced_as_if_it_were_not_written() -> None:
-    def program(spec: PartitionSpec | None) -> TracedProgram:
-        def f(w: Any, x: Any) -> Any:
+def test_a_constraint_is_removed_or_replaced_as_if_it_were_not_written():
+    def program(spec):
+        def f(w, x):
             h = x @ w
             if spec is not None:
                 h = jax.lax.with_sharding_constraint(h, NamedSharding(MESH, spec))
@@ -167,8 +158,8 @@ def test_a_constraint_is_removed_or_replaced_as_if_it_were_not_written() -> None
         assert str(made.with_constraints([Constraint(own, spec)], MESH)) == str(program(spec).jaxpr)
 
 
-def test_a_constraint_of_several_arrays_is_one_expression() -> None:
-    def f(w: Any, x: Any) -> Any:
+def test_a_constraint_of_several_arrays_is_one_expression():
+    def f(w, x):
         pair = jax.lax.with_sharding_constraint({"a": x @ w, "b": w @ w}, NamedSharding(MESH, P("data")))
         return pair["a"].sum() + pair["b"].sum()
 
@@ -178,9 +169,8 @@ def test_a_constraint_of_several_arrays_is_one_expression() -> None:
     assert "sharding_constraint" not in str(program.with_constraints([Constraint(own, None)], MESH))
 
 
-def test_expressions_read_others() -> None:
+def test_expressions_read_others():
     found = explained(plain, unmarked, gradient=True)
-    assert found.again is not None
     expressions = TracedProgram(found.again.traced()).expressions
     product = the_one_in(plain, expressions)
     [sine] = [e for e in expressions if product.place in e.reads]
@@ -188,9 +178,9 @@ def test_expressions_read_others() -> None:
     assert (product.shape, product.type) == ((16, 8), "float32[16,8]")
 
 
-def test_what_has_no_one_value_is_left_out() -> None:
-    def f(w: Any, x: Any) -> Any:
-        def helper(a: Any) -> Any:
+def test_what_has_no_one_value_is_left_out():
+    def f(w, x):
+        def helper(a):
             return jax.lax.sin(a)  # of two shapes
 
         return helper(w).sum() + helper(x).sum()
@@ -200,11 +190,11 @@ def test_what_has_no_one_value_is_left_out() -> None:
     assert program.left_out >= 1
 
 
-def test_what_is_in_vmap_is_left_out() -> None:
+def test_what_is_in_vmap_is_left_out():
     """Its arrays have a dimension more than those of the user. A constraint in it can be removed."""
 
-    def f(w: Any, x: Any) -> Any:
-        def row(x: Any) -> Any:
+    def f(w, x):
+        def row(x):
             return jax.lax.with_sharding_constraint(x @ w, NamedSharding(MESH, P("model")))
 
         return jax.vmap(row)(x)
@@ -217,8 +207,8 @@ def test_what_is_in_vmap_is_left_out() -> None:
     assert "sharding_constraint" not in str(program.with_constraints([Constraint(own, None)], MESH))
 
 
-def test_the_body_of_a_shard_map_has_none() -> None:
-    def f(w: Any, x: Any) -> Any:
+def test_the_body_of_a_shard_map_has_none():
+    def f(w, x):
         inside = jax.shard_map(lambda x: jax.lax.sin(x), mesh=MESH, in_specs=P("data"), out_specs=P("data"))
         return inside(x) @ w
 
@@ -226,10 +216,10 @@ def test_the_body_of_a_shard_map_has_none() -> None:
     assert [text.partition(" instead of ")[2] for text in texts] == ["inside(x)", "inside(x) @ w"]
 
 
-def test_what_is_written_for_statements(tmp_path: Any) -> None:
+def test_what_is_written_for_statements(tmp_path):
     path = tmp_path / "step.py"
     path.write_text("\n".join(["def f(w, x):", *(f"    {line}" for line in STATEMENTS)]))
-    names: dict[str, Any] = {"g": jax.lax.sin}
+    names = {"g": jax.lax.sin}
     exec(compile(path.read_text(), str(path), "exec"), names)
     texts = [Constraint(e, P()).text for e in program_of(names["f"], W, X).expressions]
     assert texts == [

@@ -1,7 +1,6 @@
 """Sharding constraints inside: what is proposed is what the program takes when it is written."""
 
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,29 +20,29 @@ from explanation.advised_steps import (
 )
 from gshard.__main__ import main
 from gshard.explanation import constraint_candidates
-from gshard.explanation.tried_changes import MORE_PEAK, Figures, Tried, constraint_helps
+from gshard.explanation.tried_changes import MORE_PEAK, Figures, constraint_helps
 
 P = PartitionSpec
 MACHINE = "h100:1x8"
 
 
-def with_written_constraint(mesh: Any) -> Any:
+def with_written_constraint(mesh):
     """The step of ``lost_batch`` with the constraint that is proposed."""
 
-    def loss(weights: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
+    def loss(weights, tokens):
         x = weights["embed"][tokens]
         x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data", None, None)))
         h = jax.nn.gelu(x @ weights["up"])
         x = x + h @ weights["down"]
         return (x**2).mean()
 
-    def step(weights: dict[str, jax.Array], tokens: jax.Array) -> dict[str, jax.Array]:
+    def step(weights, tokens):
         return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights, tokens))
 
     return jax.jit(step)
 
 
-def tried_all(found: gshard.stages.CompiledExplanation, specs: int) -> Tried:
+def tried_all(found, specs):
     """Tries the first shardings of each value, however long that takes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(constraint_candidates, "_SPECS", specs)
@@ -51,7 +50,7 @@ def tried_all(found: gshard.stages.CompiledExplanation, specs: int) -> Tried:
 
 
 @pytest.mark.optimised  # otherwise XLA opens the scatter of the gradient as a loop
-def test_a_lost_batch_is_found(tmp_path: Any) -> None:
+def test_a_lost_batch_is_found(tmp_path):
     """XLA splits the embedded tokens as the table is split, over ``model``, and gathers them for each product."""
     mesh = mesh_of_devices()
     found = gshard.explain(jax.jit(step_of_lost_batch), *arguments_of_lost_batch(mesh), machine=MACHINE)
@@ -81,7 +80,7 @@ def test_a_lost_batch_is_found(tmp_path: Any) -> None:
     assert best.text.partition(": ")[2] in page
 
 
-def test_a_left_over_constraint_is_removed() -> None:
+def test_a_left_over_constraint_is_removed():
     mesh = mesh_of_devices()
     found = gshard.explain(with_left_over_constraint(mesh), *arguments_of_left_over_constraint(mesh), machine=MACHINE)
     tried = tried_all(found, specs=2)
@@ -94,7 +93,7 @@ def test_a_left_over_constraint_is_removed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [None, MACHINE])
-def test_activations_of_fsdp_stay_where_they_are(machine: str | None) -> None:
+def test_activations_of_fsdp_stay_where_they_are(machine):
     """With the batch split again, XLA gathers the weights and no activations, in a loop and on an abstract mesh."""
     mesh = AbstractMesh((2, 4), ("data", "model"))
     found = gshard.explain(jax.jit(step_of_fsdp), *arguments_of_fsdp(mesh))
@@ -103,19 +102,18 @@ def test_activations_of_fsdp_stay_where_they_are(machine: str | None) -> None:
     best = tried.helping[0]
     assert best.figures.sent < 0.25 * tried.before.sent
     assert best.figures.peak <= MORE_PEAK * tried.before.peak
-    assert best.spec is not None
     assert best.spec[0] is not None, "it splits the batch"
     assert bool(tried.before.seconds) == (machine is not None)
     assert ("computed" in str(tried)) == (machine is None)
 
 
-def test_no_time_tries_nothing() -> None:
+def test_no_time_tries_nothing():
     found = gshard.explain(jax.jit(step_of_lost_batch), *arguments_of_lost_batch(mesh_of_devices()))
     tried = found.try_constraints(seconds=0)
     assert (tried.tried, tried.helping, tried.together[0]) == (0, (), ())
 
 
-def test_one_is_compiled_in_any_case_and_reported() -> None:
+def test_one_is_compiled_in_any_case_and_reported():
     lines: list[str] = []
     found = gshard.explain(jax.jit(step_of_lost_batch), *arguments_of_lost_batch(mesh_of_devices()))
     tried = found.try_constraints(seconds=1e-3, progress=lines.append)
@@ -126,18 +124,18 @@ def test_one_is_compiled_in_any_case_and_reported() -> None:
     assert f"1 of {tried.changes}" in lines[0]
 
 
-def test_a_program_from_elsewhere_has_no_function() -> None:
+def test_a_program_from_elsewhere_has_no_function():
     mesh = mesh_of_devices()
     compiled = with_left_over_constraint(mesh).lower(*arguments_of_left_over_constraint(mesh)).compile()
     with pytest.raises(gshard.ArgumentError, match="compiled elsewhere"):
         gshard.explain(compiled).try_constraints()
 
 
-def test_explicit_axes_have_no_constraints() -> None:
+def test_explicit_axes_have_no_constraints():
     """Their types say how each value is split."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
 
-    def f(w: jax.Array, x: jax.Array) -> jax.Array:
+    def f(w, x):
         return jnp.tanh(x @ w).sum()
 
     found = gshard.explain(jax.jit(f), given(mesh, (64, 64), None, "model"), given(mesh, (64, 64), "data"))
@@ -145,10 +143,10 @@ def test_explicit_axes_have_no_constraints() -> None:
     assert tried.tried == tried.changes == 0
 
 
-def test_what_helps() -> None:
+def test_what_helps():
     before = Figures(sent=100, peak=100, seconds=1.0, messages=3, flops=100)
 
-    def improves(now: Figures, then: Figures) -> bool:
+    def improves(now, then):
         return constraint_helps(now, then, then.peak)
 
     assert improves(Figures(110, 104, 0.9, 3, 200), before), "faster"
@@ -185,7 +183,7 @@ def target():
 """
 
 
-def test_the_command_line_tries_them(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_tries_them(tmp_path, capsys):
     """Also of a partial function, whose bound array is on an abstract mesh."""
     (tmp_path / "step.py").write_text(LEFT_OVER)
     target, page = f"{tmp_path / 'step.py'}:target", tmp_path / "page.html"

@@ -1,7 +1,5 @@
 """Other shardings of arguments: each is compiled, and only what costs nothing else is proposed."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,23 +12,23 @@ P = PartitionSpec
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Mesh:
+def mesh():
     return Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
 
 
-def given(mesh: Mesh, shape: tuple[int, ...], *spec: Any) -> jax.ShapeDtypeStruct:
+def given(mesh, shape, *spec):
     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
 
 
-def logits(table: jax.Array, x: jax.Array) -> jax.Array:
+def logits(table, x):
     return jax.nn.logsumexp(x @ table.T, axis=-1).mean()
 
 
-def step(table: jax.Array, x: jax.Array) -> jax.Array:
+def step(table, x):
     return table - 0.1 * jax.grad(logits)(table, x)
 
 
-def test_a_table_that_every_device_holds_is_split(mesh: Mesh) -> None:
+def test_a_table_that_every_device_holds_is_split(mesh):
     table, x = given(mesh, (32768, 256)), given(mesh, (64, 256), "data")
     found = gshard.explain(jax.jit(step), table, x, machine="h100:1x8")
     tried = found.try_shardings(seconds=200)
@@ -39,25 +37,18 @@ def test_a_table_that_every_device_holds_is_split(mesh: Mesh) -> None:
     assert best.text.startswith("table: ")
     assert best.spec == P("model", None)
     again = gshard.explain(jax.jit(step), given(mesh, (32768, 256), *best.spec), x, machine="h100:1x8")
-    assert best.figures is not None
     assert (again.total_bytes, again.peak) == (best.figures.sent, best.figures.peak)
     assert again.cost().seconds == pytest.approx(best.figures.seconds)
     assert "table: P('model', None) instead of whole on each device\n    sent" in str(tried)
-
-
-def test_nothing_that_helps_raises_anything(mesh: Mesh) -> None:
-    table, x = given(mesh, (32768, 256)), given(mesh, (64, 256), "data")
-    tried = gshard.explain(jax.jit(step), table, x, machine="h100:1x8").try_shardings(seconds=200)
-    for change in (*tried.helping, *tried.together[0]):
-        assert change.figures is not None
+    for change in (*tried.helping, *tried.together[0]):  # nothing that helps raises anything
         assert change.figures.sent <= 1.001 * tried.before.sent
         assert change.figures.peak <= 1.001 * tried.before.peak
         assert change.figures.seconds <= 1.001 * tried.before.seconds
 
 
-def test_equal_layers_change_together(mesh: Mesh) -> None:
-    def f(ws: list[jax.Array], x: jax.Array) -> list[jax.Array]:
-        def loss(ws: list[jax.Array]) -> jax.Array:
+def test_equal_layers_change_together(mesh):
+    def f(ws, x):
+        def loss(ws):
             h = x
             for w in ws:
                 h = jnp.tanh(h @ w)
@@ -76,29 +67,18 @@ def test_equal_layers_change_together(mesh: Mesh) -> None:
     assert all(change.arguments == (0, 1, 2) for change in layers)
 
 
-def test_no_time_tries_nothing(mesh: Mesh) -> None:
-    found = gshard.explain(jax.jit(step), given(mesh, (64, 256)), given(mesh, (64, 256), "data"))
-    assert found.try_shardings(seconds=0).tried == 0
-
-
-def test_a_program_from_elsewhere_cannot_be_compiled_again(mesh: Mesh) -> None:
-    compiled = jax.jit(step).lower(given(mesh, (64, 256)), given(mesh, (64, 256), "data")).compile()
-    with pytest.raises(gshard.ArgumentError, match="compiled elsewhere"):
-        gshard.explain(compiled).try_shardings()
-
-
-def test_an_explanation_keeps_no_array_alive(mesh: Mesh) -> None:
-    table, x = (
-        jax.device_put(jnp.ones(s.shape), s.sharding) for s in (given(mesh, (64, 256)), given(mesh, (64, 256), "data"))
-    )
-    found = gshard.explain(jax.jit(step), table, x)
-    assert found.again is not None
+def test_an_explanation_keeps_no_array_alive_and_tries_nothing_without_time(mesh):
+    shapes = given(mesh, (64, 256)), given(mesh, (64, 256), "data")
+    found = gshard.explain(jax.jit(step), *(jax.device_put(jnp.ones(s.shape), s.sharding) for s in shapes))
     assert len(found.again.leaves) == 2
     assert not any(isinstance(leaf, jax.Array) for leaf in found.again.leaves)
     assert found.try_shardings(seconds=0.001).tried == 1
+    assert found.try_shardings(seconds=0).tried == 0
+    with pytest.raises(gshard.ArgumentError, match="compiled elsewhere"):
+        gshard.explain(jax.jit(step).lower(*shapes).compile()).try_shardings()
 
 
-def test_changes_that_jax_refuses_are_counted(mesh: Mesh) -> None:
+def test_changes_that_jax_refuses_are_counted(mesh):
     """A function whose jax.jit has shardings of its own takes no others."""
     table, x = given(mesh, (64, 256)), given(mesh, (64, 256), "data")
     tried = gshard.explain(jax.jit(step, in_shardings=(table.sharding, x.sharding)), table, x).try_shardings(

@@ -5,7 +5,6 @@ random marks in between, are planned, partitioned and simulated on 6 devices. In
 gives the same bits.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,13 +20,11 @@ from emitted import emitted, reported
 from gshard import shard
 from gshard.emit.partition import partition
 from gshard.planning.propagate import propagate
-from gshard.simulator.simulate import simulate
 from gshard.tracing.trace import trace
-from laws.test_propagate_laws import MESH, parts_of
+from laws.test_propagate_laws import MESH, compare_everywhere
 
 LARGEST = 600  # elements of an array
 PHASES = (Phase.explicit, Phase.generate)  # every smaller program would be compiled anew: shrinking takes many minutes
-Chosen = Sequence[int]
 
 
 class Step(NamedTuple):
@@ -43,8 +40,6 @@ def dim_of(x, n):
 
 
 def unary(f):
-    """An operator on one array that has a dimension; scalars get one."""
-
     def apply(values, n):
         x = values[n[0] % len(values)]
         return f(x if x.ndim else x[None], n[1:])
@@ -210,7 +205,6 @@ all_shapes = st.lists(
 
 
 def check(steps, shapes, change=None):
-    """Compares the partitioned program, or what is made of it, with the plain one, bit for bit."""
     late = change is not None
     arrays = [np.random.default_rng([i, *s]).integers(-9, 9, s).astype(np.int32) for i, s in enumerate(shapes)]
     # Operator by operator: compiled as one, XLA on CPU gets some wrong (integers times a constant, sliced twice).
@@ -221,15 +215,7 @@ def check(steps, shapes, change=None):
     if change is not None:
         spmd = change(spmd)
     assert emitted(spmd.jaxpr, MESH.atom_sizes) == reported(spmd.collectives)
-    (mapped,) = (e for e in spmd.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
-    given_arrays = dict(zip(spmd.jaxpr.jaxpr.invars, [*program.captured, *arrays], strict=True))
-    placed = dict(zip(spmd.jaxpr.jaxpr.invars, spmd.in_shardings, strict=True))
-    given_arrays |= dict(zip(spmd.jaxpr.jaxpr.constvars, spmd.jaxpr.consts, strict=True))
-    stacked = [parts_of(given_arrays[v], placed[v].dims if v in placed else ()) for v in mapped.invars]
-    results = simulate(mapped.params["jaxpr"], (), MESH.atom_sizes, stacked)
-    for got, whole, sharding in zip(results, want, spmd.out_shardings, strict=True):
-        for device, part in enumerate(parts_of(np.asarray(whole), sharding.dims)):
-            np.testing.assert_array_equal(got[device], part)
+    compare_everywhere(spmd, [*program.captured, *arrays], want)
 
 
 @given(programs, all_shapes)

@@ -30,7 +30,6 @@ NEAR = 1.02
 
 
 def spent(plan):
-    """Bytes that a device sends, with those that messages count as, and operations."""
     spmd = partition(plan)
     sent = sum(c.total_bytes + MESSAGE * c.times for c in spmd.collectives)
     return sent, cost(spmd, Machine.of("cpu", plan.mesh.size)).flops
@@ -54,7 +53,6 @@ def least_of_all(program, mesh, most):
 
 
 def check(seed):
-    """What is planned by the best of all; None where that is not known."""
     program, mesh = planned(seed, STEPS, 1)
     sent, flops = spent(propagate(program, mesh))
     least = least_of_all(program, mesh, flops)

@@ -58,7 +58,6 @@ class Known:
 
     @property
     def under(self):
-        """The mesh that is set when it is called."""
         return self.on if self.option == "set" else None
 
     @property
@@ -106,20 +105,16 @@ dtypes = st.sampled_from([np.int32, np.int32, np.float32])
 
 
 class Histories(RuleBasedStateMachine):
-    """One history; see above."""
-
     def __init__(self):
         super().__init__()
         self.known: list[Known] = []
         self.results: list[Any] = []  # of earlier calls, in int32
 
     def one(self, i, without=()):
-        """One of the functions that have none of these options."""
         fitting = [k for k in self.known if k.option not in without]
         return fitting[i % len(fitting)] if fitting else None
 
     def placed(self, k, both, shape, dtype, seed):
-        """The arguments of a call where they are to lie, and as NumPy arrays."""
         x, y = numbers(shape, seed % 4, dtype), numbers(shape, seed % 4 + 4, dtype)
         return k.small.arguments(*(PLACES[way](v, k.on) for way, v in zip(both, (x, y), strict=True))), (x, y)
 

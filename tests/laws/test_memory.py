@@ -25,6 +25,13 @@ PLANNED = gshard.stages.Program, gshard.stages.Plan, gshard.stages.Lowered, gsha
 KIB = 2**10
 
 
+@pytest.fixture(autouse=True, scope="module")
+def earlier_objects_do_not_count():
+    jax.clear_caches()
+    gc.collect()
+    gc.freeze()
+
+
 def block(x, w1, w2):
     x = split(x, 0, "a")
     h = jnp.tanh(jnp.einsum("bsd,dhf->bshf", x, split(w1, 1, "b")))
@@ -32,12 +39,10 @@ def block(x, w1, w2):
 
 
 def shapes(length):
-    """Of one sequence length."""
     return [jax.ShapeDtypeStruct(s, "float32") for s in ((8, length, 64), (64, 8, 32), (8, 32, 64))]
 
 
 def held():
-    """The objects that live, by type."""
     gc.collect()
     return Counter(type(x).__name__ for x in gc.get_objects())
 
@@ -61,7 +66,6 @@ def assert_nothing(left):
 
 
 def lowered_anew(on):
-    """Plans a new function in each round."""
     axes, machine = ON[on]
 
     def work(i):
@@ -71,12 +75,12 @@ def lowered_anew(on):
     return work
 
 
-@pytest.mark.parametrize("on", ON)
+@pytest.mark.parametrize("on", [pytest.param(on, marks=[pytest.mark.slow] if "three" in on else []) for on in ON])
 def test_nothing_is_left_of_functions_that_are_gone(on):
     assert_nothing(left_by(lowered_anew(on)))
 
 
-@pytest.mark.parametrize("on", ON)
+@pytest.mark.parametrize("on", [on if "three" in on else pytest.param(on, marks=pytest.mark.slow) for on in ON])
 def test_clearing_empties_a_function_that_stays(on):
     axes, machine = ON[on]
     jitted = gshard.jit(block, mesh=gshard.Mesh.abstract(**axes), machine=machine)
@@ -109,7 +113,6 @@ def test_calls_leave_nothing_of_functions_that_are_gone():
 
 
 def bytes_in(work):
-    """Bytes of Python's that are in use after some work, beyond those before."""
     tracemalloc.start()
     try:
         gc.collect()
@@ -121,28 +124,11 @@ def bytes_in(work):
         tracemalloc.stop()
 
 
-def lengths(on, count):
-    """Plans one function for so many sequence lengths."""
-    axes, machine = ON[on]
+def test_each_length_of_a_function_takes_little():
+    axes, machine = ON["two axes, a machine"]
     jitted = gshard.jit(block, mesh=gshard.Mesh.abstract(**axes), machine=machine)
     jitted.lower(*shapes(16)).spmd  # noqa: B018
-
-    def work():
-        for k in range(count):
-            jitted.lower(*shapes(24 + 8 * k)).spmd  # noqa: B018
-
-    return work
-
-
-def test_each_length_of_a_function_takes_little():
-    assert bytes_in(lengths("two axes, a machine", 3)) < 3 * 200 * KIB
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("on", ON)
-def test_two_hundred_lengths_of_a_function_take_little(on):
-    assert bytes_in(lengths(on, 200)) < 200 * 200 * KIB
+    assert bytes_in(lambda: [jitted.lower(*shapes(24 + 8 * k)).spmd for k in range(3)]) < 3 * 200 * KIB
 
 
 @pytest.mark.slow

@@ -14,8 +14,6 @@ import gshard
 import small_programs
 from families import CASES
 from gshard.core.mesh import Mesh
-from gshard.planning.propagate import choose
-from gshard.planning.settled import settled
 from gshard.search.find import axes_text
 from gshard.search.pipeline import Pricing
 from gshard.search.presets import AS_IT_IS, marked_presets
@@ -32,8 +30,6 @@ def machine_of(devices):
 
 
 # Search, presets, marks
-
-
 def layer(x, w):
     q, k, v = jnp.einsum("btd,dchk->cbthk", x, w["qkv"])
     scores = jax.nn.softmax(jnp.einsum("bqhk,bshk->bhqs", q, k))
@@ -42,7 +38,6 @@ def layer(x, w):
 
 
 def trained(state, x):
-    """A training step of two equal layers in a loop."""
     weights, moments = state
     gradients = jax.grad(lambda w: jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2))(weights)
     moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, gradients)
@@ -125,8 +120,6 @@ def test_a_search_is_no_worse_than_the_marks(name):
 
 
 # Bytes
-
-
 SMALL = {f"small/{name}": small for name, small in small_programs.PROGRAMS.items()}
 BY_BYTES = sampled(
     [*CASES, *SMALL, *STEPS], lambda name: name in STEPS or name.split("/")[0], lambda name: 12, "by bytes"
@@ -134,7 +127,6 @@ BY_BYTES = sampled(
 
 
 def both(name):
-    """A program planned by bytes, and for a machine."""
     if name in CASES:
         case = CASES[name]
         function, arguments, mesh = case.function, case.arguments, Mesh.of(case.jax_mesh)
@@ -181,8 +173,6 @@ def test_parts_of_one_weight_are_gathered_together():
 
 
 # What is said of other plans
-
-
 def joint(axes):
     """A training step of attention with one weight for queries, keys and values, split over these axes."""
 
@@ -225,7 +215,7 @@ def test_limited_choices_are_said_to_be(mesh):
 
     found = gshard.explain(f, shape((64, 64), "float32"), shape((64, 64), "float32"), mesh=on)
     text = str(found.verdict(machine_of(on.size), seconds=0))
-    assert found.plan.is_limited == (len(mesh) > 3)
+    assert found.plan.is_limited == found.choice().is_limited == (len(mesh) > 3)
     assert ("not all were" in text) == found.plan.is_limited
     assert ("no plan over whole axes that" in text) == (mesh == {"x": 4})
     assert ("no plan that" in text) == (mesh == {"x": 2, "y": 2})
@@ -252,11 +242,3 @@ def test_a_bound_of_some_choices_is_said_to_be_of_these():
     assert "optimal for the simplified model" in str(one)
     slower = dataclasses.replace(one, best=dataclasses.replace(one.best, bound=one.best.bound / 2, is_limited=True))
     assert "at most 100 % slower than the best of the choices compared" in str(slower)
-
-
-def test_a_choice_is_limited_as_its_plan():
-    program = gshard.stages.trace(lambda x, w: gshard.split(x, 0, "a") @ w, *(shape((64, 64), "float32"),) * 2)
-    for axes in ({"a": 8}, dict.fromkeys("abcd", 2)):
-        choice = choose(settled(program, gshard.Mesh.abstract(**axes)))
-        assert choice is not None
-        assert choice.is_limited == (len(axes) > 3)

@@ -30,7 +30,6 @@ QUICK, ALL = (0, 2, 3, 4, 7), 100
 
 
 def product(x, values, numbers):
-    """A product with an array that fits, as it is or transposed."""
     matrices = [y for y in values if y.ndim == x.ndim == 2]
     rows = [y for y in matrices if y.shape[0] == x.shape[1]]
     columns = [y.T for y in matrices if y.shape[1] == x.shape[1] and y is not x]
@@ -78,12 +77,10 @@ def planned(seed, between=(3, 8), results=2):
     leave = zip(program.block.outputs, partition(propagate(program, mesh)).out_shardings, strict=True)
     marks = {v: mark_of_cut(s.dims, mesh) for v, s in leave if isinstance(v, Value) and v not in program.block.inputs}
     marked = with_marks(program, marks)
-    assert marked is not None
     return marked, mesh
 
 
 def spent(program, mesh):
-    """Bytes that a device sends, with those that messages count as, and operations."""
     spmd = partition(propagate(program, mesh))
     sent = sum(c.total_bytes + MESSAGE * c.times for c in spmd.collectives)
     return sent, cost(spmd, Machine.of("cpu", mesh.size)).flops

@@ -53,7 +53,6 @@ def as_they_come(arguments, in_shardings):
 
 
 def check(name, ways, shape=(8, 8), axes=GRID, **options):
-    """Calls one jitted function in each way, three times over."""
     register(0)
     small, mesh = PROGRAMS[name], mesh_of(**axes)
     if small.in_dictionary and type(options.get("in_shardings")) is tuple:
@@ -88,18 +87,6 @@ def test_a_plan_that_was_found():
     check("unmarked", FEW, plan=found.plan)
 
 
-def test_each_argument_in_a_way_of_its_own():
-    """Also with one that the program does not read, which is not moved."""
-    mesh, x, y = mesh_of(**GRID), numbers((8, 8), 1), numbers((8, 8), 2)
-    for name in ("ring product", "unread", "identity"):
-        f = PROGRAMS[name].function
-        want, jitted = unpartitioned(f, (x, y)), gshard.jit(f, mesh=mesh)
-        for _ in range(3):
-            for first, second in zip(FEW, (*FEW[5:], *FEW[:5]), strict=True):
-                arguments = PLACES[first](x, mesh), PLACES[second](y, mesh)
-                called(jitted, arguments, want, said=said_by(jitted, arguments), where=f"{name}, {first}, {second}")
-
-
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("reads", ["nothing", "no element"])
 def test_an_argument_without_readers_has_an_order_of_its_own(reads, keep):
@@ -118,15 +105,8 @@ def test_an_argument_without_readers_has_an_order_of_its_own(reads, keep):
 @pytest.mark.one_in(2)
 def test_uneven_sizes(option):
     """Also arrays in padded parts, as other functions return them: cut alike, otherwise, and on another mesh."""
-    ways = (
-        "kept rows",
-        "kept columns",
-        "kept rows of another mesh",
-        "numpy",
-        "columns",
-        "reversed, rows",
-        "half, whole",
-    )
+    kept = "kept rows", "kept columns", "kept rows of another mesh"
+    ways = *kept, "numpy", "columns", "reversed, rows", "half, whole"
     check("crossed", ways, (13, 11), **OPTIONS[option])
     for name in ("loop", "unread"):
         check(name, ways, (13, 11), {"a": 8}, **OPTIONS[option])

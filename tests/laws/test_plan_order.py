@@ -20,7 +20,6 @@ def forwards():
 
 
 def planned(order, hash_seed):
-    """The text of each plan, made in a new process."""
     environment = os.environ | {"PYTHONHASHSEED": hash_seed}
     line = [sys.executable, str(CHAINS), order]
     done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=280, check=False)

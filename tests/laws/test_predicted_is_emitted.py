@@ -21,11 +21,6 @@ def contraction(x, w):
     return shard(shard(x, P(None, "model")) @ shard(w, P("model", None)), P("data", None))
 
 
-def to_experts(x, w):
-    tokens = split(x, 0, 8)
-    return split(jnp.einsum("gsm,emh->gseh", tokens, split(w, 0, 8)), 2, 8)
-
-
 def recurrent(x, w):
     def step(carry, a):
         carry = jnp.tanh(shard(carry, P("data", "model")) @ a)
@@ -43,19 +38,6 @@ def carried(x, w):
     return jax.lax.scan(step, x, w)[0]
 
 
-def shifted(x):
-    x = split(x, 0, 8)
-    return jnp.concatenate([x[3:], x[:3]]) * x
-
-
-def exchange(x):
-    return split(jnp.sin(split(x, 0, 8)), 1, 8)
-
-
-def moved(x):
-    return shard(jnp.sin(shard(x, P("data", "model"))), P("model", "data"))
-
-
 def combined(x, w):
     """Every way to combine parts: those that no collective knows are gathered and folded, and say so."""
     x, n = split(x, 0, 8), split((x * 9).astype(jnp.int32), 0, 8)
@@ -66,15 +48,18 @@ def combined(x, w):
 PROGRAMS = [
     ("contraction", contraction, (normal(8, 16), normal(16, 8))),
     ("contraction, gradient", jax.grad(lambda x, w: (contraction(x, w) ** 2).sum(), 1), (normal(8, 16), normal(16, 8))),
-    ("experts", to_experts, (normal(8, 4, 6), normal(8, 6, 5))),
+    (
+        "experts", lambda x, w: split(jnp.einsum("gsm,emh->gseh", split(x, 0, 8), split(w, 0, 8)), 2, 8),
+        (normal(8, 4, 6), normal(8, 6, 5)),
+    ),
     ("scan", recurrent, (normal(8, 8), normal(5, 8, 8))),
     ("scan, gradient", jax.grad(lambda x, w: recurrent(x, w)[0].sum(), 1), (normal(8, 8), normal(5, 8, 8))),
     ("carried", carried, (normal(8, 8), normal(5, 8, 8))),
-    ("shifted", shifted, (normal(24, 3),)),
-    ("exchange", exchange, (normal(16, 24),)),
+    ("shifted", lambda x: jnp.roll(split(x, 0, 8), -3, 0) * split(x, 0, 8), (normal(24, 3),)),
+    ("exchange", lambda x: split(jnp.sin(split(x, 0, 8)), 1, 8), (normal(16, 24),)),
     ("every monoid", combined, (normal(16, 3), normal(1, 3))),
-    ("other axes", moved, (normal(8, 8),)),
-]
+    ("other axes", lambda x: shard(jnp.sin(shard(x, P("data", "model"))), P("model", "data")), (normal(8, 8),)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "function", "arguments"), PROGRAMS, ids=[p[0] for p in PROGRAMS])
@@ -85,12 +70,8 @@ def test_bytes_by_kind(name, function, arguments, mesh_2x4):
     said = reported(lowered.spmd.collectives)
     assert said, "a program that sends nothing shows nothing"
     assert emitted(lowered.spmd.jaxpr, lowered.mesh.atom_sizes) == said
-    compiled = {
-        kind: n
-        for kind, (_, n) in hlo_collectives.summary(
-            hlo_collectives.collectives(lowered.executable.compiled.as_text())
-        ).items()
-    }
+    text = lowered.executable.compiled.as_text()
+    compiled = {kind: n for kind, (_, n) in hlo_collectives.summary(hlo_collectives.collectives(text)).items()}
     # XLA may combine small collectives; it does not change what they send but for the rounding of each.
     assert compiled.keys() == said.keys()
     for kind, sent in said.items():

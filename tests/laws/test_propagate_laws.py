@@ -1,8 +1,6 @@
 """Propagation under random marks: it obeys every mark, uses an atom once, is settled, and never changes a value."""
 
 import random
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +13,12 @@ from emitted import emitted, reported
 from gshard import shard
 from gshard.core.mark import resolve
 from gshard.core.mesh import Mesh
-from gshard.core.program import Value
 from gshard.emit.partition import partition
 from gshard.planning.propagate import propagate
-from gshard.simulator.simulate import simulate
+from gshard.testing.rule_checks import parts_of, run_on_all
 from gshard.tracing.trace import trace
 
 MESH = Mesh.abstract(data=2, model=3)
-Marker = Callable[[Any], Any]
 
 
 def normal(*shape):
@@ -108,7 +104,7 @@ def random_marks(seed):
     return mark
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(i, marks=pytest.mark.slow) for i in range(3, 23))])
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.one_in(3)
 def test_random_marks(name, seed):
@@ -120,15 +116,7 @@ def test_marks_may_leave_no_plan_in_which_a_loop_holds_less():
     check("branches", 3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3, 23))
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_many_random_marks(name, seed):
-    check(name, seed)
-
-
 def check(name, seed):
-    """Plans a program under random marks, checks the plan, and simulates it."""
     function, arguments = PROGRAMS[name]
     program = trace(lambda *a: function(random_marks(seed), *a), *arguments)
     plan = propagate(program, MESH)
@@ -148,36 +136,18 @@ def check(name, seed):
 
     spmd = partition(plan)
     assert emitted(spmd.jaxpr, MESH.atom_sizes) == reported(spmd.collectives)
-    (mapped,) = (e for e in spmd.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
-    given = dict(zip(spmd.jaxpr.jaxpr.invars, [*program.captured, *jax.tree.leaves(arguments)], strict=True))
-    at = {v: s for v, s in zip(spmd.jaxpr.jaxpr.invars, spmd.in_shardings, strict=True)}
-    given |= dict(zip(spmd.jaxpr.jaxpr.constvars, spmd.jaxpr.consts, strict=True))
-    stacked = [parts_of(given[v], at[v].dims if v in at else ()) for v in mapped.invars]
-    results = simulate(mapped.params["jaxpr"], (), MESH.atom_sizes, stacked)
     plain = jax.jit(lambda *a: function(lambda x: x, *a))(*arguments)
-    for got, want, sharding in zip(results, jax.tree.leaves(plain), spmd.out_shardings, strict=True):
-        for device, part in enumerate(parts_of(np.asarray(want), sharding.dims)):
-            np.testing.assert_allclose(got[device], part, rtol=3e-5, atol=3e-5)
+    compare_everywhere(spmd, [*program.captured, *jax.tree.leaves(arguments)], jax.tree.leaves(plain), 3e-5)
 
 
-def parts_of(x, dims):
-    """Each device's part of a whole array that divides evenly."""
-    sizes, parts = MESH.atom_sizes, []
-    for device in range(MESH.size):
-        at = dict(zip(sizes, np.unravel_index(device, tuple(sizes.values())), strict=True))
-        cut = []
-        for n, atoms in zip(np.shape(x), dims, strict=False):
-            number = 0
-            for a in atoms:
-                number = number * sizes[a] + int(at[a])
-            size = n // MESH.count(atoms)
-            cut.append(slice(number * size, (number + 1) * size))
-        parts.append(np.asarray(x)[tuple(cut)] if cut and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
-    return parts
+def compare_everywhere(spmd, arguments, want, close=0.0):
+    """Simulates a program on all devices, and compares each one's part of every result."""
+    for got, whole, sharding in zip(run_on_all(spmd, arguments), want, spmd.out_shardings, strict=True):
+        for part, own in zip(got, parts_of(whole, sharding, spmd.mesh), strict=True):
+            np.testing.assert_allclose(part, own, rtol=close, atol=close)
 
 
 def test_unmarked_programs_are_left_alone():
-    """Without a mark nothing is split and nothing is sent."""
     for function, arguments in PROGRAMS.values():
         lowered = gshard.jit(lambda *a, f=function: f(lambda x: x, *a), mesh=MESH).lower(*arguments)
         assert all(s.is_replicated for s in lowered.plan.shardings.values())
@@ -196,7 +166,6 @@ def test_shardings_that_a_plan_found_are_kept_when_they_come_back_as_marks():
     second = gshard.jit(f, mesh=MESH, in_shardings=specs).lower(x, w).plan
     for a, b in zip(first.program.block.walk(), second.program.block.walk(), strict=True):
         assert [first.shardings[v] for v in a.outputs] == [second.shardings[v] for v in b.outputs]
-    assert all(isinstance(v, Value) for v in first.program.block.inputs)
 
 
 def test_arrays_may_disagree_beside_a_scalar():

@@ -15,6 +15,7 @@ from gshard.comm.steps import run
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.simulator.simulate import simulate_function
+from gshard.testing.rule_checks import parts_of
 
 CUBE = Mesh.abstract(a=2, b=2, c=2)
 UNEVEN = Mesh.abstract(a=2, b=3)
@@ -33,70 +34,29 @@ def shardings(mesh, rank):
     return tuple(dict.fromkeys(found))
 
 
-def parts(x, sharding, mesh, rng):
-    """What each device holds: its part, poison in the padding, and random shares of what is unreduced."""
-    local = sharding.local_shape(mesh, x.shape)
-    share = {}
-    devices = []
-    waiting = [a for a, _ in sharding.unreduced]
-    for at in places(mesh):
-        part = np.full(local, 1_000_003, x.dtype)
-        begin = [ordinal(atoms, at, mesh) * n for atoms, n in zip(sharding.dims, local, strict=True)]
-        inside = tuple(slice(b, min(b + n, full)) for b, n, full in zip(begin, local, x.shape, strict=True))
-        values = x[inside]
-        if waiting:
-            # All devices but the last along the unreduced atoms hold noise, the last what is missing from the sum.
-            key = tuple((a, at[a]) for a in mesh.atoms if a not in waiting)
-            last = all(at[a] == mesh.atom_sizes[a] - 1 for a in waiting)
-            noise = rng.integers(-50, 50, values.shape).astype(x.dtype)
-            share[key] = share.get(key, 0) + (0 if last else noise)
-            values = values - share[key] if last else noise
-        part[tuple(slice(0, n) for n in values.shape)] = values
-        devices.append(part)
-    return np.stack(devices)
+def parts(x, sharding, mesh):
+    """What each device holds: its part, poison in the padding, and shares of what is unreduced."""
+    return np.stack(parts_of(x, sharding, mesh))
 
 
-def places(mesh):
-    """The coordinates of every device, in order."""
-    sizes = mesh.atom_sizes
-    return [dict(zip(sizes, at, strict=True)) for at in itertools.product(*(range(n) for n in sizes.values()))]
-
-
-def ordinal(atoms, at, mesh):
-    """Which part a device holds."""
-    number = 0
-    for a in atoms:
-        number = number * mesh.atom_sizes[a] + at[a]
-    return number
-
-
-def move(x, source, target, mesh, rng):
-    """Moves an array and checks what every device holds afterwards."""
-
+def move(x, source, target, mesh):
     def local(part):
         for step in plan_reshard(source, target, x.shape, x.itemsize, mesh):
             part = run(step, part, x.shape, mesh)
         return part
 
-    (moved,) = simulate_function(local, mesh.atom_sizes, parts(x, source, mesh, rng))
+    (moved,) = simulate_function(local, mesh.atom_sizes, parts(x, source, mesh))
     size = target.local_shape(mesh, x.shape)
-    total = {}
-    for device, at in enumerate(places(mesh)):
-        begin = [ordinal(atoms, at, mesh) * n for atoms, n in zip(target.dims, size, strict=True)]
-        want = x[tuple(slice(b, min(b + n, full)) for b, n, full in zip(begin, size, x.shape, strict=True))]
-        got = moved[device][tuple(slice(0, n) for n in want.shape)]
-        assert moved[device].shape == size
-        if target.unreduced:
-            key = tuple((a, at[a]) for a in mesh.atoms if a not in dict(target.unreduced))
-            total[key] = (total.get(key, (0, want))[0] + got, want)
-        else:
-            np.testing.assert_array_equal(got, want)
-    for got, want in total.values():
-        np.testing.assert_array_equal(got, want)
+    assert {np.shape(part) for part in moved} == {size}
+    found = np.reshape(np.stack(moved), (*mesh.atom_sizes.values(), *size))
+    waiting = tuple(i for i, a in enumerate(mesh.atoms) if a in dict(target.unreduced))
+    found = np.broadcast_to(found.sum(waiting, keepdims=True), found.shape).reshape(mesh.size, *size)
+    for got, want in zip(found, parts_of(x, Sharding(target.dims), mesh), strict=True):
+        known = want != np.iinfo(x.dtype).max // 3  # what the padding holds
+        np.testing.assert_array_equal(got[known], want[known])
 
 
 def sample(mesh, rank, count):
-    """Pairs from a sharding to one that it can become."""
     drawn = random.Random(7)
     every = shardings(mesh, rank)
     found = []
@@ -107,22 +67,14 @@ def sample(mesh, rank, count):
     return found
 
 
+@pytest.mark.parametrize("count", [12, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mesh", [CUBE, UNEVEN], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.one_in(3)
-def test_values_arrive(mesh, shape, rng):
+def test_values_arrive(mesh, shape, count, rng):
     x = rng.integers(-900, 900, shape).astype(np.int32)
-    for source, target in sample(mesh, 3, 12):
-        move(x, source, target, mesh, rng)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [CUBE, UNEVEN], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_many_values_arrive(mesh, shape, rng):
-    x = rng.integers(-900, 900, shape).astype(np.int32)
-    for source, target in sample(mesh, 3, 300):
-        move(x, source, target, mesh, rng)
+    for source, target in sample(mesh, 3, count):
+        move(x, source, target, mesh)
 
 
 @pytest.mark.parametrize("mesh", [CUBE, UNEVEN], ids=str)
@@ -136,32 +88,23 @@ def test_never_more_than_gathering_everything(mesh):
         assert reshard_bytes(source, target, shape, size, mesh) <= gathered + finished
 
 
-def test_a_cut_that_moves_between_dimensions_needs_no_gather():
-    """jax-ml/jax#21562, where XLA gathers the whole array."""
-    mesh = Mesh.abstract(x=2, y=4)
-    y = mesh.atoms_of["y"]
-    source, target = Sharding((y, (), ("x",))), Sharding(((), ("x", *y), ()))
-    steps = plan_reshard(source, target, (16, 16, 16), 4, mesh)
-    assert [s.kind for s in steps] == ["all_to_all"]
+@pytest.mark.parametrize(("sizes", "source", "target", "shape", "kind"), [
+    # jax-ml/jax#21562, where XLA gathers the whole array.
+    ((2, 2, 2), "bc//a", "/abc/", (16, 16, 16), "all_to_all"),
+    ((2, 2, 2), "/ a,b,c", "/abc", (4, 16), "reduce_scatter"),  # unreduced, into a split
+    ((2, 2, 2), "ab/c", "bc/a", (8, 8), "collective_permute"),  # the same cut on other devices
+    ((2,) * 11, "abcdefghijk//", "/abcdefghijk/", (2048, 2048, 8), "all_to_all"),  # a very large mesh, at once
+])  # fmt: skip
+def test_what_one_step_does(sizes, source, target, shape, kind):
+    mesh = Mesh.abstract(**dict(zip("abcdefghijk", sizes, strict=False)))
 
+    def sharding(text):
+        dims, _, waiting = text.partition(" ")
+        cut = Sharding(tuple(map(tuple, dims.split("/"))))
+        return cut.with_unreduced(dict.fromkeys(waiting.split(","), "add")) if waiting else cut
 
-def test_unreduced_into_a_split_is_one_reduce_scatter():
-    source = Sharding(((), ())).with_unreduced({"a": "add", "b": "add", "c": "add"})
-    target = Sharding(((), ("a", "b", "c")))
-    assert [s.kind for s in plan_reshard(source, target, (4, 16), 4, CUBE)] == ["reduce_scatter"]
-
-
-def test_the_same_cut_on_other_devices_is_one_permute():
-    source, target = Sharding((("a", "b"), ("c",))), Sharding((("b", "c"), ("a",)))
-    assert [s.kind for s in plan_reshard(source, target, (8, 8), 4, CUBE)] == ["collective_permute"]
-
-
-def test_very_large_meshes_are_planned_at_once():
-    mesh = Mesh.abstract(data=64, expert=32)
-    d, e = mesh.atoms_of["data"], mesh.atoms_of["expert"]
-    source, target = Sharding(((*d, *e), (), ())), Sharding(((), (*d, *e), ()))
-    (step,) = plan_reshard(source, target, (2048, 2048, 8), 4, mesh)
-    assert step.kind == "all_to_all"
+    steps = plan_reshard(sharding(source), sharding(target), shape, 4, mesh)
+    assert [s.kind for s in steps] == [kind]
 
 
 def test_parts_that_are_too_small_to_be_cut_where_they_are(rng):
@@ -170,8 +113,8 @@ def test_parts_that_are_too_small_to_be_cut_where_they_are(rng):
     x = rng.integers(-900, 900, (2, 3, 16)).astype(np.int32)
     for cut in (1, 2, 3):
         source, target = Sharding((mesh.atoms[:cut], (), mesh.atoms[cut:])), Sharding((mesh.atoms, (), ()))
-        move(x, source, target, mesh, rng)
-        move(x, target, source, mesh, rng)
+        move(x, source, target, mesh)
+        move(x, target, source, mesh)
 
 
 def test_what_runs_on_devices_is_what_is_simulated(rng):
@@ -185,7 +128,7 @@ def test_what_runs_on_devices_is_what_is_simulated(rng):
             part = run(step, part[0] if part.ndim == 3 else part, x.shape, mesh)
         return part[None]
 
-    given = parts(x, source, mesh, rng)
+    given = parts(x, source, mesh)
     spec = PartitionSpec(mesh.atoms)
     mapped = jax.shard_map(local, mesh=mesh.jax_mesh, in_specs=spec, out_specs=spec, check_vma=False)
     (simulated,) = simulate_function(lambda p: local(p[None])[0], mesh.atom_sizes, given)

@@ -37,9 +37,7 @@ PRODUCTS = {
 
 
 def rings_of(e, split, mesh):
-    """Every ring for an equation that is split like this."""
     rule = e.rule
-    assert rule is not None
     singles = []
     for f, factor in enumerate(rule.factors):
         for count in range(1, len(mesh.atoms) + 1):
@@ -66,14 +64,12 @@ def rings_of(e, split, mesh):
 def plan_of(alone, split, ring, mesh):
     """A plan in which operands are sharded as the ring takes them; the result goes to every device."""
     plan, e = rule_checks.plan_of(alone.program, alone.equation, split, mesh), alone.equation
-    assert e.rule is not None
     placed = {v: entering(e.rule, split, ring, i) for i, v in enumerate(e.inputs) if isinstance(v, Value)}
     return dataclasses.replace(plan, shardings={**plan.shardings, **placed}, rings={e: ring})
 
 
 def sent_in(ring, e, split, mesh):
     """What each device is to send: every other part once, and the skews if two arrays rotate."""
-    assert e.rule is not None
     placed = [(e.inputs[i], entering(e.rule, split, ring, i)) for i, _ in ring.operands]
     placed += [(e.outputs[0], leaving(e.rule, split, ring, 0))] if ring.result else []
     part = sum(math.prod(s.local_shape(mesh, v.shape)) * itemsize(v.dtype) for v, s in placed)
@@ -97,7 +93,6 @@ def test_very_many_rings_compute_the_whole(name, on, dtype):
 
 
 def check(name, on, most, dtype):
-    """Compares so many rings of each kind with the whole product; whole numbers must be the same bits."""
     text, lhs, rhs = PRODUCTS[name]
     rng, mesh = np.random.default_rng(len(name)), MESHES[on]
     if dtype == np.float32:
@@ -107,7 +102,6 @@ def check(name, on, most, dtype):
     program = trace(lambda a, b: jnp.einsum(text, a, b), *arguments)
     (e,) = (e for e in program.block.equations if e.rule is not None and e.rule.part is not None)
     alone = rule_checks.Alone.of(program, e, arguments)
-    assert e.rule is not None
     splits = [{}, *rule_checks.splits_of(e.rule, mesh, 40), *alone.passing(mesh)]
     kinds = {}
     for split in splits:

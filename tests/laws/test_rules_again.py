@@ -19,6 +19,7 @@ WANT = X - X.sum(0, keepdims=True, dtype=np.int32)
 
 @pytest.fixture(autouse=True)
 def unregistered():
+    gc.freeze()  # what earlier tests left is not looked through again and again
     yield
     unregister("centred_again")
 

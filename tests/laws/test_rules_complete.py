@@ -22,9 +22,7 @@ KNOWN_GAPS = set()
 
 
 def factors_to_try(equation):
-    """Whole factors that are dimensions of their own, each with an atom that divides it."""
     rule = equation.rule
-    assert rule is not None
     tensors = (*rule.operands, *rule.results)
     found = []
     for f, factor in enumerate(rule.factors):
@@ -41,11 +39,8 @@ def declared_parallel(rule, f):
 
 
 def is_right(row, f, atom):
-    """Whether the equation of a row gives the right result with this factor split."""
     program = row.program
     equation = the_equation(program, row.primitive)
-    assert equation is not None
-    assert equation.rule is not None
     other = dataclasses.replace(equation, rule=declared_parallel(equation.rule, f))
     equations = tuple(other if e is equation else e for e in program.block.equations)
     program = dataclasses.replace(program, block=Block(program.block.inputs, equations, program.block.outputs))
@@ -67,7 +62,6 @@ def test_whole_factors_are_whole_for_a_reason(row):
     equation = the_equation(row.program, row.primitive)
     if equation is None:
         pytest.skip(f"this JAX has no primitive {row.primitive} here")
-    assert equation.rule is not None
     gaps = {
         (row.name, str(equation.rule), equation.rule.names[f])
         for f, atom in factors_to_try(equation)

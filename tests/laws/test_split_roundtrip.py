@@ -40,7 +40,6 @@ def arrays(draw):
 
 @st.composite
 def shardings(draw, rank):
-    """Atoms on dimensions, each once, in any order."""
     dims = [[] for _ in range(rank)]
     for atom in draw(st.permutations(MESH.atoms)):
         at = draw(st.integers(-1, rank - 1))
@@ -55,7 +54,6 @@ def rule_of(factors, dims):
 
 @st.composite
 def splits(draw):
-    """A split that is valid for the array."""
     factors, dims = draw(arrays())
     assume(factors)
     chosen = {}
@@ -137,17 +135,13 @@ def test_splits_that_break_a_law_are_not_valid(drawn, atom, data):
             assert not is_valid(rule, {**split, f: (*split.get(f, ()), atom)}, MESH), "an atom twice"
 
 
-def test_factors_of_arrays_that_have_nothing_to_do_with_each_other_may_use_one_atom_each():
-    """The operands of a barrier are side by side."""
+def test_operands_side_by_side_and_compound_dimensions():
+    """Factors that never meet may use one atom each; a compound dimension takes no uneven parts."""
     factors = (Factor(4), Factor(6))
     apart = Rule(factors, (((0,),), ((1,),)), (((0,),), ((1,),)), component=(0, 1))
     together = Rule(factors, (((0,), (1,)),), (), component=(0, 0))
     assert is_valid(apart, {0: ("a",), 1: ("a",)}, MESH)
     assert not is_valid(together, {0: ("a",), 1: ("a",)}, MESH)
-
-
-def test_compound_dimensions_do_not_take_uneven_parts():
-    factors = (Factor(4), Factor(6))
     assert not fits(((0, 1),), {0: ("b",)}, factors, MESH)
     assert fits(((0,), (1,)), {0: ("b",)}, factors, MESH)
     assert project(((0, 1),), (("b",),), factors, MESH) == {}

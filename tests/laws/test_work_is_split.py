@@ -23,8 +23,6 @@ def shape(*sizes, dtype=jnp.float32):
 
 
 def trained(loss):
-    """One step of gradient descent."""
-
     def step(params, *batch):
         value, gradients = jax.value_and_grad(loss)(params, *batch)
         return jax.tree.map(lambda w, g: w - 0.1 * g.astype(w.dtype), params, gradients), value
@@ -148,15 +146,10 @@ def test_a_device_does_its_share_of_the_products(name):
     assert share_of_products(f, arguments) <= most
 
 
-@pytest.mark.parametrize("name", ["layers/attention_sequence'", "contractions/chain_to_narrow"])
-def test_a_sum_that_is_multiplied_goes_on_in_parts(name):
-    """What all devices were given, they would all multiply."""
-    case = CASES[name]
-    assert share_of_products(case.function, case.arguments, "x") <= 1.05
-
-
-def test_no_product_is_repeated_over_an_axis_about_which_arrays_disagree():
-    """Three heads cannot be divided, so their rows are."""
+def test_sums_that_are_multiplied_go_on_in_parts_and_three_heads_are_not_divided():
+    """What all devices were given, they would all multiply; where heads cannot be divided, their rows are."""
+    for case in (CASES["layers/attention_sequence'"], CASES["contractions/chain_to_narrow"]):
+        assert share_of_products(case.function, case.arguments, "x") <= 1.05
     assert share_of_products(*attention_of_rows(4, 96, 3, 16), "data", "fsdp", "context") <= 1.05
 
 
@@ -172,7 +165,7 @@ def test_a_named_machine_may_compute_twice_and_explain_tells_it():
         assert "prevents that" in line
     assert any("to save" in line for line in told.replicated), "why"
     assert "work that every device repeats" in str(told)
-    assert told.data()["replicated"] == list(told.replicated)
+    assert told.data(seconds=0)["replicated"] == list(told.replicated)
     followers = [row.reason for row in told.tensors if row.name.startswith("%") and not row.why and "dot" in row.name]
     assert followers
     assert not any("nothing asks" in reason for reason in followers), "a marked operand asks"

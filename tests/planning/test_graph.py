@@ -1,7 +1,5 @@
 """The problem of a program: what it says a plan takes is what the plan takes, and its best is the best there is."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,124 +80,33 @@ def test_a_window_that_several_read_is_counted_once(size):
     assert best.solution.value / alone == pytest.approx(1, abs=0.02)
 
 
-def product(x, w):
-    return jnp.tanh(x @ w)
-
-
-def two(x, a, b):
-    return jax.nn.relu(x @ a) @ b
-
-
-def turned(x, w):
-    return (x.T @ w).sum(0) * 2
-
-
-def attended(q, k):
-    scores = jnp.exp(q @ k.T)
-    return scores / scores.sum(-1, keepdims=True)
-
-
-def looked_up(table, ids):
-    return jnp.take(table, ids, axis=0).reshape(16, -1)
-
-
 SMALL = {
-    "product": (product, (shape(2048, 1024), shape(1024, 4096))),
-    "two": (two, (shape(8, 2048), shape(2048, 8192), shape(8192, 2048))),
-    "turned": (turned, (shape(4096, 2048), shape(4096, 1024))),
-    "attended": (attended, (shape(1024, 512), shape(8192, 512))),
-    "looked_up": (looked_up, (shape(65536, 512), shape(16, 512, dtype=jnp.int32))),
-}
+    "product": (lambda x, w: jnp.tanh(x @ w), (shape(2048, 1024), shape(1024, 4096))),
+    "two": (lambda x, a, b: jax.nn.relu(x @ a) @ b, (shape(8, 2048), shape(2048, 8192), shape(8192, 2048))),
+    "turned": (lambda x, w: (x.T @ w).sum(0) * 2, (shape(4096, 2048), shape(4096, 1024))),
+    "attended": (
+        lambda q, k: (scores := jnp.exp(q @ k.T)) / scores.sum(-1, keepdims=True), (shape(1024, 512), shape(8192, 512))
+    ),
+    "looked_up": (
+        lambda table, ids: jnp.take(table, ids, axis=0).reshape(16, -1),
+        (shape(65536, 512), shape(16, 512, dtype=jnp.int32)),
+    ),
+}  # fmt: skip
 
 
-_LONG = {"attended", "looked_up", "turned", "two"}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in _LONG else n for n in SMALL])
+@pytest.mark.parametrize("name", [n if n == "product" else pytest.param(n, marks=pytest.mark.slow) for n in SMALL])
 def test_no_plan_is_better(name):
     """All choices of a sharding for every group are planned, partitioned and priced."""
     f, arguments = SMALL[name]
     mesh, machine = gshard.Mesh.abstract(x=4), Machine.of("h100:1x4")
     program = gshard.stages.trace(f, *arguments)
-    graph = problem_of(program, mesh, machine)
-    best = best_plan(program, mesh, machine)
-    assert best.searched.cost.seconds <= least_of_all(program, graph, machine) * 1.01
-    assert best.gap < 1e-6
-
-
-def problem_of(program, mesh, machine):
-    """What there is to choose from, in seconds."""
-    return graph_of(program, Seconds(mesh, machine, axes_of(mesh)))
-
-
-def least_of_all(program, graph, machine):
-    """Seconds of the best of all plans: every choice of shardings, each with the splits that take least for it."""
-    least = np.inf
+    graph, least = graph_of(program, Seconds(mesh, machine, axes_of(mesh))), np.inf
     for chosen in every_choice(graph):
         plan = plan_of(program, graph.mesh, graph.shardings(chosen), graph.splits(chosen), *graph.moved(chosen))
         least = min(least, cost(partition(plan), machine).seconds)
-    return float(least)
-
-
-def any_small_program(rng):
-    """A few products, sums, transpositions and reshapes in a row, of arrays of very different sizes."""
-    n, k = (int(2 ** rng.integers(3, 13)) for _ in range(2))
-    steps = []
-    weights = []
-    rows, columns = n, k
-    for what in rng.choice(["product", "turn", "square", "softmax", "halve", "residual"], size=rng.integers(2, 6)):
-        m = int(2 ** rng.integers(3, 13))
-        if what == "product":
-            weights.append(shape(columns, m))
-            columns = m
-        elif what == "turn":
-            rows, columns = columns, rows
-        elif what == "residual":
-            weights.append(shape(rows, columns))
-        elif what == "halve":
-            rows, columns = rows * 2, columns // 2
-        steps.append((str(what), m))
-
-    def f(x, *weights):
-        left = list(weights)
-        for what, _ in steps:
-            if what == "product":
-                x = x @ left.pop(0)
-            elif what == "turn":
-                x = x.T
-            elif what == "square":
-                x = jnp.sin(x) ** 2
-            elif what == "softmax":
-                x = jax.nn.softmax(x)
-            elif what == "halve":
-                x = x.reshape(x.shape[0] * 2, -1)
-            else:
-                x = x + left.pop(0)
-        return x.sum(0) if sums else x
-
-    sums = bool(rng.integers(2))
-    return f, (shape(n, k), *weights)
-
-
-@pytest.mark.slow
-def test_no_plan_of_small_programs_is_better():
-    """As above for a sample of programs: within a percent of the best in 19 of 20, within five percent in all."""
-    ratios = []
-    for seed in itertools.count():
-        rng = np.random.default_rng(seed)
-        f, arguments = any_small_program(rng)
-        mesh = gshard.Mesh.abstract(x=2, y=2) if seed % 4 == 0 else gshard.Mesh.abstract(x=4)
-        machine = Machine.of("h100:1x4")
-        program = gshard.stages.trace(f, *arguments)
-        graph = problem_of(program, mesh, machine)
-        if np.prod([float(len(states)) for states in graph.states]) > 600:
-            continue
-        best = best_plan(program, mesh, machine)
-        ratios.append(best.chosen.cost.seconds / least_of_all(program, graph, machine))
-        if len(ratios) == 60:
-            break
-    assert max(ratios) <= 1.05
-    assert np.mean(np.array(ratios) <= 1.01) >= 0.95
+    best = best_plan(program, mesh, machine)
+    assert best.searched.cost.seconds <= least * 1.01
+    assert best.gap < 1e-6
 
 
 def test_a_value_is_gathered_once_for_products_and_the_sum_of_them():
@@ -229,15 +136,9 @@ def test_sums_are_combined_before_they_are_widened():
 
 
 def test_a_loop_counts_as_often_as_it_runs():
-    def once(x, w):
-        return jnp.tanh(x @ w)
-
-    def often(x, w):
-        return jax.lax.fori_loop(0, 12, lambda _, x: once(x, w), x)
-
-    arguments = (shape(32, 32), shape(32, 32))
-    one = best_plan(gshard.stages.trace(once, *arguments), FOUR, slow())
-    twelve = best_plan(gshard.stages.trace(often, *arguments), FOUR, slow())
+    once = lambda x, w: jnp.tanh(x @ w)  # noqa: E731
+    often = lambda x, w: jax.lax.fori_loop(0, 12, lambda _, x: once(x, w), x)  # noqa: E731
+    one, twelve = (best_plan(gshard.stages.trace(f, *[shape(32, 32)] * 2), FOUR, slow()) for f in (once, often))
     assert 8 < twelve.solution.value / one.solution.value < 14
     assert twelve.solution.value / twelve.searched.cost.seconds == pytest.approx(1, abs=0.1)
 

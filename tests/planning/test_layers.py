@@ -95,7 +95,7 @@ def lowered(layer, count, dtype, accumulates, machine=None):
     pytest.param(block, 8, "bfloat16", True, None, marks=pytest.mark.slow),
     pytest.param(block, 4, "bfloat16", True, "v5e:2x4", marks=pytest.mark.slow),
 ])  # fmt: skip
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_all_layers_have_the_same_shardings_and_collectives(layer, count, dtype, accumulates, machine):
     found = lowered(layer, count, dtype, accumulates, machine)
     own = len(weights(layer, 1)[0])

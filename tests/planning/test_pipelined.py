@@ -1,12 +1,6 @@
 """Pipelines of stacked and of separate layers: numbers of every call, turns, what devices send and hold, refusals."""
 
-from __future__ import annotations
-
-import dataclasses
 import functools
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -18,7 +12,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard import moe
 from gshard.core.mark import Schedule
 from gshard.core.mesh import Mesh
 from gshard.planning.pipelined import pipelined
@@ -29,22 +22,21 @@ RNG = np.random.default_rng(3)
 ROWS, LENGTH, UNITS = 24, 3, 6
 
 
-def normal(*shape: int) -> Any:
+def normal(*shape):
     return (RNG.standard_normal(shape) / 3).astype(np.float32)
 
 
-def weights(layers: int) -> dict[str, Any]:
+def weights(layers):
     return {"a": normal(layers, UNITS, 10), "b": normal(layers, 10, UNITS), "g": normal(layers, UNITS) + 1}
 
 
-def block(x: Any, w: Any) -> Any:
-    """A layer that mixes positions and units of a row."""
+def block(x, w):
     x = x - x.mean(1, keepdims=True) * w["g"]
     h = jnp.tanh(x.reshape(-1, UNITS) @ w["a"])  # rows and positions are one dimension
     return x + (h @ w["b"]).reshape(x.shape)
 
 
-def plain(x: Any, w: Any) -> Any:
+def plain(x, w):
     return block(x, w), None
 
 
@@ -52,18 +44,18 @@ X, SHARED, MASK = normal(ROWS, LENGTH, UNITS), normal(UNITS), RNG.random((ROWS, 
 W = weights(8)
 
 
-def of_plain(w: Any) -> Any:
+def of_plain(w):
     return jax.lax.scan(plain, X, w)[0]
 
 
-def of_remat(w: Any) -> Any:
+def of_remat(w):
     return jax.lax.scan(jax.checkpoint(plain), X, w)[0]
 
 
-def of_carried(w: Any) -> Any:
+def of_carried(w):
     """A sum over the batch, one that each layer scales, and a number that does not depend on the batch."""
 
-    def layer(carry: Any, w: Any) -> Any:
+    def layer(carry, w):
         x, aux, scaled, i = carry
         x = block(x, w) * SHARED
         return (x, aux + (x**2).mean(), 0.5 * scaled + x.sum(), i + 1), ((x**2).sum(), x[:, 0], w["g"] * 2)
@@ -72,27 +64,26 @@ def of_carried(w: Any) -> Any:
     return x * aux + scaled + i, sums.sum() + (rows**2).sum() + doubled.sum()
 
 
-def of_masked(w: Any) -> Any:
-    """A constant and a stack with a batch dimension."""
+def of_masked(w):
     offsets = jnp.cumsum(jnp.ones((8, ROWS, UNITS)) * X[:, 0] / 8, 0)
     masked = lambda x, w: (jnp.where(MASK[..., None], block(x, w[0]), x) + w[1][:, None], None)  # noqa: E731
     return jax.lax.scan(jax.checkpoint(masked), X, (w, offsets))[0]
 
 
-def of_dropped(w: Any) -> Any:
+def of_dropped(w):
     """Random bits, which depend on positions in the batch."""
 
-    def layer(x: Any, w: Any) -> Any:
+    def layer(x, w):
         w, key = w
         return jnp.where(jax.random.bernoulli(key, 0.8, x.shape), block(x, w), x), None
 
     return jax.lax.scan(jax.checkpoint(layer), X, (w, jax.random.split(jax.random.key(1), 8)))[0]
 
 
-def of_keys(w: Any) -> Any:
+def of_keys(w):
     """A key for each row, a mask that a running sum over rows makes, and recomputation of both."""
 
-    def layer(x: Any, w: Any) -> Any:
+    def layer(x, w):
         w, key, mask = w
         keys = jax.random.split(key, ROWS)
         kept = jax.vmap(lambda key, x: jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x, 0))(keys, block(x, w))
@@ -102,21 +93,18 @@ def of_keys(w: Any) -> Any:
     return jax.lax.scan(jax.checkpoint(layer), X, (w, keys, masks))[0]
 
 
-def of_narrow(w: Any) -> Any:
+def of_narrow(w):
     narrow = lambda x: jax.tree.map(lambda a: a.astype(jnp.bfloat16), x)  # noqa: E731
     return jax.lax.scan(plain, narrow(X), narrow(w))[0].astype(jnp.float32)
 
 
-def of_second(w: Any) -> Any:
-    """The batch is the second dimension: the first one is mixed."""
+def of_second(w):
     layer = lambda x, w: (jnp.tanh(jnp.cumsum(x, 0) @ w["a"] @ w["b"]) + x, None)  # noqa: E731
     return jax.lax.scan(layer, X.swapaxes(0, 1), w)[0]
 
 
-def of_chunks(w: Any) -> Any:
-    """A loop in each layer, and layers of several arrays in the carry."""
-
-    def layer(carry: Any, w: Any) -> Any:
+def of_chunks(w):
+    def layer(carry, w):
         x, y = carry
         y = jax.lax.scan(lambda c, t: (0.5 * c + t, c * t), y, jnp.moveaxis(x, 1, 0))[0]
         return (block(x, w) + y[:, None], jnp.tanh(y)), None
@@ -124,51 +112,39 @@ def of_chunks(w: Any) -> Any:
     return jax.lax.scan(layer, (X, X[:, 0]), w)[0]
 
 
-PROGRAMS: dict[str, Callable[[Any], Any]] = {
-    "plain": of_plain,
-    "remat": of_remat,
-    "carried": of_carried,
-    "masked": of_masked,
-    "dropped": of_dropped,
-    "keys": of_keys,
-    "narrow": of_narrow,
-    "second": of_second,
-    "chunks": of_chunks,
-}
+PROGRAMS = {f.__name__.removeprefix("of_"): f for f in (
+    of_plain, of_remat, of_carried, of_masked, of_dropped, of_keys, of_narrow, of_second, of_chunks
+)}  # fmt: skip
 OTHER = weights(8)
 KINDS = "stacked", "separate"
 
 
-def apart(w: Any) -> list[Any]:
-    """Separate layers of a stack."""
+def apart(w):
     return [jax.tree.map(lambda a, i=i: a[i], w) for i in range(8)]
 
 
-def of_kind(kind: str, w: Any) -> Any:
+def of_kind(kind, w):
     return w if kind == "stacked" else apart(w)
 
 
-def loss_of(program: Callable[[Any], Any], mark: Callable[[Any], Any] = lambda w: w) -> Callable[[Any], Any]:
-    """The value of a program and its gradient by the weights."""
-
-    def loss(w: Any) -> Any:
+def loss_of(program, mark=lambda w: w):
+    def loss(w):
         return sum((x**2).mean() if x.ndim else x for x in jax.tree.leaves(program(mark(w))))
 
     return jax.value_and_grad(loss)
 
 
-def marked(over: str = "stage", **arguments: Any) -> Callable[[Any], Any]:
+def marked(over="stage", **arguments):
     return lambda w: gshard.pipeline(w, over, **arguments)
 
 
-def together(results: Any) -> Any:
-    """The results with stacks in place of lists of layers."""
+def together(results):
     is_list = lambda x: isinstance(x, list)  # noqa: E731
     stacks = functools.partial(jax.tree.map, lambda *arrays: np.stack(arrays))
     return jax.tree.map(lambda x: stacks(*x) if is_list(x) else x, results, is_leaf=is_list)
 
 
-def check_equal(got: Any, want: Any, *, narrow: bool = False) -> None:
+def check_equal(got, want, *, narrow=False):
     got, want = together(got), together(want)
     if narrow:
         assert all(a < 2 * b + 1e-3 for a, b in zip(errors_of_narrow(got), errors_of_narrow(want), strict=True))
@@ -178,34 +154,34 @@ def check_equal(got: Any, want: Any, *, narrow: bool = False) -> None:
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=2e-5, atol=2e-5 * max(scale, 1e-3))
 
 
-def errors_of_narrow(results: Any) -> list[float]:
+def errors_of_narrow(results):
     """The distances from the results in float32 with the same weights, relative to those."""
     pairs = zip(jax.tree.leaves(results), jax.tree.leaves(in_float32()), strict=True)
     return [float(np.linalg.norm(np.asarray(x) - y) / np.linalg.norm(y)) for x, y in pairs]
 
 
 @functools.cache
-def in_float32() -> Any:
+def in_float32():
     x, w = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16).astype(jnp.float32), (X, W))
     return jax.tree.map(np.asarray, jax.jit(loss_of(lambda w: jax.lax.scan(plain, x, w)[0]))(w))
 
 
-def check_calls(function: Callable[..., Any], want: Any, *arguments: Any, mesh: Any, narrow: bool = False) -> None:
+def check_calls(function, want, *arguments, mesh, narrow=False):
     """Calls with arguments on the host, as results of the first call are placed, and replicated."""
     for got in three_calls(gshard.jit(function, mesh=mesh), mesh, *arguments):
         check_equal(got, want, narrow=narrow)
 
 
 @functools.cache
-def wanted(name: str) -> Any:
+def wanted(name):
     return jax.jit(loss_of(PROGRAMS[name]))(W)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_numbers_are_those_of_the_loop(name: str, kind: str, rounds: int) -> None:
+def test_numbers_are_those_of_the_loop(name, kind, rounds):
     function = loss_of(PROGRAMS[name], marked(micro_batches=6, rounds=rounds, stack=kind == "separate"))
     w = of_kind(kind, W)
     assert len(gshard.explain(function, w, mesh=Mesh.abstract(stage=4)).plan.program.pipelines) == 2
@@ -214,10 +190,10 @@ def test_numbers_are_those_of_the_loop(name: str, kind: str, rounds: int) -> Non
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_towers(kind: str) -> None:
+def test_two_towers(kind):
     """Encoder and decoder: the layers of the second loop read the result of the first one."""
 
-    def towers(encoder: Any, decoder: Any, mark: Callable[[Any], Any] = lambda w: w) -> Any:
+    def towers(encoder, decoder, mark=lambda w: w):
         x = jax.lax.scan(plain, X, mark(encoder))[0]
         y = jax.lax.scan(lambda y, w: (block(y, w) + jnp.cos(x), None), X[::-1], mark(decoder))[0]
         return (x**2).mean() + (y**2).mean()
@@ -231,10 +207,10 @@ def test_two_towers(kind: str) -> None:
     check_calls(function, want, *w, mesh=mesh_of(stage=4, other=2))
 
 
-def test_layers_that_are_constants() -> None:
+def test_layers_that_are_constants():
     """No derivative is by the weights of the layers, which are not arguments."""
 
-    def loss(first: Any, mark: Callable[[Any], Any] = lambda w: w) -> Any:
+    def loss(first, mark=lambda w: w):
         return (jax.lax.scan(jax.checkpoint(plain), X * first, mark(W))[0] ** 2).mean()
 
     mark = lambda w: gshard.pipeline(apart(w), "stage", micro_batches=4, stack=True)  # noqa: E731
@@ -244,24 +220,19 @@ def test_layers_that_are_constants() -> None:
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize(
-    ("stages", "micro_batches", "rounds"),
-    [(2, 1, 1), (2, 3, 4), (8, 8, 1), (8, 24, 1), (4, 2, 1), (4, 4, 2), (2, 2, 4)],
-)
-def test_numbers_of_other_schedules(stages: int, micro_batches: int, rounds: int) -> None:
-    function = loss_of(of_carried, marked(micro_batches=micro_batches, rounds=rounds))
-    check_calls(function, wanted("carried"), W, mesh=mesh_of(stage=stages, other=8 // stages))
+@pytest.mark.parametrize(("over", "axes", "micro_batches", "rounds"), [
+    ("stage", {"stage": 2, "other": 4}, 1, 1), ("stage", {"stage": 2, "other": 4}, 3, 4),
+    ("stage", {"stage": 8}, 8, 1), ("stage", {"stage": 8}, 24, 1),
+    ("stage", {"stage": 4, "other": 2}, 2, 1), ("stage", {"stage": 4, "other": 2}, 4, 2),
+    ("stage", {"stage": 2, "other": 4}, 2, 4),
+    (4, {"stage": 2, "data": 2, "model": 2}, 4, 1), (("stage", "data"), {"stage": 2, "data": 2, "model": 2}, 4, 1),
+])  # fmt: skip
+def test_numbers_of_other_schedules(over, axes, micro_batches, rounds):
+    function = loss_of(of_carried, marked(over, micro_batches=micro_batches, rounds=rounds))
+    check_calls(function, wanted("carried"), W, mesh=mesh_of(**axes))
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("over", [4, ("stage", "data")])
-def test_stages_over_a_number_of_parts_or_several_axes(over: Any) -> None:
-    function = loss_of(of_remat, marked(over, micro_batches=4))
-    check_calls(function, wanted("remat"), W, mesh=mesh_of(stage=2, data=2, model=2))
-
-
-def beside(w: Any, x: Any) -> Any:
-    """A pipeline beside a split batch and split units."""
+def beside(w, x):
     w = {
         "a": gshard.shard(w["a"], P("stage", None, "model")),
         "b": gshard.shard(w["b"], P("stage", "model")),
@@ -271,7 +242,7 @@ def beside(w: Any, x: Any) -> Any:
     return (jax.lax.scan(jax.checkpoint(plain), gshard.split(x, 0, "data"), w)[0] ** 2).mean()
 
 
-def test_beside_data_and_tensor_parallelism() -> None:
+def test_beside_data_and_tensor_parallelism():
     want = jax.jit(jax.value_and_grad(lambda w, x: (jax.lax.scan(plain, x, w)[0] ** 2).mean()))(W, X)
     function = jax.value_and_grad(beside)
     check_calls(function, want, W, X, mesh=mesh_of(stage=2, data=2, model=2))
@@ -282,10 +253,10 @@ def test_beside_data_and_tensor_parallelism() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_training_step_keeps_its_state(kind: str) -> None:
+def test_a_training_step_keeps_its_state(kind):
     optimizer = optax.adamw(1e-2)
 
-    def step(w: Any, state: Any, x: Any, mark: Callable[[Any], Any] = lambda w: w) -> Any:
+    def step(w, state, x, mark=lambda w: w):
         value, gradient = jax.value_and_grad(
             lambda w: (jax.lax.scan(jax.checkpoint(plain), x, mark(w))[0] ** 2).mean()
         )(w)
@@ -304,7 +275,7 @@ def test_a_training_step_keeps_its_state(kind: str) -> None:
         assert x.sharding.spec[0] == "stage"
 
 
-def test_arguments_of_explicit_axes() -> None:
+def test_arguments_of_explicit_axes():
     function = loss_of(of_remat, marked(micro_batches=4))
     run = gshard.jit(function, mesh=mesh_of(stage=8, explicit=True))
     check_equal(run(W), wanted("remat"))
@@ -315,7 +286,7 @@ def test_arguments_of_explicit_axes() -> None:
     check_equal(plain_jax, wanted("remat"))
 
 
-def test_outside_of_a_mesh_the_mark_is_the_identity() -> None:
+def test_outside_of_a_mesh_the_mark_is_the_identity():
     check_equal(jax.jit(loss_of(of_plain, marked(micro_batches=5, rounds=3)))(W), wanted("plain"))
     check_equal(jax.jit(loss_of(of_plain, marked(micro_batches=5, stack=True)))(apart(W)), wanted("plain"))
     check_calls(loss_of(of_plain, marked(micro_batches=5, rounds=1)), wanted("plain"), W, mesh=mesh_of(stage=1, data=8))
@@ -324,7 +295,7 @@ def test_outside_of_a_mesh_the_mark_is_the_identity() -> None:
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("stages", [2, 4, 8])
 @pytest.mark.parametrize("micro_batches", [4, 8])
-def test_turns_permutes_and_bytes(stages: int, micro_batches: int) -> None:
+def test_turns_permutes_and_bytes(stages, micro_batches):
     """One permutation each turn, of one micro-batch; each stage has its part of the weights."""
     function = loss_of(of_remat, marked(micro_batches=micro_batches))
     found = gshard.explain(function, W, mesh=Mesh.abstract(stage=stages))
@@ -341,13 +312,13 @@ def test_turns_permutes_and_bytes(stages: int, micro_batches: int) -> None:
     assert text in found.format(tensors=0)
 
 
-def in_rounds(w: Any) -> Any:
+def in_rounds(w):
     w = gshard.split(w, 1, "stage")
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), w)
     return of_remat(gshard.pipeline(flat, "stage", micro_batches=4, rounds=2))
 
 
-def test_stacks_in_rounds_stay_where_they_are() -> None:
+def test_stacks_in_rounds_stay_where_they_are():
     w = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), W)
     value, gradient = wanted("remat")
     want = value, jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), gradient)
@@ -359,14 +330,13 @@ def test_stacks_in_rounds_stay_where_they_are() -> None:
     assert all(row.local_bytes * 4 == row.bytes for row in found.tensors if row.name.startswith("w["))
 
 
-def of_separate(layers: Any, rounds: int, x: Any) -> Any:
-    """Weights of separate layers in bfloat16, their gradients are as wide."""
+def of_separate(layers, rounds, x):
     stacked = gshard.pipeline(layers, "stage", micro_batches=4, rounds=rounds, stack=True)
     return (jax.lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(x @ w["a"]) @ w["b"], None)), x, stacked)[0] ** 2).mean()
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
-def test_separate_layers_move_once_each_way(rounds: int) -> None:
+def test_separate_layers_move_once_each_way(rounds):
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     layers = [{"a": shape((512, 1024)), "b": shape((1024, 512))}] * 8
     found = gshard.explain(
@@ -380,56 +350,33 @@ def test_separate_layers_move_once_each_way(rounds: int) -> None:
     assert all(row.local_bytes * 4 == row.bytes for row in found.tensors if row.name.startswith("w["))
 
 
-def check_layers(layers: Any) -> None:
-    """Three calls of a derivative by modules, which are called in a loop as a pipeline."""
+LIBRARIES = {
+    "equinox": ([eqx.nn.Linear(UNITS, UNITS, key=key) for key in jax.random.split(jax.random.key(0), 8)], jax.vmap),
+    "flax": (nnx.List([nnx.Linear(UNITS, UNITS, rngs=nnx.Rngs(i)) for i in range(8)]), lambda own: own),
+}
 
-    def loss(model: Any, mark: bool = False) -> Any:
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_layers_of_libraries(library):
+    layers, called = LIBRARIES[library]
+
+    def loss(model, mark=False):
         layers, first = model
         x = X[:, 0] @ first
         if not mark:
             for own in layers:
-                x = own(x)
+                x = x + jnp.tanh(called(own)(x))
             return (x**2).mean()
         stacked = gshard.pipeline(layers, "stage", micro_batches=6, stack=True)
-        return (jax.lax.scan(lambda x, own: (own(x), None), x, stacked)[0] ** 2).mean()
+        return (jax.lax.scan(lambda x, own: (x + jnp.tanh(called(own)(x)), None), x, stacked)[0] ** 2).mean()
 
     model = layers, normal(UNITS, UNITS)
-    arguments = {"allow_int": True}  # counts of random numbers
-    want = jax.jit(jax.value_and_grad(loss, **arguments))(model)
-    function = jax.value_and_grad(functools.partial(loss, mark=True), **arguments)
-    check_calls(function, want, model, mesh=mesh_of(stage=4, b=2))
+    function = jax.value_and_grad(functools.partial(loss, mark=True))
+    check_calls(function, jax.jit(jax.value_and_grad(loss))(model), model, mesh=mesh_of(stage=4, b=2))
     assert len(gshard.explain(function, model, mesh=Mesh.abstract(stage=4)).plan.program.pipelines) == 2
 
 
-class EqxLayer(eqx.Module):
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
-
-    def __init__(self, key: Any):
-        one, two = jax.random.split(key)
-        self.up, self.down = eqx.nn.Linear(UNITS, 10, key=one), eqx.nn.Linear(10, UNITS, key=two)
-
-    def __call__(self, x: Any) -> Any:
-        return x + jax.vmap(self.down)(jnp.tanh(jax.vmap(self.up)(x)))
-
-
-def test_layers_of_equinox() -> None:
-    check_layers([EqxLayer(key) for key in jax.random.split(jax.random.key(0), 8)])
-
-
-class NnxLayer(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.up, self.down = nnx.Linear(UNITS, 10, rngs=rngs), nnx.Linear(10, UNITS, rngs=rngs)
-
-    def __call__(self, x: Any) -> Any:
-        return x + self.down(nnx.gelu(self.up(x)))
-
-
-def test_layers_of_flax() -> None:
-    check_layers(nnx.List([NnxLayer(nnx.Rngs(i)) for i in range(8)]))
-
-
-def test_under_vmap_also_of_weights() -> None:
+def test_under_vmap_also_of_weights():
     """The dimension that vmap adds is no batch if micro-batches do not divide it, and layers are no first dimension."""
     loss = lambda w, x: (jax.lax.scan(plain, x, gshard.pipeline(w, "stage", micro_batches=4))[0] ** 2).mean()  # noqa: E731
     function = jax.vmap(jax.vmap(jax.value_and_grad(loss), (None, 0)), (0, None))
@@ -441,8 +388,8 @@ def test_under_vmap_also_of_weights() -> None:
     assert all("4 micro-batches of 6 rows" in text for text in pipelines)
 
 
-def test_inside_a_loop_over_batches() -> None:
-    def accumulated(w: Any, x: Any) -> Any:
+def test_inside_a_loop_over_batches():
+    def accumulated(w, x):
         loss = lambda w, x: (jax.lax.scan(plain, x, gshard.pipeline(w, "stage", micro_batches=4))[0] ** 2).mean()  # noqa: E731
         added = lambda total, x: (jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(w, x)), None)  # noqa: E731
         return jax.lax.scan(added, jax.tree.map(jnp.zeros_like, (0.0, w)), x)[0]
@@ -452,8 +399,8 @@ def test_inside_a_loop_over_batches() -> None:
     assert len(gshard.explain(accumulated, W, x, mesh=Mesh.abstract(stage=4)).plan.program.pipelines) == 2
 
 
-def test_with_a_layout() -> None:
-    def layer(x: Any, w: Any) -> Any:
+def test_with_a_layout():
+    def layer(x, w):
         h = gshard.name(jnp.tanh(x @ w["a"]), "batch length hidden")
         return x + h @ w["b"], None
 
@@ -465,27 +412,7 @@ def test_with_a_layout() -> None:
     assert gshard.explain(run, W).plan.program.pipelines
 
 
-@pytest.mark.slow
-def test_the_dense_transformer_of_the_paper() -> None:
-    """Encoder and decoder of T(96L), small: the encoder's result and its masks are operands of each layer."""
-    config = dataclasses.replace(
-        moe.TABLE_1["T(96L)"], encoder_layers=4, decoder_layers=4, model_dim=8, hidden_dim=16, heads=2, head_dim=4,
-        source_vocabulary=13, target_vocabulary=13, dropout=0.1, remat=True,
-    )  # fmt: skip
-    batch = {name: RNG.integers(1, 13, (8, 6)).astype(np.int32) for name in ("source", "target")}
-
-    def loss(params: Any, mark: Callable[[Any], Any]) -> Any:
-        params = {**params, **{h: {**params[h], "blocks": mark(params[h]["blocks"])} for h in ("encoder", "decoder")}}
-        return moe.loss(config, params, batch, key=jax.random.key(5))[0]
-
-    params = moe.init(config, jax.random.key(0))
-    want = jax.jit(jax.value_and_grad(lambda p: loss(p, lambda w: w)))(params)
-    function = jax.value_and_grad(lambda p: loss(p, marked(micro_batches=4)))
-    check_calls(function, want, params, mesh=mesh_of(stage=4, data=2))
-    assert len(gshard.explain(function, params, mesh=Mesh.abstract(stage=4)).plan.program.pipelines) == 4
-
-
-def test_a_settled_program_is_a_fixed_point() -> None:
+def test_a_settled_program_is_a_fixed_point():
     mesh = Mesh.abstract(stage=4)
     program = gshard.stages.trace(loss_of(of_remat, marked(micro_batches=4)), W)
     once = settled(program, mesh).program
@@ -497,18 +424,8 @@ def test_a_settled_program_is_a_fixed_point() -> None:
         settled(program, other)
 
 
-def test_a_saved_plan_is_for_the_same_program(tmp_path: Path) -> None:
-    function = loss_of(of_remat, marked(micro_batches=4))
-    mesh = Mesh.abstract(stage=4)
-    found = gshard.explain(function, W, mesh=mesh)
-    gshard.SavedPlan.of(found.plan).save(tmp_path / "plan.json")
-    again = gshard.explain(function, W, mesh=mesh, plan=gshard.SavedPlan.load(tmp_path / "plan.json"))
-    assert again.plan.program.pipelines == found.plan.program.pipelines
-    assert again.total_bytes == found.total_bytes
-
-
-def test_loops_that_only_add_are_no_pipelines() -> None:
-    def norms(w: Any) -> Any:
+def test_loops_that_only_add_are_no_pipelines():
+    def norms(w):
         w = gshard.pipeline(w, "stage", micro_batches=4)
         return jax.lax.scan(lambda total, w: (total + (w["a"] ** 2).sum(), w["a"].max()), 0.0, w)
 
@@ -516,8 +433,8 @@ def test_loops_that_only_add_are_no_pipelines() -> None:
     assert not gshard.explain(norms, W, mesh=Mesh.abstract(stage=4)).plan.program.pipelines
 
 
-def test_a_stack_that_no_loop_scans_is_refused() -> None:
-    def f(w: Any) -> Any:
+def test_a_stack_that_no_loop_scans_is_refused():
+    def f(w):
         w = gshard.pipeline(w, "stage", micro_batches=4)
         return jax.lax.scan(plain, X, jax.tree.map(lambda a: a[::-1][:4] * 2, w))[0]
 
@@ -526,11 +443,7 @@ def test_a_stack_that_no_loop_scans_is_refused() -> None:
     assert "test_pipelined.py:" in str(error.value)
 
 
-def mixed(x: Any, w: Any) -> Any:
-    return jnp.tanh(x - x.mean(0)) @ w["a"] @ w["b"] - x.mean((1, 2)).sum() - x.mean(1, keepdims=True).mean(2), None
-
-
-def normalised(x: Any, w: Any) -> Any:
+def normalised(x, w):
     x = x / jnp.sqrt((x**2).mean() + 1)
     return x + jnp.tanh(x @ w["a"]) @ w["b"], None
 
@@ -538,14 +451,14 @@ def normalised(x: Any, w: Any) -> Any:
 @pytest.mark.parametrize(
     ("layer", "arguments", "message"),
     [
-        (normalised, {"micro_batches": 4}, "mixes the rows of the batch"),
+        (normalised, {"micro_batches": 4}, r"(?s)mixes the rows of the batch.*\(normalised\)"),
         (plain, {"micro_batches": 5}, "a batch of 24 rows cannot be cut into 5 micro-batches"),
         (plain, {"micro_batches": 4, "rounds": 3}, "a loop over 8 layers cannot be cut into 12 equal parts"),
         (plain, {"micro_batches": 2, "rounds": 2}, "2 micro-batches cannot pass 4 stages in several rounds"),
     ],
 )
-def test_refusals_name_the_line(layer: Any, arguments: Any, message: str) -> None:
-    def f(w: Any) -> Any:
+def test_refusals_name_the_line(layer, arguments, message):
+    def f(w):
         return jax.lax.scan(layer, X, gshard.pipeline(w, "stage", **arguments))[0]
 
     with pytest.raises(gshard.ShardingError, match=message) as error:
@@ -553,13 +466,6 @@ def test_refusals_name_the_line(layer: Any, arguments: Any, message: str) -> Non
     assert "test_pipelined.py:" in str(error.value)
     assert "pipeline(x, 'stage'" in str(error.value)
     assert error.value.hint
-
-
-def test_a_refusal_names_the_operator_in_the_layer() -> None:
-    f = lambda w: jax.lax.scan(normalised, X, gshard.pipeline(w, "stage", micro_batches=4))[0]  # noqa: E731
-    with pytest.raises(gshard.ShardingError) as error:
-        gshard.explain(f, W, mesh=Mesh.abstract(stage=4))
-    assert "(normalised)" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -580,6 +486,6 @@ def test_a_refusal_names_the_operator_in_the_layer() -> None:
         ([{"a": X, "f": jnp.tanh}] * 2, {"micro_batches": 2, "stack": True}, "not an array"),
     ],
 )
-def test_wrong_marks(x: Any, arguments: Any, message: str) -> None:
+def test_wrong_marks(x, arguments, message):
     with pytest.raises(gshard.ShardingError, match=message):
         gshard.pipeline(x, "stage", **arguments)

@@ -17,34 +17,26 @@ LAYERS, MODEL, HIDDEN = 6, 256, 512
 MESH = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
 
 # What stands between the weights and the loop, and how the weights lie.
+STACK, INNER = (LAYERS, MODEL, HIDDEN), P(None, "fsdp")
 BETWEEN = {
-    "nothing": (lambda w: w, (LAYERS, MODEL, HIDDEN), P(None, "fsdp")),
-    "cast": (lambda w: w.astype(jnp.bfloat16), (LAYERS, MODEL, HIDDEN), P(None, "fsdp")),
+    "nothing": (lambda w: w, STACK, INNER),
+    "cast": (lambda w: w.astype(jnp.bfloat16), STACK, INNER),
     "moved axis": (lambda w: jnp.moveaxis(w, 1, 0), (MODEL, LAYERS, HIDDEN), P("fsdp")),
-    "moved axis, cast": (
-        lambda w: jnp.moveaxis(w, 1, 0).astype(jnp.bfloat16),
-        (MODEL, LAYERS, HIDDEN),
-        P("fsdp"),
-    ),
+    "moved axis, cast": (lambda w: jnp.moveaxis(w, 1, 0).astype(jnp.bfloat16), (MODEL, LAYERS, HIDDEN), P("fsdp")),
     "merged blocks": (lambda w: w.reshape(-1, MODEL, HIDDEN), (2, LAYERS // 2, MODEL, HIDDEN), P(None, None, "fsdp")),
-    "parted layers": (
-        lambda w: w.reshape(LAYERS, MODEL, HIDDEN),
-        (LAYERS, MODEL, 2, HIDDEN // 2),
-        P(None, "fsdp"),
-    ),
-    "slice": (lambda w: w[:4], (LAYERS, MODEL, HIDDEN), P(None, "fsdp")),
-    "reversed": (lambda w: w[::-1], (LAYERS, MODEL, HIDDEN), P(None, "fsdp")),
-    "scaled": (lambda w: w * 0.5, (LAYERS, MODEL, HIDDEN), P(None, "fsdp")),
-    "normalized": (lambda w: w / jnp.sqrt(jnp.mean(w * w, 2, keepdims=True)), (LAYERS, MODEL, HIDDEN), P(None, "fsdp")),
-    "joined": (lambda w: jnp.concatenate([w, w[:1]]), (LAYERS, MODEL, HIDDEN), P(None, "fsdp")),
-}  # fmt: skip
+    "parted layers": (lambda w: w.reshape(LAYERS, MODEL, HIDDEN), (LAYERS, MODEL, 2, HIDDEN // 2), INNER),
+    "slice": (lambda w: w[:4], STACK, INNER),
+    "reversed": (lambda w: w[::-1], STACK, INNER),
+    "scaled": (lambda w: w * 0.5, STACK, INNER),
+    "normalized": (lambda w: w / jnp.sqrt(jnp.mean(w * w, 2, keepdims=True)), STACK, INNER),
+    "joined": (lambda w: jnp.concatenate([w, w[:1]]), STACK, INNER),
+}
 
 
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("name", BETWEEN)
 @pytest.mark.one_in(3)
 def test_weights_are_gathered_one_layer_at_a_time(name, remat):
-    """Nothing that is gathered or summed up is larger than one layer."""
     between, shape, spec = BETWEEN[name]
 
     def step(w, x):
@@ -84,24 +76,7 @@ def test_accumulated_gradients_are_as_the_weights_are():
         assert [r.times for r in summed] == [times]
 
 
-def test_the_gradient_of_a_weight_that_is_brought_is_scattered_once():
-    """A recurrent layer's weight is gathered once for all rounds, and its gradient, as large, is carried to the end."""
-
-    def step(w, x):
-        def loss(w):
-            return jnp.mean(lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=10)[0] ** 2)
-
-        return w - jax.grad(loss)(w)
-
-    w = jax.ShapeDtypeStruct((MODEL, MODEL), jnp.float32, sharding=NamedSharding(MESH, P("fsdp")))
-    x = jax.ShapeDtypeStruct((1024, MODEL), jnp.float32, sharding=NamedSharding(MESH, P("fsdp")))
-    found = gshard.explain(gshard.jit(step, mesh=MESH), w, x).collectives
-    assert sorted((r.kind, r.times) for r in found) == [("all_gather", 1), ("reduce_scatter", 1)]
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "accumulated" else pytest.mark.slow) for name in STEPS]
-)
+@pytest.mark.parametrize("name", STEPS)
 @pytest.mark.slow
 def test_steps_of_todays_training_code(name):
     """Three steps give what ``jax.jit`` gives, and the compiled program needs no more temporaries, bytes and FLOPs."""

@@ -74,7 +74,6 @@ def test_moves_cost_what_their_steps_cost(axes, machine):
 @pytest.mark.parametrize("machine", ["", "h100:1x8", "h100:2x4", "v5e"])
 @pytest.mark.parametrize("axes", [{"a": 2, "b": 2, "c": 2}, {"a": 4, "b": 2}, {"a": 8}], ids=str)
 def test_steps_of_one_group_have_one_price_class(axes, machine):
-    """So an objective classifies one step of each group (``AxisSteps.group``)."""
     mesh = Mesh.abstract(**axes)
     cuts = [Sharding(((mesh.atoms_of["a"][0],),))] if "a" in axes else []
     named = Machine.of(machine) if ":" in machine else Machine.of(machine, mesh.size) if machine else None

@@ -77,6 +77,8 @@ def test_the_same_comes_out(n, parts, dim):
 @pytest.mark.parametrize("name", ROWS)
 def test_no_more_is_sent_than_borders(name):
     f, rows = ROWS[name]
+    if name in ("a stencil", "every third"):  # an update of the inside is one choice
+        assert [e.name for e in gshard.stages.trace(f, data(32)).block.equations].count("select_n") == 1
     x = jax.ShapeDtypeStruct((32, M), jnp.float32)
     lowered = gshard.jit(lambda x: f(gshard.split(x, 0, 8)), mesh=gshard.Mesh.abstract(devices=8)).lower(x)
     assert sum(c.bytes * c.times for c in lowered.spmd.collectives) <= rows * ROW
@@ -152,8 +154,3 @@ def test_padding_is_made_where_it_is_read(first, last, step):
     assert len(chosen) == (2 if read[0] or read[-1] else 1)
     got = gshard.jit(lambda x: f(gshard.split(x, 0, 8)), mesh=8)(x)
     np.testing.assert_allclose(got, jax.jit(f)(x), rtol=1e-6)
-
-
-def test_an_update_of_the_inside_is_one_choice():
-    for f in (ROWS["a stencil"][0], ROWS["every third"][0]):
-        assert [e.name for e in gshard.stages.trace(f, data(32)).block.equations].count("select_n") == 1

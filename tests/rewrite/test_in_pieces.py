@@ -15,7 +15,6 @@ ROWS = {r.name: r for r in rows()}
 
 
 def layouts(n):
-    """Several ways to have ``n`` elements in pieces."""
     yield (Piece(n + 3, 0, n),)
     yield (Piece(n + 3, 2, n + 2),)
     if n > 1:
@@ -26,7 +25,6 @@ def layouts(n):
 
 
 def poisoned(x, rng):
-    """What must not be noticed."""
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return rng.choice([np.nan, np.inf, -np.inf, 7.0], x.shape).astype(x.dtype)
     return rng.integers(0, 2, x.shape).astype(x.dtype)
@@ -48,8 +46,6 @@ def whole_of(parts, dim, layout):
 
 
 def touches(e):
-    """The factors of an equation that are a dimension of an operand or a result."""
-    assert e.rule is not None
     for f in range(len(e.rule.factors)):
         t = touched(e, f)
         if t is not None and any(d is not None for d in (*t.operands, *t.results)):
@@ -62,7 +58,6 @@ def run(e, operands):
 
 
 def operands_of(row, program, e):
-    """What an equation reads when its row runs."""
     found = dict(zip(program.block.inputs, [*program.captured, *jax.tree.leaves(row.arguments)]))
     for q in program.block.equations:
         given = [found[x] if isinstance(x, Value) else x.value for x in q.inputs]
@@ -85,7 +80,6 @@ def test_an_equation_of_pieces_computes_the_whole_in_every_layout(name, rng):
 
 
 def check(row, rng, most):
-    """Computes an equation in some layouts for each of its factors."""
     program = row.program
     e = next((q for q in program.block.equations if q.name == row.primitive), None)
     if e is None or e.rule is None or e.mark is not None:
@@ -129,7 +123,6 @@ NAMES = frozenset(
 
 
 def test_these_are_computed_in_pieces():
-    """The law above says something of them."""
     seen = set()
     for row in ROWS.values():
         for e in row.program.block.equations:

@@ -25,35 +25,27 @@ def summed(w, xs):
     return lax.scan(lambda c, x: (c + (2 * (x @ w) + 1).sum(0), None), jnp.arange(5.0), xs)[0]
 
 
-def taken_away(w, xs):
-    return lax.scan(lambda c, x: (c - x @ w, x[0]), jnp.ones((4, 5)), xs, reverse=True)
-
-
 def nested(w, xs):
     return lax.map(lambda x: lax.scan(lambda c, row: (2 * c + row @ w, c), jnp.zeros(5), x), xs)
-
-
-def until(w, xs):
-    """Each slice goes round as often as it needs, which padding would do for ever."""
-    return lax.map(lambda x: lax.while_loop(lambda y: (y != 0).any(), lambda y: jnp.trunc(y / 2), x), xs)
-
-
-def chosen(w, xs):
-    return lax.map(lambda x: lax.cond(x.sum() > 0, lambda x: x @ w, lambda x: x[:, :5], x), xs)
-
-
-def integers(w, xs):
-    return lax.scan(lambda c, x: (c + (7 - x.astype(jnp.int32)), c.shape[0] * x), jnp.zeros((4, 6), jnp.int32), xs)
 
 
 def first(f, argument):
     return jax.grad(lambda *a: jnp.sum(jax.tree.leaves(f(*a))[0] ** 2), argument)
 
 
+ZEROS = np.zeros((4, 6), np.float32)
 APART = {
-    "mapped": mapped, "summed": summed, "taken_away": taken_away, "nested": nested, "until": until, "chosen": chosen,
-    "integers": integers, "mapped, gradient of weights": first(mapped, 0),
-    "mapped, gradient of slices": first(mapped, 1),
+    "mapped": mapped, "summed": summed, "nested": nested,
+    "taken_away": lambda w, xs: lax.scan(lambda c, x: (c - x @ w, x[0]), jnp.ones((4, 5)), xs, reverse=True),
+    # Each slice goes round as often as it needs, which padding would do for ever.
+    "until": lambda w, xs: lax.map(
+        lambda x: lax.while_loop(lambda y: (y != 0).any(), lambda y: jnp.trunc(y / 2), x), xs
+    ),
+    "chosen": lambda w, xs: lax.map(lambda x: lax.cond(x.sum() > 0, lambda x: x @ w, lambda x: x[:, :5], x), xs),
+    "integers": lambda w, xs: lax.scan(
+        lambda c, x: (c + (7 - x.astype(jnp.int32)), c.shape[0] * x), ZEROS.astype(np.int32), xs
+    ),
+    "mapped, gradient of weights": first(mapped, 0), "mapped, gradient of slices": first(mapped, 1),
     "summed, gradient of slices": first(summed, 1), "nested, gradient of weights": first(nested, 0),
 }  # fmt: skip
 
@@ -85,31 +77,13 @@ def test_only_sums_are_sent(name):
     assert "scan" in {e.name for e in lowered.plan.program.block.equations if e.rule is not None}
 
 
-def turned(w, xs):
-    return lax.scan(lambda c, x: (x - c, None), jnp.zeros((4, 6)), xs)[0]
-
-
-def reversed_(w, xs):
-    return lax.scan(lambda c, x: (x + c[::-1], None), jnp.zeros((4, 6)), xs)[0]
-
-
-def read(w, xs):
-    return lax.scan(lambda c, x: (c + x, c), jnp.zeros((4, 6)), xs)
-
-
-def given_out(w, xs):
-    def step(c, x):
-        after = c + x
-        return after, after
-
-    return lax.scan(step, jnp.zeros((4, 6)), xs)
-
-
-def marked(w, xs):
-    return lax.map(lambda x: gshard.split(x, 0, 2) @ w, xs)
-
-
-@pytest.mark.parametrize("f", [turned, reversed_, read, given_out, marked])
+@pytest.mark.parametrize("f", [
+    lambda w, xs: lax.scan(lambda c, x: (x - c, None), ZEROS, xs)[0],
+    lambda w, xs: lax.scan(lambda c, x: (x + c[::-1], None), ZEROS, xs)[0],
+    lambda w, xs: lax.scan(lambda c, x: (c + x, c), ZEROS, xs),
+    lambda w, xs: lax.scan(lambda c, x: (after := c + x, after), ZEROS, xs),
+    lambda w, xs: lax.map(lambda x: gshard.split(x, 0, 2) @ w, xs),
+], ids=["turned", "reversed", "read", "given out", "marked"])  # fmt: skip
 @pytest.mark.one_in(2)
 def test_rounds_that_need_one_another_stay_in_order(f):
     xs = slices(16)

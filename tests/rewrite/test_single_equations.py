@@ -57,15 +57,15 @@ SCANS = {
 }  # fmt: skip
 
 
-def named(function, arguments):
+def names(function, arguments):
     return [e.name for e in trace(function, *arguments).block.walk()]
 
 
 @pytest.mark.parametrize("name", SCANS)
 def test_a_scan_is_one_equation(name):
-    names = named(*SCANS[name])
-    assert names.count("associative_scan") == 1
-    assert not {"slice", "pad", "concatenate", "concatenate_slices"} & set(names)
+    found = names(*SCANS[name])
+    assert found.count("associative_scan") == 1
+    assert not {"slice", "pad", "concatenate", "concatenate_slices"} & set(found)
 
 
 @pytest.mark.parametrize(("name", "spec"), crossed(list(SCANS), [P(("x", "y")), P("y", "x")], one_in=4))
@@ -91,28 +91,22 @@ def test_one_element_of_each_device_is_sent():
     assert sum(c.total_bytes for c in sent) == 7 * 6 * (1 + 4)
 
 
-@pytest.mark.parametrize("name", ["all levels are needed", "something else", "of matrices", "by an array"])
+NO_SCANS = {
+    "all levels are needed": (jax.grad(lambda x: jnp.sum(lax.associative_scan(recurrence, (x, x))[1] ** 2)), (F,)),
+    "a level of a scan, and then another operation": (lambda x: (y := x[0:-1:2] + x[1::2])[0:-1:2] * y[1::2], (F,)),
+    "of matrices": (
+        lambda x: lax.associative_scan(lambda a, b: jnp.einsum("nij,njk->nik", a, b), x),
+        (RNG.standard_normal((8, 2, 2)).astype(np.float32),),
+    ),
+    "by an array": (lambda x, s: lax.associative_scan(lambda a, b: a + s[0, 0] * b, x), (F, F)),
+}
+
+
+@pytest.mark.parametrize("name", NO_SCANS)
 @pytest.mark.one_in(2)
 def test_what_is_no_scan_or_more_stays(name):
-    def almost(x):
-        """A level of a scan, and then another operation."""
-        y = x[0:-1:2] + x[1::2]
-        return y[0:-1:2] * y[1::2]
-
-    def products(x):
-        return lax.associative_scan(lambda a, b: jnp.einsum("nij,njk->nik", a, b), x)
-
-    def gradient(x):
-        return jax.grad(lambda x: jnp.sum(lax.associative_scan(recurrence, (x, x))[1] ** 2))(x)
-
-    cases = {
-        "all levels are needed": (gradient, (F,)),
-        "something else": (almost, (F,)),
-        "of matrices": (products, (RNG.standard_normal((8, 2, 2)).astype(np.float32),)),
-        "by an array": (lambda x, s: lax.associative_scan(lambda a, b: a + s[0, 0] * b, x), (F, F)),
-    }
-    function, arguments = cases[name]
-    assert "associative_scan" not in named(function, arguments)
+    function, arguments = NO_SCANS[name]
+    assert "associative_scan" not in names(function, arguments)
     found, expected = gshard.jit(function, mesh=8)(*arguments), jax.jit(function)(*arguments)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -178,12 +172,8 @@ def test_others_stay(axes):
     np.testing.assert_array_equal(jax.jit(f)(u), gshard.jit(f, mesh=MESH)(u))
 
 
-SWAPPED_RNG = np.random.default_rng(0)
-
-
 def whole(*shape):
-    """Integers, of which sums in any order are exact."""
-    return SWAPPED_RNG.integers(-9, 9, shape).astype(np.float32)
+    return numbers(*shape).astype(np.float32)
 
 
 def gradient(subscripts, **options):
@@ -225,21 +215,11 @@ OTHERS = {
 }  # fmt: skip
 
 
-def names(f, arguments):
-    return [e.name for e in gshard.stages.trace(f, *arguments).block.walk()]
-
-
-@pytest.mark.parametrize("name", SWAPPED)
-def test_no_transposition_is_left(name):
-    f, arguments = SWAPPED[name]
+@pytest.mark.parametrize("name", [*SWAPPED, *OTHERS])
+def test_which_transpositions_are_left(name):
+    f, arguments = {**SWAPPED, **OTHERS}[name]
     assert "transpose" in str(jax.make_jaxpr(f)(*arguments))
-    assert "transpose" not in names(f, arguments)
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_transpositions_stay(name):
-    f, arguments = OTHERS[name]
-    assert names(f, arguments).count("transpose") == 1
+    assert names(f, arguments).count("transpose") == (name in OTHERS)
 
 
 @pytest.mark.parametrize("name", [*SWAPPED, *OTHERS])
@@ -251,9 +231,8 @@ def test_it_computes_the_same(name):
         jax.tree.map(np.testing.assert_array_equal, made(*arguments), jax.jit(f)(*arguments))
 
 
-ROW, COLUMNS = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)), P(None, "x")
-MOVED_RNG = np.random.default_rng(0)
-X = MOVED_RNG.integers(-99, 99, (6, 16)).astype(np.float32)
+COLUMNS = P(None, "x")
+X = RNG.integers(-99, 99, (6, 16)).astype(np.float32)
 X[0, 1], X[3, 12], X[5, 2], X[2, 9], X[1, 15] = -0.0, -0.0, np.inf, np.nan, 0.0
 
 
@@ -301,28 +280,28 @@ def same_bits(found, expected):
 )
 @pytest.mark.one_in(3)
 def test_the_same_bits_on_two_axes_and_in_unequal_parts(name, spec):
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     for x in (X, np.arange(-48, 48, dtype=np.int32).reshape(6, 16), X[:5, :14]):
-        same_bits(gshard.jit(lambda x: MOVED[name](gshard.shard(x, spec)), mesh=mesh)(x), jax.jit(MOVED[name])(x))
+        same_bits(gshard.jit(lambda x: MOVED[name](gshard.shard(x, spec)), mesh=GRID)(x), jax.jit(MOVED[name])(x))
 
 
 @pytest.mark.parametrize("name", ["halves", "halves, by slices", "in derivatives"])
 def test_one_message_moves_all(name):
     """Where halves were computed first, each was cut in parts of its own."""
-    jitted = gshard.jit(MOVED[name], mesh=ROW, in_shardings=COLUMNS, out_shardings=COLUMNS)
+    jitted = gshard.jit(MOVED[name], mesh=MESH, in_shardings=COLUMNS, out_shardings=COLUMNS)
     (sent,) = jitted.lower(X).spmd.collectives
     assert (sent.kind, sent.bytes) == ("collective_permute", X.nbytes // 8)
 
 
-@pytest.mark.parametrize("name", [
-    "two arrays", "read elsewhere", "much for little", "another type",
-])  # fmt: skip
-def test_what_stays_as_it_is(name):
-    stays = {
-        "two arrays": lambda x: jnp.concatenate([-x[:, 8:], (x * 2)[:, :8]], 1),
-        "read elsewhere": lambda x: (lambda b: (jnp.concatenate([b, x[:, :8]], 1), b))(-x[:, 8:]),
-        "much for little": lambda x: jnp.concatenate([jnp.exp(x[:, 15:]), x[:, :15]], 1),
-        "another type": lambda x: jnp.concatenate([x[:, 8:].astype(jnp.int8).astype(jnp.float32), x[:, :8]], 1),
-    }
-    program = gshard.jit(stays[name], mesh=8).lower(X).program
-    assert not any(e.name == "select_n" for e in program.block.equations)
+def test_what_stays_as_it_is():
+    def read_elsewhere(x):
+        b = -x[:, 8:]
+        return jnp.concatenate([b, x[:, :8]], 1), b
+
+    stays = (
+        read_elsewhere,
+        lambda x: jnp.concatenate([-x[:, 8:], (x * 2)[:, :8]], 1),  # two arrays
+        lambda x: jnp.concatenate([jnp.exp(x[:, 15:]), x[:, :15]], 1),  # much for little
+        lambda x: jnp.concatenate([x[:, 8:].astype(jnp.int8).astype(jnp.float32), x[:, :8]], 1),  # another type
+    )
+    for f in stays:
+        assert "select_n" not in names(f, (X,))

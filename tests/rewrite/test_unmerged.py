@@ -22,7 +22,6 @@ def tokens(x, w, labels):
 
 
 def layers(x, w, labels):
-    """A residual, a norm, a bias and a branch by place."""
     h = x.reshape(-1, D)
     mean = h.mean(-1, keepdims=True)
     h = h + jnp.maximum((h - mean) * jnp.arange(D) @ w, 0) @ w.T
@@ -52,7 +51,6 @@ def written(x, w, labels):
 
 
 def windows(x, w, labels):
-    """Attention within windows of two."""
     x = x.reshape(B * (S // 2), 2, D)
     scores = jnp.einsum("wqd,wkd->wqk", x, x)
     return jnp.einsum("wqk,wkd->wqd", jnp.cumsum(scores, 2), x).reshape(B, S, D)
@@ -97,7 +95,6 @@ def split(f, dim):
 
 
 def merged(f, *arguments):
-    """What is merged."""
     equations = [e for e in gshard.stages.trace(f, *arguments).block.walk() if e.name == "reshape"]
     return [
         e.outputs[0].shape
@@ -106,9 +103,13 @@ def merged(f, *arguments):
     ]
 
 
-@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - {"windows"}))  # it puts them side by side in the end
-def test_nothing_is_merged(name):
-    assert merged(PROGRAMS[name], X, W, LABELS) == []
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_nothing_is_merged_and_nothing_is_sent_but_sums(name):
+    if name != "windows":  # it puts them side by side in the end
+        assert merged(PROGRAMS[name], X, W, LABELS) == []
+    lowered = gshard.jit(split(PROGRAMS[name], 1), mesh=gshard.Mesh.abstract(devices=8)).lower(X, W, LABELS)
+    kinds = {c.kind for c in lowered.spmd.collectives}
+    assert kinds <= ({"all_reduce", "reduce_scatter"} if name in SUMS else set())
 
 
 @pytest.mark.parametrize(("name", "dim"), crossed(list(PROGRAMS), [None, 0, 1, 2], one_in=6))
@@ -118,13 +119,6 @@ def test_the_same_comes_out(name, dim):
     found = jax.tree.leaves(gshard.jit(split(f, dim), mesh=8)(X, W, LABELS))
     for one, other in zip(found, jax.tree.leaves(jax.jit(f)(X, W, LABELS)), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_nothing_is_sent_but_sums(name):
-    lowered = gshard.jit(split(PROGRAMS[name], 1), mesh=gshard.Mesh.abstract(devices=8)).lower(X, W, LABELS)
-    kinds = {c.kind for c in lowered.spmd.collectives}
-    assert kinds <= ({"all_reduce", "reduce_scatter"} if name in SUMS else set())
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in ("loss", "embedded", "in_a_loop", "twice")])
@@ -142,18 +136,15 @@ def test_gradients_are_the_same_and_send_sums_only(name):
     assert kinds <= {"all_reduce", "reduce_scatter"}
 
 
-@pytest.mark.parametrize(
-    "f",
-    [
-        lambda x: x.reshape(-1, D),  # a result
-        lambda x: jnp.sort(x.reshape(-1, D), 0),  # along all of it
-        lambda x: jnp.cumsum(jnp.sin(x.reshape(-1, D)), 0),
-        lambda x: x.reshape(-1, D) + jax.random.normal(jax.random.key(0), (B * S, D)),
-        lambda x: gshard.shard(x.reshape(-1, D), jax.P("devices")) * 2,  # the user has a word on it
-        lambda x: jnp.sin(x.reshape(-1, D))[1:] * 2,
-        lambda x: x.reshape(-1, D) @ jnp.ones((B * S, D)).T @ x.reshape(-1, D),
-    ],
-)
+@pytest.mark.parametrize("f", [
+    lambda x: x.reshape(-1, D),  # a result
+    lambda x: jnp.sort(x.reshape(-1, D), 0),  # along all of it
+    lambda x: jnp.cumsum(jnp.sin(x.reshape(-1, D)), 0),
+    lambda x: x.reshape(-1, D) + jax.random.normal(jax.random.key(0), (B * S, D)),
+    lambda x: gshard.shard(x.reshape(-1, D), jax.P("devices")) * 2,  # the user has a word on it
+    lambda x: jnp.sin(x.reshape(-1, D))[1:] * 2,
+    lambda x: x.reshape(-1, D) @ jnp.ones((B * S, D)).T @ x.reshape(-1, D),
+])  # fmt: skip
 def test_what_is_merged_all_the_same_is_merged_where_it_was(f):
     program = gshard.stages.trace(f, X)
     made = [e for e in program.block.equations if e.outputs[0].shape in ((B * S, D), (B, S, D))]

@@ -29,7 +29,6 @@ def widened(narrow, scale):
 
 
 def summed(stack, *, reverse=False):
-    """A loop whose iterations depend on each other."""
     return lax.scan(lambda c, x: (c * 0.5 + x.sum(), c), jnp.float32(1), stack, reverse=reverse)
 
 
@@ -38,7 +37,6 @@ def loops(program):
 
 
 def stacks(e):
-    """The dtypes of the arrays that a loop reads as stacks."""
     return [v.dtype_name for v in e.inputs[sum(scan_counts(e.params)) :] if isinstance(v, Value)]
 
 
@@ -47,7 +45,6 @@ def fired(program):
 
 
 def check(f, *args):
-    """Traces a function, and compares the rewritten program with the function."""
     program = gshard.stages.trace(f, *args)
     want = jax.tree.leaves(f(*args))
     for got, one in zip(Interpreter().run(program.block, [*program.captured, *args]), want, strict=True):
@@ -73,19 +70,16 @@ def test_a_widened_stack_is_widened_in_the_loop(widen, reverse, narrow, scale):
     assert not any(v.shape == narrow.shape and v.dtype == np.float32 for v in loop.inputs)
 
 
-@pytest.mark.parametrize(
-    "f",
-    [
-        lambda q, s: summed(jnp.tanh(s)),  # not narrower before
-        lambda q, s: summed(q.astype(jnp.float32)[::-1]),  # other positions
-        lambda q, s: summed(jnp.cumsum(q.astype(jnp.float32), 0)),  # iterations would depend on others
-        lambda q, s: [wide := widened(q, s), summed(wide)],  # the wide array is needed anyway
-        lambda q, s: summed(q.astype(jnp.float32) * s[:1]),  # the scale is no stack
-        lambda q, s: lax.scan(lambda c, x: (c + x.sum(), x), widened(q, s), s)[1],  # a carry
-        lambda q, s: summed(lax.broadcast_in_dim(s[:, 0, 0], (ROWS, LENGTH), (1,))),  # dimension 0 is another
-        lambda q, s: summed(gshard.replicate(q.astype(jnp.float32))),  # a mark stays on what it marks
-    ],
-)
+@pytest.mark.parametrize("f", [
+    lambda q, s: summed(jnp.tanh(s)),  # not narrower before
+    lambda q, s: summed(q.astype(jnp.float32)[::-1]),  # other positions
+    lambda q, s: summed(jnp.cumsum(q.astype(jnp.float32), 0)),  # iterations would depend on others
+    lambda q, s: [wide := widened(q, s), summed(wide)],  # the wide array is needed anyway
+    lambda q, s: summed(q.astype(jnp.float32) * s[:1]),  # the scale is no stack
+    lambda q, s: lax.scan(lambda c, x: (c + x.sum(), x), widened(q, s), s)[1],  # a carry
+    lambda q, s: summed(lax.broadcast_in_dim(s[:, 0, 0], (ROWS, LENGTH), (1,))),  # dimension 0 is another
+    lambda q, s: summed(gshard.replicate(q.astype(jnp.float32))),  # a mark stays on what it marks
+])  # fmt: skip
 @pytest.mark.one_in(3)
 def test_what_is_not_moved(f, narrow, scale):
     assert "widen_slices" not in fired(check(f, narrow, scale))

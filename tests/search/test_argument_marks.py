@@ -1,12 +1,7 @@
 """Marks of arguments are written at the top of the function, for every kind of pytree, and the plan is the same."""
 
-from __future__ import annotations
-
 import subprocess
-from pathlib import Path
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -16,164 +11,56 @@ from gshard.api.names import paths_of_arguments
 from gshard.core.mark import mark_of_cut
 from gshard.core.paths import place_of_definition
 from gshard.core.sharding import Sharding
-from gshard.device.cost import cost
-from gshard.device.machine import Machine
 from gshard.planning.added_marks import spec_of_cut, with_marks
 from gshard.search.as_marks import FoundMark
 from gshard.search.patch import argument_statements, patch_of
 from search.test_patch import loaded
 from search.test_search import shape
+from training_files import TRAINING
 
 MESH = gshard.Mesh.abstract(data=4, model=2)
 MODEL = MESH.atoms_of["model"]
 
-PLAIN = '''
-import jax
-import jax.numpy as jnp
-
-
-@jax.jit
-def step(params, x, *, rate=0.1):
-    """One step."""
-    def loss(params):
-        for layer in params["layers"]:
-            x_ = jnp.tanh(x @ layer["up"]) @ layer["down"]
-        return jnp.mean(x_ ** 2)
-
-    return jax.tree.map(lambda w, g: w - rate * g, params, jax.grad(loss)(params))
-
-
-def arguments():
-    layer = {"up": jnp.ones((64, 128)), "down": jnp.ones((128, 64))}
-    return {"layers": [layer] * 3}, jnp.ones((32, 64))
-'''
-
-NNX = """
-import jax
-import jax.numpy as jnp
-import optax
-from flax import nnx
-
-
-class Block(nnx.Module):
-    def __init__(self, rngs):
-        self.up, self.down = nnx.Linear(64, 128, rngs=rngs), nnx.Linear(128, 64, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.down(nnx.gelu(self.up(x)))
-
-
-class Net(nnx.Module):
-    def __init__(self, rngs):
-        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-model = Net(nnx.Rngs(0))
-graphdef, state = nnx.split((model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)))
-
-
-def step(state, x):
-    model, optimizer = nnx.merge(graphdef, state)
-    grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
-    optimizer.update(model, grads)
-    return nnx.state((model, optimizer))
-
-
-def arguments():
-    return state, jnp.ones((32, 64))
-"""
-
-LINEN = """
-import flax.linen as nn
-import jax
-import jax.numpy as jnp
-import optax
-from flax.training import train_state
-
-
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        for i in range(2):
-            x = x + nn.Dense(64, name=f"down_{i}")(nn.gelu(nn.Dense(128, name=f"up_{i}")(x)))
-        return x
-
-
-def step(state, x):
-    grads = jax.grad(lambda params: jnp.mean(state.apply_fn({"params": params}, x) ** 2))(state.params)
-    return state.apply_gradients(grads=grads)
-
-
-def arguments():
-    x = jnp.ones((32, 64))
-    params = Net().init(jax.random.key(0), x)["params"]
-    return train_state.TrainState.create(apply_fn=Net().apply, params=params, tx=optax.adam(1e-2)), x
-"""
-
-EQUINOX = """
-import equinox as eqx
-import jax
-import jax.numpy as jnp
-
-
-def step(model, x):
-    arrays, rest = eqx.partition(model, eqx.is_array)
-    grads = jax.grad(lambda arrays: jnp.mean(jax.vmap(eqx.combine(arrays, rest))(x) ** 2))(arrays)
-    return eqx.apply_updates(arrays, jax.tree.map(lambda g: -0.1 * g, grads))
-
-
-def arguments():
-    return eqx.nn.MLP(64, 64, 128, 2, key=jax.random.key(0)), jnp.ones((32, 64))
-"""
-
+# Of training files (tests/training_files.py): the pattern of equal layers, and what is in the names of its weights.
 FORMS = {
-    "plain": (PLAIN, None, "layers/*/up", ("layers", "up")),
-    "nnx": (NNX, "flax", "0/blocks/*/up/kernel/value", ("state[0]", "'up'", "kernel")),
-    "linen": (LINEN, "flax", "params/up_*/kernel", (".params['up_", "kernel")),
-    "equinox": (EQUINOX, "equinox", "layers/*/weight", (".layers[", "weight")),
+    "plain": ("*/up", ("params", "'up'")),
+    "NNX": ("0/blocks/*/up/kernel/value", ("state[0]", "'up'", "kernel")),
+    "Linen": ("params/params/up*/kernel", (".params['params']['up", "kernel")),
+    "Equinox": ("*/up/weight", ("blocks", ".up.", "weight")),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.one_in(2)
-def test_the_patched_program_has_the_plan_of_the_marks(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_patched_program_has_the_plan_of_the_marks(form, tmp_path, monkeypatch):
     """The hidden dimension over one axis, the batch over the other; moments are left to propagation."""
-    source, framework, pattern, words = FORMS[form]
-    if framework:
-        pytest.importorskip(framework)
+    pattern, words = FORMS[form]
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.py").write_text(source)
+    (tmp_path / "model.py").write_text(TRAINING[form])
     module = loaded(tmp_path / "model.py", f"{form}_before")
-    step = gshard.jit(module.step, mesh=MESH, static_leaves=form == "equinox")
-    lowered = step.lower(*module.arguments())
+    options = {"mesh": MESH} | ({"static_argnames": "graphdef"} if form == "NNX" else {})
+    step = gshard.jit(module.step.__wrapped__, **options)
+    lowered = step.lower(*module.made())
     program = lowered.program
     named = dict(zip(program.names, program.block.inputs, strict=True))
-    weights = [v for name, v in named.items() if all(w in name for w in words) and v.shape[-1:] != v.shape[:1]]
-    marks = {v: Sharding(tuple(MODEL if n == 128 else () for n in v.shape)) for v in weights}
+    weights = [v for name, v in named.items() if all(w in name for w in words)]
+    marks = {v: Sharding(tuple(MODEL if n == module.HIDDEN else () for n in v.shape)) for v in weights}
     marks[named["x"]] = Sharding((MESH.atoms_of["data"], ()))
     assert len(marks) > 2
     if form == "plain":
-        marks |= {v: Sharding(((), ())) for name, v in named.items() if "down" in name}
+        marks |= {v: Sharding(((), ())) for name, v in named.items() if "params" in name and "down" in name}
     written = [FoundMark("weights", "", 0.0, {v: s}) for v, s in marks.items()]
     paths = paths_of_arguments(program, lowered.in_tree)
     told = patch_of(written, program, MESH, paths, place_of_definition(step))
     assert "not written" not in told
     assert "by_path" in told
+    dims = '"model", None' if form == "Equinox" else 'None, "model"'
+    assert f'"{pattern}": jax.P({dims})' in told, "equal layers in one pattern"
     (tmp_path / "marks.diff").write_text(told)
     subprocess.run(["git", "apply", "marks.diff"], cwd=tmp_path, check=True)
-    if form != "equinox":
-        assert f'"{pattern}": jax.P(None, "model")' in told, "equal layers in one pattern"
     after = loaded(tmp_path / "model.py", f"{form}_after")
-    plan = gshard.jit(after.step, mesh=MESH, static_leaves=form == "equinox").lower(*after.arguments()).plan
+    plan = gshard.jit(after.step.__wrapped__, **options).lower(*after.made()).plan
     marked = with_marks(program, {v: mark_of_cut(s.dims, MESH) for v, s in marks.items()})
-    assert marked is not None
     expected = gshard.stages.propagate(marked, MESH)
     shardings = [[p.format(v) for v in p.program.block.inputs] for p in (plan, expected)]
     assert shardings[0] == shardings[1]
@@ -181,35 +68,17 @@ def test_the_patched_program_has_the_plan_of_the_marks(
     assert sent[0] == sent[1] > 0
 
 
-def test_what_search_found_runs_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron's plan of a residual network too small for its batch, from the search to the patched file."""
-    monkeypatch.chdir(tmp_path)
-    source = PLAIN.replace("jnp.ones((64, 128))", "jnp.ones((2048, 8192))").replace("(128, 64)", "(8192, 2048)")
-    (tmp_path / "model.py").write_text(source.replace("(32, 64)", "(4, 2048)").replace("* 3", "* 2"))
-    module = loaded(tmp_path / "model.py", "search_before")
-    mesh, machine = gshard.Mesh.abstract(x=8), Machine.of("h100:1x8")
-    arguments = jax.eval_shape(module.arguments)
-    found = gshard.search(module.step, *arguments, mesh=mesh, machine=machine)
-    told = found.patch()
-    assert found.marks.marks
-    assert "not written" not in told
-    (tmp_path / "marks.diff").write_text(told)
-    subprocess.run(["git", "apply", "marks.diff"], cwd=tmp_path, check=True)
-    after = gshard.jit(loaded(tmp_path / "model.py", "search_after").step, mesh=mesh, machine="h100:1x8")
-    assert cost(after.lower(*arguments).spmd, machine).seconds == pytest.approx(found.marks.seconds)
-
-
-def test_patterns_are_exact_where_others_would_say_too_much() -> None:
+def test_patterns_are_exact_where_others_would_say_too_much():
     """Layers that are not alike, keys with a star in them, and arrays that no pattern can tell apart."""
     cut, other = 'shard(x, P("model", None))', 'shard(x, P(None, "model"))'
 
-    def statements(paths: dict[str, str | None]) -> tuple[dict[str, list[str]], int]:
+    def statements(paths):
         inputs = gshard.stages.trace(lambda *xs: xs, *[shape(8, 8)] * len(paths)).block.inputs
         calls = {v: text for v, text in zip(inputs, paths.values(), strict=True) if text is not None}
         told, unsaid = argument_statements(calls, inputs, list(paths))
         return told, len(unsaid)
 
-    def by_path(*rows: str) -> tuple[dict[str, list[str]], int]:
+    def by_path(*rows):
         return {"p": ["p = gshard.shard_by_path(p, {", *(f"    {row}," for row in rows), "})"]}, 0
 
     assert statements({"x": cut}) == ({"x": ['x = gshard.shard(x, P("model", None))']}, 0)
@@ -224,8 +93,8 @@ def test_patterns_are_exact_where_others_would_say_too_much() -> None:
     assert statements({"xs[0]": cut, "p/s": "pipeline(x, 'stage')"}) == (stages, 1)
 
 
-def test_what_is_in_no_file_is_told_with_the_statement(tmp_path: Path) -> None:
-    def loss(params: Any, x: Any) -> Any:
+def test_what_is_in_no_file_is_told_with_the_statement(tmp_path):
+    def loss(params, x):
         return jnp.sum(x @ params["w"])
 
     program = gshard.stages.trace(loss, {"w": shape(64, 64)}, shape(8, 64))
@@ -240,10 +109,10 @@ def test_what_is_in_no_file_is_told_with_the_statement(tmp_path: Path) -> None:
         )
 
 
-def test_marks_by_path() -> None:
+def test_marks_by_path():
     tree = {"layers": [{"w": jnp.ones((8, 8)), "b": jnp.ones(8)}] * 2, "f": jnp.tanh}
 
-    def f(layers: Any) -> Any:
+    def f(layers):
         marked = gshard.shard_by_path({**tree, "layers": layers}, {"layers/0/w": P("data"), "layers/*/w": P("model")})
         assert marked["f"] is jnp.tanh
         return marked["layers"]

@@ -26,20 +26,14 @@ def test_values_of_names_annotations_and_choices():
     assert found == {key: tuple(values) for key, values in given.items()} | {"fused": (False, True)}
 
 
-def test_the_policies_are_those_of_jax():
+def test_the_global_batch_is_passed_on_policies_are_those_of_jax_and_combinations_are_all():
     assert all(callable(getattr(jax.checkpoint_policies, name)) for name in POLICIES)
-
-
-def test_the_global_batch_is_passed_on():
+    assert list(combinations({"a": (1, 2), "b": ("x",)})) == [{"a": 1, "b": "x"}, {"a": 2, "b": "x"}]
     assert choices_of(lambda global_batch, micro_batches: None, 4, None) == (
         {"micro_batches": (1, 2, 4)},
         {"global_batch": 4},
     )
     assert choices_of(lambda **keywords: None, None, {"a": [1, 2]}) == ({"a": (1, 2)}, {})
-
-
-def test_all_combinations():
-    assert list(combinations({"a": (1, 2), "b": ("x",)})) == [{"a": 1, "b": "x"}, {"a": 2, "b": "x"}]
 
 
 def needs(layers: int, micro_batches: int) -> Any: ...

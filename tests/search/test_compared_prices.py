@@ -26,6 +26,7 @@ from gshard.search import seconds as emitted
 from gshard.search.pipeline import CHOOSE_WITHIN_LIMIT, Draft, Settings, plans_of, run
 from gshard.search.seconds import OwnWays, Seconds, emitted_alone, has_own_way, on_machine
 from gshard.tracing.trace import trace
+from sampled import crossed
 
 MESH = Mesh.abstract(a=2, b=2, c=2)
 
@@ -50,7 +51,6 @@ def test_axes_in_each_others_places_change_no_time(name):
             own = [s for s in splits(e.rule, components(e.rule)[0], mesh, axes_of(mesh)) if has_own_way(e.rule, s)]
             for split in own[::8]:
                 found, expected = ways.of(e, split), emitted_alone(e, split, mesh, machine)
-                assert found is not None
                 assert found.seconds == pytest.approx(expected.seconds, rel=1e-12)
                 assert [w[:2] for w in found.windows] == [w[:2] for w in expected.windows]
                 for got, want in zip(found.windows, expected.windows, strict=True):
@@ -69,8 +69,6 @@ def convolved(x, w):
 
 
 def convolution():
-    """A convolution and the gradient of its weights, which read the same windows of the images."""
-
     def step(x, w, d):
         return convolved(x, w), jax.vjp(lambda w: convolved(x, w), w)[1](d)[0]
 
@@ -80,7 +78,6 @@ def convolution():
 
 @pytest.mark.parametrize("name", ["h100", "v5e"])
 def test_what_is_emitted_takes_no_less_than_is_assumed(name):
-    """So that no other plan is better than the one that is chosen so."""
     machine, compared = Machine.of(name, MESH.size), 0
     mesh = on_machine(MESH, machine)
     costs = Seconds(mesh, machine, axes_of(mesh))
@@ -89,12 +86,12 @@ def test_what_is_emitted_takes_no_less_than_is_assumed(name):
             for kernel, _ in costs.kernels(program_of().block):
                 rule = kernel.equation.rule
                 assert rule is not None
-                some = splits(rule, components(rule)[0], mesh, axes_of(mesh))[::7]
+                some = splits(rule, components(rule)[0], mesh, axes_of(mesh))[::14]
                 own = [split for split in some if has_own_way(rule, split)]
                 least = Seconds(mesh, machine, axes_of(mesh)).assuming().split_costs(kernel, own, math.inf)
                 assert (costs.split_costs(kernel, own, math.inf) >= least * (1 - 1e-9)).all()
                 compared += len(own)
-    assert compared > 20
+    assert compared > 10
 
 
 @pytest.mark.parametrize("mode", ["wrap", pytest.param("symmetric", marks=pytest.mark.slow)])
@@ -129,32 +126,33 @@ def products(w, x):
     return jnp.mean(jax.nn.relu(x @ w) @ w.T)
 
 
-def step(w, x):
-    return w - 0.1 * jax.grad(products)(w, x)
-
-
-def looped(w, x):
-    return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=5)[0]
-
-
 def attended(w, x):
     q = (x @ w).reshape(8, -1, 4, 64)
     return jax.nn.dot_product_attention(q, q, q).sum()
 
 
-def resized(w, x):  # products with tables become other operations
-    return jax.image.resize(x @ w, (2 * x.shape[0], w.shape[1]), "linear")
+BOUNDED = {
+    "products": products,
+    "step": lambda w, x: w - 0.1 * jax.grad(products)(w, x),
+    "looped": lambda w, x: jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=5)[0],
+    "attended": attended,
+    # Products with tables become other operations.
+    "resized": lambda w, x: jax.image.resize(x @ w, (2 * x.shape[0], w.shape[1]), "linear"),
+}
 
 
-@pytest.mark.parametrize("machine", ["h100:1x8", "v5e:2x4", "cpu:8"])
-@pytest.mark.parametrize("f", [products, step, looped, attended, resized])
-def test_no_plan_is_below_the_bounds(f, machine):
+@pytest.mark.parametrize(
+    ("name", "machine"),
+    crossed(list(BOUNDED), ["h100:1x8", "v5e:2x4", "cpu:8"], one_in=4),
+)
+def test_no_plan_is_below_the_bounds(name, machine):
+    f = BOUNDED[name]
     w, x = ARRAY((256, 256), "float32"), ARRAY((512, 256), "float32")
     found = gshard.search(f, w, x, mesh=Mesh.abstract(a=2, b=4), machine=machine, progress=False)
     program = gshard.jit(f, mesh=Mesh.abstract(a=8)).lower(w, x).program
     estimate = estimated(program, Mesh.abstract(a=8), Machine.of(machine), ())
     assert 0 <= estimate.least_seconds <= found.bound * (1 + 1e-9)
-    assert estimate.least_seconds > 0 or f is resized
+    assert estimate.least_seconds > 0 or name == "resized"
     for plan in (found.best.chosen, *found.best.others):
         memory = plan.cost.memory
         assert memory.arguments + memory.results - memory.shared >= estimate.least_bytes * (1 - 1e-9)
@@ -183,7 +181,6 @@ DATA = gshard.Mesh.abstract(data=8)
 
 
 def column_sums(x, w, *, x_split):
-    """A product whose rows are on all devices, or split."""
     x = gshard.split(x, 0, "data") if x_split else gshard.replicate(x)
     return jnp.tanh(x @ gshard.replicate(w)).sum(0)
 
@@ -199,7 +196,6 @@ def priced(*, x_split):
 
 def changed(planned, *, seconds=1.0, memory=1.0, room=1.0):
     """A plan with other seconds, bytes at the peak and bytes of the machine's memory, as ratios."""
-    assert planned.cost is not None
     kernels = tuple(dataclasses.replace(k, seconds=k.seconds * seconds) for k in planned.cost.kernels)
     machine = dataclasses.replace(MACHINE, memory=int(planned.cost.peak * room))
     made = dataclasses.replace(planned.cost, kernels=kernels, machine=machine)
@@ -208,34 +204,23 @@ def changed(planned, *, seconds=1.0, memory=1.0, room=1.0):
     return dataclasses.replace(planned, cost=made)
 
 
-@pytest.mark.parametrize(
-    ("ratios", "is_better"),
-    [
-        ({"seconds": 0.97}, True),
-        ({"seconds": 0.99}, False),
-        ({"seconds": 0.99, "memory": 0.9}, True),
-        ({"seconds": 1.0, "memory": 0.9}, True),
-        ({"seconds": 1.01, "memory": 0.5}, False),  # time is not spent to save memory while all fits
-        ({"seconds": 0.97, "memory": 1.5}, True),
-        ({"seconds": 0.9, "memory": 3.0}, False),  # does not fit
-    ],
-)
-def test_a_plan_is_better_if_it_saves_time_or_memory(ratios, is_better):
-    kept = changed(priced(x_split=True), room=2.0)
-    assert changed(priced(x_split=True), room=2.0, **ratios).is_better(kept) is is_better
-
-
-def test_of_plans_that_do_not_fit_the_smaller_one_is_better():
-    kept = changed(priced(x_split=True), room=0.5)
-    assert changed(priced(x_split=True), room=0.5, seconds=2.0, memory=0.9).is_better(kept)
-    assert not changed(priced(x_split=True), room=0.5, seconds=0.5, memory=0.99).is_better(kept)
-    assert changed(priced(x_split=True), room=0.5, seconds=2.0, memory=0.4).is_better(kept)
+@pytest.mark.parametrize(("room", "ratios", "is_better"), [
+    (2.0, {"seconds": 0.97}, True), (2.0, {"seconds": 0.99}, False),
+    (2.0, {"seconds": 0.99, "memory": 0.9}, True), (2.0, {"seconds": 1.0, "memory": 0.9}, True),
+    (2.0, {"seconds": 1.01, "memory": 0.5}, False),  # time is not spent to save memory while all fits
+    (2.0, {"seconds": 0.97, "memory": 1.5}, True),
+    (2.0, {"seconds": 0.9, "memory": 3.0}, False),  # does not fit
+    # Of plans that do not fit, the smaller one is better.
+    (0.5, {"seconds": 2.0, "memory": 0.9}, True), (0.5, {"seconds": 0.5, "memory": 0.99}, False),
+    (0.5, {"seconds": 2.0, "memory": 0.4}, True),
+])  # fmt: skip
+def test_a_plan_is_better_if_it_saves_time_or_memory(room, ratios, is_better):
+    kept = changed(priced(x_split=True), room=room)
+    assert changed(priced(x_split=True), room=room, **ratios).is_better(kept) is is_better
 
 
 def test_a_limit_is_kept_by_the_plan_that_is_fastest_within_it():
     fast, small = changed(priced(x_split=False), seconds=1e-3), priced(x_split=True)
-    assert fast.cost is not None
-    assert small.cost is not None
     assert small.cost.peak < fast.cost.memory.arguments, "which cannot be recomputed"
 
     def first(limit):
@@ -251,7 +236,6 @@ of_propagate = importlib.import_module("gshard.planning.propagate")
 
 
 def counting(monkeypatch, module, name):
-    """Notes each call of a function of a module."""
     original, calls = getattr(module, name), list[None]()
 
     def counted(*args, **options):
@@ -262,50 +246,25 @@ def counting(monkeypatch, module, name):
     return calls
 
 
-@pytest.mark.parametrize("name", [
-    "order/sort", "windows/convolution_two_axes",
-    pytest.param("windows/convolution_two_axes'", marks=pytest.mark.slow),
-    pytest.param("windows/convolution_of_features'", marks=pytest.mark.slow),
-])  # fmt: skip
-def test_few_rewrites_fire_while_programs_are_priced(name, monkeypatch):
-    """On average few for each program that is traced to be priced: each reaches its fixed point soon.
-
-    These fired some thousand times, since what had been composed was composed again.
-    """
-    case = CASES[name]
-    program = trace(case.function, *case.arguments)
-    fired, alone = (counting(monkeypatch, *what) for what in ((driver, "recorded"), (emitted, "emitted_alone")))
-    mesh = Mesh.abstract(**case.mesh)
-    with tables():
-        made = plans_of(program, mesh, Machine.of("h100", mesh.size))
-        assert made[0].cost is not None
-        every_choice(made)
-    assert 0 < len(alone) <= 100
-    assert len(fired) <= 3 * (len(alone) + 3), "some in each of them, and in the programs of three plans"
-
-
 def every_choice(made):
-    """The problems of plans, with every choice priced."""
     return [found for one in made if one.choice is not None and (found := one.choice()) is not None]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "windows/convolution_two_axes", "vocabulary/tied",
-        pytest.param("windows/convolution_two_axes'", marks=pytest.mark.slow),
-        pytest.param("small/unet_both_step", marks=pytest.mark.slow),
-        pytest.param("small/lstm_both_step", marks=pytest.mark.slow),
-        pytest.param("small/graphs_both_step", marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name", [
+    "windows/convolution_two_axes", "vocabulary/tied",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in (
+        "windows/convolution_two_axes'", "small/unet_both_step", "small/lstm_both_step", "small/graphs_both_step",
+    )),
+])  # fmt: skip
 def test_few_choices_are_traced_and_the_best_is_the_best_of_all(name, monkeypatch):
     """What has to be traced to be priced is assumed to take little until it is chosen (``choose``).
 
-    The plan costs what the best one costs if every choice is priced first. That takes several times as many traces.
+    The plan costs what the best one costs if every choice is priced first. That takes several times as many traces, and
+    few rewrites in each: some fired a thousand times, since what had been composed was composed again.
     """
     case = {**CASES, **SMALL}[name]
-    program, alone = trace(case.function, *case.arguments), counting(monkeypatch, emitted, "emitted_alone")
+    program = trace(case.function, *case.arguments)
+    fired, alone = (counting(monkeypatch, *what) for what in ((driver, "recorded"), (emitted, "emitted_alone")))
     chosen, choose = list[Choice](), of_propagate.choose
 
     def noted(*args, **options):
@@ -323,3 +282,4 @@ def test_few_choices_are_traced_and_the_best_is_the_best_of_all(name, monkeypatc
     assert len(every) == 3
     assert sorted(found.cost for found in chosen) == pytest.approx(sorted(found.cost for found in every), rel=1e-9)
     assert 2 * first <= len(alone)
+    assert len(fired) <= 3 * (len(alone) + 3), "some in each of them, and in the programs of three plans"

@@ -1,10 +1,6 @@
 """A searched plan as a change of a training file: git applies it, and the file then runs the plan."""
 
-from __future__ import annotations
-
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,8 +16,7 @@ MESH = {"data": 8}
 LIMIT = 3 * 2**19  # half of the state: only plans that split the weights fit
 
 
-def losses_of(module: Any, step: Any, made: Any = None) -> tuple[list[float], Any]:
-    """The losses of three steps, and the arguments of the next one."""
+def losses_of(module, step, made=None):
     args, losses = module.made() if made is None else made, []
     for _ in range(3):
         args, loss = module.again(step, args)
@@ -29,8 +24,7 @@ def losses_of(module: Any, step: Any, made: Any = None) -> tuple[list[float], An
     return losses, args
 
 
-def applied(folder: Path, patch: str, name: str) -> Any:
-    """The module after a patch."""
+def applied(folder, patch, name):
     (folder / "plan.diff").write_text(patch)
     subprocess.run(["git", "apply", "plan.diff"], cwd=folder, check=True)
     return loaded(folder / "train.py", name)
@@ -45,7 +39,7 @@ def applied(folder: Path, patch: str, name: str) -> Any:
         pytest.param("Equinox", marks=pytest.mark.slow),
     ],
 )
-def test_a_patched_training_file_runs_the_plan(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patched_training_file_runs_the_plan(kind, tmp_path, monkeypatch):
     """The marked file has the losses, bytes, time and placement of the plan."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(TRAINING[kind])

@@ -45,7 +45,6 @@ REWRITTEN = {
 
 
 def stages(f, *arguments, caplog, **options):
-    """The stages that the log names while a program is made."""
     caplog.clear()
     with caplog.at_level(logging.DEBUG, "gshard.stages"):
         gshard.jit(f, mesh=MESH, **options).lower(*arguments).spmd  # noqa: B018  made

@@ -1,7 +1,9 @@
 """A search tries pipelines over the layers of a program; what it finds runs, and is written as marks."""
 
 import dataclasses
+import inspect
 import subprocess
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +85,6 @@ def searched(f, *args, mesh=None, machine=None, **options):
 
 
 def check_steps(run, step, arguments):
-    """Three steps, each from the state of the one before; the last state."""
     state, expected = (jax.tree.map(jnp.asarray, arguments[0]) for _ in range(2))
     for _ in range(3):
         state, value = run(state, *arguments[1:])
@@ -135,73 +136,34 @@ def test_a_plan_with_a_pipeline_is_for_its_program_only(found, step):
     run = gshard.jit(lambda s, x, y: step.__wrapped__(s, 2 * x, y), mesh=found.mesh, plan=found.plan)
     with pytest.raises(gshard.PlanError, match="is not the program"):
         run(*ARGUMENTS)
-
-
-def test_the_patch_has_the_pipeline(found, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "model.py"
-    path.write_text(SOURCE)
-    module = loaded(path, "model_to_patch")
-    again = searched(module.step.__wrapped__, *ARGUMENTS, mesh=found.mesh, donate_argnums=0)
-    (schedule,) = set(schedules_of(again.plan.program).values())
-    assert f"with {schedule} for its layers" in str(again.marks)
-    (tmp_path / "change.patch").write_text(again.patch())
-    subprocess.run(["git", "apply", "change.patch"], check=True, cwd=tmp_path)
-    assert 'paths=["0/layers/down", "0/layers/up"])' in path.read_text()
-    step = loaded(path, "model_patched").step.__wrapped__
-    patched = gshard.jit(step, mesh=dict(found.mesh.axes), donate_argnums=0)
-    machine = slow_network()
-    cost = gshard.explain(patched.on(found.mesh), *ARGUMENTS, machine=machine).cost(machine)
-    assert cost.seconds == pytest.approx(again.cost.seconds, rel=0.02)
-    np.testing.assert_allclose(patched(*ARGUMENTS)[1], module.step(*ARGUMENTS)[1], rtol=1e-5)
-
-
-def test_alternatives_of_a_plan_with_a_pipeline_are_refused(found):
     with pytest.raises(ArgumentError, match="without the plan's pipelines"):
         found.why("first")
 
 
-def names_of(found):
-    return [other.name for other in found.best.others]
-
-
-def test_pipelines_that_cannot_be_faster_are_not_planned(step):
-    """Here a call is launches and little else, which a pipeline repeats in each turn."""
-    machine = dataclasses.replace(Machine.of("h100:1x8", 8), launch=1e-3)
-    found = searched(step.__wrapped__, *ARGUMENTS, machine=machine)
-    assert not any("pipeline" in name for name in names_of(found))
-
-
-def test_the_users_pipeline_is_kept(step):
+def test_where_no_pipeline_is_planned(step):
     def marked(state, x, y):
         return step.__wrapped__(gshard.pipeline(state, "stage", micro_batches=2, paths="0/layers"), x, y)
 
-    found = searched(marked, *ARGUMENTS)
-    assert not any("pipeline" in name for name in names_of(found))
-    assert "2 micro-batches" in found.plan.program.pipelines[0]
-
-
-def test_a_layer_that_mixes_rows_has_no_pipeline():
     def mixed(layers, x):
         return jax.lax.scan(lambda x, w: (jnp.tanh((x - x.mean(0)) @ w), None), x, layers)[0]
 
-    found = searched(mixed, normal(8, 16, 16), normal(32, 16))
-    assert not any("pipeline" in name for name in names_of(found))
+    launches = dataclasses.replace(Machine.of("h100:1x8", 8), launch=1e-3)  # and little else, repeated in each turn
+    kept = searched(marked, *ARGUMENTS)
+    assert "2 micro-batches" in kept.plan.program.pipelines[0], "the user's pipeline is kept"
+    none = searched(step.__wrapped__, *ARGUMENTS, machine=launches), searched(mixed, normal(8, 16, 16), normal(32, 16))
+    for found in (kept, *none):
+        assert not any("pipeline" in other.name for other in found.best.others)
 
 
 def test_paths_choose_the_stacks():
-    mesh = gshard.Mesh.abstract(stage=4)
     params, x = ARGUMENTS[0][0], ARGUMENTS[1]
-
-    def by_paths(params, x):
-        params = gshard.pipeline(params, "stage", micro_batches=4, paths=["layers/*"])
-        return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["up"]) @ w["down"], None), x, params["layers"])[0]
-
-    def by_hand(params, x):
-        layers = gshard.pipeline(params["layers"], "stage", micro_batches=4)
-        return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["up"]) @ w["down"], None), x, layers)[0]
-
-    plans = [gshard.explain(f, params, x, mesh=mesh) for f in (by_paths, by_hand)]
+    layer = lambda x, w: (x + jnp.tanh(x @ w["up"]) @ w["down"], None)  # noqa: E731
+    by_paths = lambda p: gshard.pipeline(p, "stage", micro_batches=4, paths=["layers/*"])["layers"]  # noqa: E731
+    by_hand = lambda p: gshard.pipeline(p["layers"], "stage", micro_batches=4)  # noqa: E731
+    plans = [
+        gshard.explain(lambda p, x, f=f: jax.lax.scan(layer, x, f(p))[0], params, x, mesh=gshard.Mesh.abstract(stage=4))
+        for f in (by_paths, by_hand)
+    ]
     assert plans[0].total_bytes == plans[1].total_bytes > 0
     assert plans[0].plan.program.pipelines
     with pytest.raises(ShardingError, match="'layrs' matches no path"):
@@ -210,8 +172,25 @@ def test_paths_choose_the_stacks():
         gshard.pipeline(params, "stage", micro_batches=4, paths=["first", "layers"])
 
 
+@pytest.mark.slow
 def test_one_more_mark_keeps_the_pipeline(found):
     again = found.with_mark("first", jax.P(), progress=False)
     assert again.plan.program.pipelines == found.plan.program.pipelines
     assert schedules_of(again.plan.program) == schedules_of(found.plan.program)
     assert again.cost.seconds >= found.cost.seconds * 0.95
+
+
+def test_the_patch_has_the_pipeline(found, step, monkeypatch):
+    """At the end, since it changes the file."""
+    path = Path(inspect.getsourcefile(step.__wrapped__))
+    monkeypatch.chdir(path.parent)
+    (schedule,) = set(schedules_of(found.plan.program).values())
+    assert f"with {schedule} for its layers" in str(found.marks)
+    Path("change.patch").write_text(found.patch())
+    subprocess.run(["git", "apply", "change.patch"], check=True)
+    assert 'paths=["0/layers/down", "0/layers/up"])' in path.read_text()
+    patched = gshard.jit(loaded(path, "model_patched").step.__wrapped__, mesh=dict(found.mesh.axes), donate_argnums=0)
+    machine = slow_network()
+    cost = gshard.explain(patched.on(found.mesh), *ARGUMENTS, machine=machine).cost(machine)
+    assert cost.seconds == pytest.approx(found.cost.seconds, rel=0.02)
+    np.testing.assert_allclose(patched(*ARGUMENTS)[1], step(*ARGUMENTS)[1], rtol=1e-5)

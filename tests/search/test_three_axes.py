@@ -47,7 +47,6 @@ ARGUMENTS = weights_of(UNITS, HIDDEN, normal), normal(ROWS, LENGTH, UNITS)
 
 
 def search_on(mesh, near=None):
-    """The search on a mesh, solved."""
     lowered = gshard.jit(step, mesh=mesh, donate_argnums=0).lower_for_search(ARGUMENTS, {})
     program = lowered.program if near is None else near.program
     one = MeshSearch(
@@ -113,8 +112,6 @@ def test_plans_run(near):
 
 
 def language_step(state, tokens, targets):
-    """A step of a language model with tied embeddings."""
-
     def loss(state):
         y = state["table"][tokens]
         for w in state["layers"]:
@@ -127,7 +124,6 @@ def language_step(state, tokens, targets):
 
 @pytest.mark.slow
 def test_three_axes_are_found_where_they_are_faster():
-    """Fewer sequences than devices."""
     shape = jax.ShapeDtypeStruct
     state = {"table": shape((50304, 1024), "float32"), "layers": weights_of(1024, 4096, lambda *s: shape(s, "float32"))}
     arguments = state, shape((32, 1024), "int32"), shape((32, 1024), "int32")

@@ -23,7 +23,6 @@ def random_locals(rng, shape, dtype="float32", devices=8):
 
 
 def run_for_real(function, sizes, *stacked):
-    """Every device gets one row of each argument and gives one row of each result."""
     mesh = Mesh(np.array(jax.devices()[: math.prod(sizes.values())]).reshape(*sizes.values()), tuple(sizes))
     rows = PartitionSpec(tuple(sizes))
 
@@ -64,25 +63,15 @@ def test_collectives_over_axes_in_any_order(axes, rng):
     def everything(x, k):
         in_mesh_order = tuple(sorted(axes))
         return [
-            lax.psum(x, axes),
-            lax.psum(k, axes),
-            lax.pmax(x, axes),
-            lax.pmin(k, axes),
-            lax.pmean(x, axes),
-            lax.all_gather(x, axes),
-            lax.all_gather(k, axes, axis=1),
-            lax.all_gather(x, axes, axis=1, tiled=True),
+            lax.psum(x, axes), lax.psum(k, axes), lax.pmax(x, axes), lax.pmin(k, axes), lax.pmean(x, axes),
+            lax.all_gather(x, axes), lax.all_gather(k, axes, axis=1), lax.all_gather(x, axes, axis=1, tiled=True),
             lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True),
             lax.psum_scatter(k[:n], axes, scatter_dimension=0),
             lax.psum_scatter(k.T[:, :n], axes, scatter_dimension=1),
-            lax.all_to_all(x, axes, 0, 1, tiled=True),
-            lax.all_to_all(k, axes, 0, 0, tiled=True),
-            lax.all_to_all(x[:n], axes, 0, 1),
-            lax.all_to_all(k[:, :n], axes, 1, 0),
-            lax.ppermute(x, in_mesh_order, ring),
-            lax.ppermute(k, in_mesh_order, ring[:1]),
-            lax.axis_index(axes),
-        ]
+            lax.all_to_all(x, axes, 0, 1, tiled=True), lax.all_to_all(k, axes, 0, 0, tiled=True),
+            lax.all_to_all(x[:n], axes, 0, 1), lax.all_to_all(k[:, :n], axes, 1, 0),
+            lax.ppermute(x, in_mesh_order, ring), lax.ppermute(k, in_mesh_order, ring[:1]), lax.axis_index(axes),
+        ]  # fmt: skip
 
     check(everything, CUBE, random_locals(rng, (8, 8)), random_locals(rng, (8, 8), "int32"))
 
@@ -94,12 +83,8 @@ def test_dtypes(dtype, rng):
     def everything(x):
         extremes = [] if dtype == "complex64" else [lax.pmax(x, "b"), lax.pmin(x, ("c", "a"))]
         summed = [] if dtype == "bool" else [lax.psum_scatter(x, ("b", "a"), tiled=True)]
-        moved = [
-            lax.all_gather(x, "c"),
-            lax.all_to_all(x, ("c", "b"), 0, 1, tiled=True),
-            lax.ppermute(x, "a", [(0, 1)]),
-        ]
-        return [lax.psum(x, ("c", "a")), *extremes, *summed, *moved]
+        moved = [lax.all_to_all(x, ("c", "b"), 0, 1, tiled=True), lax.ppermute(x, "a", [(0, 1)])]
+        return [lax.psum(x, ("c", "a")), lax.all_gather(x, "c"), *extremes, *summed, *moved]
 
     check(everything, CUBE, random_locals(rng, (4, 3), dtype), tolerance=1e-2 if "16" in dtype else 1e-6)
 
@@ -129,7 +114,6 @@ def test_groups_follow_the_order_of_the_axes():
 
 
 def test_hundreds_of_devices(rng):
-    """No such machine is needed: the parts of a sum meet again whatever the mesh."""
     sizes = {"pod": 3, "data": 16, "model": 7}
     axes = ("model", "pod", "data")
     x = random_locals(rng, (336, 2), "int32", 336)
@@ -249,26 +233,25 @@ def test_equations_mean_what_they_say_whatever_the_compiler_makes_of_them():
     np.testing.assert_array_equal(np.ravel(simulate_function(moved, {"a": 2}, x)), [1, 1, 2, 3, 5, 5, 6, 7])
 
 
-def test_devices_that_would_wait_forever_are_an_error():
-    def branch(x):
-        return lax.cond(x > 0, lambda x: lax.psum(x, "a"), lambda x: x, x)
-
-    def loop(x):
-        return lax.fori_loop(0, x, lambda i, c: lax.psum(c, "a"), x)
-
-    x = np.array([-1, 2], np.int32)
-    with pytest.raises(RuleError, match=r"(?s)takes a branch on some devices.*test_simulate.py.*\[0, 1\]"):
-        simulate_function(branch, {"a": 2}, x)
-    with pytest.raises(RuleError, match=r"(?s)while loop ends on some devices.*\[False, True\]"):
-        simulate_function(loop, {"a": 2}, x)
+def branch(x):
+    return lax.cond(x > 0, lambda x: lax.psum(x, "a"), lambda x: x, x)
 
 
-def test_permutations_that_are_none_are_an_error():
-    x = np.arange(8, dtype=np.int32)
-    with pytest.raises(RuleError, match="destination twice"):
-        simulate_function(lambda x: lax.ppermute(x, "a", [(0, 1), (1, 1)]), CUBE, x)
-    with pytest.raises(RuleError, match="another order than the mesh"):
-        simulate_function(lambda x: lax.ppermute(x, ("c", "a"), [(0, 1)]), CUBE, x)
+def loop(x):
+    return lax.fori_loop(0, x, lambda i, c: lax.psum(c, "a"), x)
+
+
+@pytest.mark.parametrize(("f", "axes", "message"), [
+    # Devices that would wait for ever.
+    (branch, {"a": 2}, r"(?s)takes a branch on some devices.*test_simulate.py.*\[0, 1\]"),
+    (loop, {"a": 2}, r"(?s)while loop ends on some devices.*\[False, True\]"),
+    # Permutations that are none.
+    (lambda x: lax.ppermute(x, "a", [(0, 1), (1, 1)]), CUBE, "destination twice"),
+    (lambda x: lax.ppermute(x, ("c", "a"), [(0, 1)]), CUBE, "another order than the mesh"),
+])  # fmt: skip
+def test_programs_that_are_wrong_are_an_error(f, axes, message):
+    with pytest.raises(RuleError, match=message):
+        simulate_function(f, axes, np.array([-1, 2, 3, 4, 5, 6, 7, 8][: math.prod(axes.values())], np.int32))
 
 
 def test_arguments_that_do_not_fit_are_an_error():

@@ -12,7 +12,7 @@ from gshard.solver.messages import Flat, Messages
 from gshard.solver.problem import Load, Problem, ProblemError
 from gshard.solver.reduce import _Work, fullest_moments, reduce
 from gshard.solver.solve import best_of_few, exact, least_peak
-from random_problems import exhaustive, exhaustive_alternatives, random_problem
+from random_problems import exhaustive, random_problem
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -43,12 +43,6 @@ def test_parallel_edges_are_added_and_self_edges_are_costs():
     assert problem.costs[0].tolist() == [6, 9]
     np.testing.assert_array_equal(problem.tables[0], 11 * table)
     assert problem.ends.tolist() == [[0, 1]]
-
-
-def test_an_empty_problem_is_one():
-    problem = Problem.of([])
-    assert problem.value([]) == problem.peak([]) == 0
-    assert "0 nodes" in str(problem)
 
 
 BAD = [
@@ -110,7 +104,6 @@ def test_the_least_peak_is_bounded_and_mostly_found(seed):
 def test_it_is_the_optimum(seed):
     problem = random_problem(np.random.default_rng(seed), memory=seed % 2 == 0)
     best, found = exhaustive(problem), exact(problem)
-    assert found is not None
     if np.isinf(best):
         assert found == []
     else:
@@ -173,21 +166,13 @@ def test_each_rule_alone_keeps_the_optimum_and_does_something(rule):
     assert fewer > 30
 
 
-def test_a_chain_of_functions_becomes_one_node_with_all_their_loads():
-    same = np.where(np.eye(3, dtype=bool), 0, np.inf)
-    problem = Problem.of(
-        [[0, 1, 2]] * 5,
-        [(i, i + 1, same) for i in range(4)],
-        [(i, i, i + 3, [9 - i, 5, 1 + i]) for i in range(5)],
-        limit=17,
-    )
+def test_a_chain_of_functions_becomes_one_node_and_what_is_contradictory_names_it():
+    same, never = np.where(np.eye(3, dtype=bool), 0, np.inf), np.full((2, 2), np.inf)
+    loads = [(i, i, i + 3, [9 - i, 5, 1 + i]) for i in range(5)]
+    problem = Problem.of([[0, 1, 2]] * 5, [(i, i + 1, same) for i in range(4)], loads, limit=17)
     small = reduce(problem)
     assert len(small.problem.costs) <= 2
     assert exhaustive(small.problem) == exhaustive(problem)
-
-
-def test_what_is_contradictory_is_an_error_that_names_the_node():
-    never = [[np.inf, np.inf], [np.inf, np.inf]]
     with pytest.raises(ProblemError, match=r"second|first"):
         reduce(Problem.of([[0, 0], [0, 0]], [(0, 1, never)], names=["first", "second"]))
     with pytest.raises(ProblemError, match="node 0"):
@@ -205,21 +190,7 @@ def test_starts_are_lowered_to_the_same_solution():
     assert kept == 60
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_alternatives_of_the_smaller_problem_are_lifted_to_lower_bounds(seed):
-    problem = random_problem(np.random.default_rng(seed), memory=seed % 2 == 0)
-    try:
-        small = reduce(problem)
-    except ProblemError:
-        return
-    lifted = small.lift_alternatives(exhaustive_alternatives(small.problem), exhaustive(small.problem))
-    for found, true in zip(lifted, exhaustive_alternatives(problem), strict=True):
-        assert (found <= true).all()
-        assert found.min() == true.min()  # that of the best state is exact
-
-
 def rest_fixed(problem, states, inside):
-    """The problem with all nodes that are not inside held in their states."""
     costs = [
         c if inside[i] else np.where(np.arange(c.size) == states[i], c, np.inf) for i, c in enumerate(problem.costs)
     ]
@@ -288,25 +259,6 @@ def test_on_a_tree_bound_and_choice_are_exact(seed):
     assert problem.value(states) == best
 
 
-def test_beliefs_bound_what_each_state_costs():
-    loose = 0
-    for seed in range(60):
-        try:
-            problem = consistent(seed, memory=False, density=0.7)
-        except ProblemError:
-            continue
-        flat = Flat(problem)
-        messages = Messages(flat, np.arange(len(problem.costs)))
-        for number in range(20):
-            bound, _ = messages.sweep(flat.cost, forward=number % 2 == 0)
-        messages.sweep(flat.cost, forward=True)
-        beliefs = np.split(messages.belief, flat.first[1:-1])
-        for belief, true in zip(beliefs, exhaustive_alternatives(problem), strict=True):
-            assert (bound + belief - belief.min() <= true + 1e-6).all()
-            loose += (bound + belief - belief.min() < true - 1).sum()
-    assert loose < 300
-
-
 @pytest.mark.parametrize("seed", range(80))
 @pytest.mark.one_in(3)
 def test_the_bound_of_a_priced_problem_is_one_of_the_problem(seed):
@@ -332,7 +284,6 @@ def test_a_full_memory_is_paid_for():
 
 
 def allowed(problem, rng):
-    """Random states of which none is forbidden, or None if none are met."""
     for _ in range(50):
         states = rng.integers(0, problem.states)
         if np.isfinite(problem.value(states)):

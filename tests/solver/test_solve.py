@@ -93,7 +93,6 @@ def test_larger_problems_are_solved_with_a_small_gap():
 
 
 PRINTED = """
-import sys; sys.path[:0] = {path!r}
 from random_problems import layered
 from gshard.solver.solve import solve
 found = solve(layered(0, layers=10, width=4))
@@ -103,17 +102,10 @@ print(found.prices.tolist(), found.alternatives(3).tolist())
 
 
 def test_the_answer_is_the_same_in_every_process():
-    tests = Path(__file__).parents[1]
-    code = PRINTED.format(path=[str(tests), str(tests.parent / "src")])
+    options = {"cwd": Path(__file__).parents[1], "capture_output": True, "text": True, "check": True}
     outputs = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("0", "1", "77")
+        subprocess.run([sys.executable, "-c", PRINTED], env={**os.environ, "PYTHONHASHSEED": seed}, **options).stdout
+        for seed in ("0", "77")
     }
     assert len(outputs) == 1
     assert "[" in outputs.pop()

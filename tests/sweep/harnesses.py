@@ -42,7 +42,6 @@ class Harness:
 
     @functools.cached_property
     def arguments(self):
-        """The same arrays at every call."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             given = self.make(np.random.RandomState(zlib.crc32(self.name.encode())))
@@ -50,7 +49,6 @@ class Harness:
 
     @functools.cached_property
     def jaxpr(self):
-        """The closed jaxpr."""
         return jax.make_jaxpr(self.function)(*self.arguments)
 
 
@@ -66,7 +64,6 @@ def harnesses():
 
 @functools.cache
 def groups():
-    """Names of all groups."""
     return tuple(sorted({h.group for h in harnesses()}))
 
 

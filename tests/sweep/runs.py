@@ -23,6 +23,7 @@ from gshard.core.xla_workarounds import AS_WRITTEN
 from gshard.emit.partition import partition
 from gshard.planning.propagate import propagate
 from gshard.simulator.simulate import simulate
+from gshard.testing.rule_checks import parts_of
 from gshard.tracing.trace import trace
 from sweep.comparison import difference
 
@@ -181,26 +182,6 @@ def on_every_device(spmd, arguments):
         known[var] = parts_of(np.asarray(x, var.aval.dtype), sharding, spmd.mesh)
     operands = [[v.val] * spmd.mesh.size if hasattr(v, "val") else known[v] for v in equation.invars]
     return simulate(equation.params["jaxpr"], (), spmd.mesh.atom_sizes, operands)
-
-
-def parts_of(x, sharding, mesh):
-    """Each device's part of a whole array that divides evenly; devices that hold the same part hold the same object."""
-    parts = {}
-    found = []
-    for at in itertools.product(*(range(n) for n in mesh.atom_sizes.values())):
-        position = dict(zip(mesh.atoms, at, strict=True))
-        cut = []
-        for n, atoms in zip(x.shape, sharding.dims, strict=True):
-            number = 0
-            for a in atoms:
-                number = number * mesh.atom_sizes[a] + position[a]
-            size = n // mesh.count(atoms)
-            cut.append((number * size, (number + 1) * size))
-        key = tuple(cut)
-        if key not in parts:
-            parts[key] = x[tuple(slice(*c) for c in cut)] if cut else x
-        found.append(parts[key])
-    return found
 
 
 def pointed_at(places, spmd, harness):

@@ -25,7 +25,6 @@ ONE_IN = 8  # of the dtypes that are used less
 
 
 def some(group):
-    """A few harnesses of a group, always the same ones."""
     members = sorted((h for h in harnesses() if h.group == group), key=lambda h: zlib.crc32(h.name.encode()))
     return [h for h in members[: 4 * FEW] if not excluded(h)][: FEW if len(members) >= LARGE else 1]
 
@@ -47,7 +46,6 @@ def test_some_harnesses_of_every_group(group):
 
 
 def chunks():
-    """The harnesses of the slow tests, a group in as many pieces as it needs."""
     for group in groups():
         members = [h for h in harnesses() if h.group == group]
         members = [h for i, h in enumerate(members) if h.dtype == np.float32 or i % ONE_IN == 0]

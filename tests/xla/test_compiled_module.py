@@ -96,7 +96,6 @@ def flow_of(f, mesh, *arguments):
 
 
 def moved(flow, kind):
-    """The operands and results of the collectives of a kind."""
     found = []
     for sent in sent_by(flow.module):
         if sent.collective.kind == kind:
@@ -156,21 +155,20 @@ def test_a_gradient_reaches_the_result_and_meets_its_weight(mesh):
     assert {(tuple(r.results), tuple(r.beside)) for r in reached} == {((0,), (0,)), ((1,), (1,))}
 
 
-def test_a_join_of_arguments_is_all_of_them(mesh):
-    for join in (jnp.concatenate, jnp.stack):
-        flow = flow_of(lambda *x, join=join: join(x), mesh, *[((8, 4), ())] * 3)
-        assert flow.arguments(Array(flow.module.entry, flow.module.computations[flow.module.entry].root)) == (0, 1, 2)
-    flow = flow_of(lambda x, y: jnp.concatenate([x, jnp.exp(y)]), mesh, *[((8, 4), ())] * 2)
-    assert flow.arguments(Array(flow.module.entry, flow.module.computations[flow.module.entry].root)) == ()
+def test_a_join_of_arguments_is_all_of_them_and_what_is_computed_is_another_array(mesh):
+    def root_of(f, *arguments):
+        flow = flow_of(f, mesh, *arguments)
+        return flow, Array(flow.module.entry, flow.module.computations[flow.module.entry].root)
 
-
-def test_what_a_product_reads_is_another_array(mesh):
-    flow = flow_of(lambda x, w: jnp.exp(x @ w), mesh, ((64, 32), ("data",)), ((32, 16), ()))
-    root = Array(flow.module.entry, flow.module.computations[flow.module.entry].root)
+    for join, arguments in (
+        (lambda *x: jnp.concatenate(x), (0, 1, 2)), (lambda *x: jnp.stack(x), (0, 1, 2)),
+        (lambda x, *y: jnp.concatenate([x, jnp.exp(y[0])]), ()),
+    ):  # fmt: skip
+        flow, root = root_of(join, *[((8, 4), ())] * 3)
+        assert flow.arguments(root) == arguments
+    flow, root = root_of(lambda x, w: jnp.exp(x @ w), ((64, 32), ("data",)), ((32, 16), ()))
     assert flow.arguments(root) == ()
-    made = flow.made(flow.source(root))
-    assert made is not None
-    assert made.opcode in ("exponential", "fusion", "exp")
+    assert flow.made(flow.source(root)).opcode in ("exponential", "fusion", "exp")
 
 
 def works(text):
@@ -185,26 +183,17 @@ def works(text):
 
 
 def total(f, *arguments):
-    """Operations of products, and bytes moved, of one call."""
     found = works(jax.jit(f).lower(*arguments).compile().as_text())
     return sum(w.products * n for w, n in found), sum(w.moved * n for w, n in found)
 
 
-def test_a_product():
-    a, b = jnp.ones((64, 128)), jnp.ones((128, 256))
-    products, moved = total(lambda a, b: a @ b, a, b)
-    assert products == 2 * 64 * 128 * 256
-    assert moved >= 4 * (64 * 128 + 128 * 256 + 64 * 256)
-
-
-def test_products_of_a_batch_and_their_gradient():
+def test_products_and_rounds_of_loops_are_counted():
     a, b = jnp.ones((4, 32, 16)), jnp.ones((4, 16, 8))
-    assert total(lambda a, b: jnp.einsum("bij,bjk->bik", a, b), a, b)[0] == 2 * 4 * 32 * 16 * 8
-    gradient = jax.grad(lambda a, b: jnp.sum(jnp.einsum("bij,bjk->bik", a, b) ** 2), (0, 1))
-    assert total(gradient, a, b)[0] == 3 * 2 * 4 * 32 * 16 * 8
-
-
-def test_a_loop_counts_its_rounds():
+    batched = lambda a, b: jnp.einsum("bij,bjk->bik", a, b)  # noqa: E731
+    products, moved = total(batched, a, b)
+    assert products == 2 * 4 * 32 * 16 * 8
+    assert moved >= 4 * (a.size + b.size + 4 * 32 * 8)
+    assert total(jax.grad(lambda a, b: jnp.sum(batched(a, b) ** 2), (0, 1)), a, b)[0] == 3 * products
     x, ws = jnp.ones((64, 64)), jnp.ones((7, 64, 64))
     products, moved = total(lambda x, ws: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0], x, ws)
     assert products == 7 * 2 * 64**3
@@ -230,18 +219,33 @@ def test_a_convolution_counts_pairs_that_meet(stride, padding, dilation, holes):
     assert total(f, image, kernel)[0] == 2 * met
 
 
-def test_a_product_as_libtpu_writes_it():
-    """A batch dimension is a window as large as the batch, which meets one element in each place."""
-    text = """HloModule m, num_partitions=1
+# Operands, the root, and what it takes: a batch dimension that libtpu writes as a window as large as the batch, which
+# meets one element in each place; a product of cuBLAS; a call of a kernel of somebody's.
+WORKS = {
+    "libtpu": (
+        "bf16[4,32,16]{2,1,0}", "bf16[4,16,8]{2,1,0}", "bf16[4,32,8]{2,1,0} convolution(%a, %b), "
+        "window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0io->0bf",
+        Work(2 * 4 * 32 * 16 * 8, 0, 2 * (4 * 32 * 16 + 4 * 16 * 8 + 4 * 32 * 8), "bf16"),
+    ),
+    "cublas": (
+        "f32[32,16]{1,0}", "f32[16,8]{1,0}", "(f32[32,8]{1,0}, s8[4096]{0}) custom-call(%a, %b), "
+        'custom_call_target="__cublas$gemm", x={"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],'
+        '"rhs_contracting_dimensions":["0"]}',
+        Work(2 * 32 * 16 * 8, 0, 4 * (32 * 16 + 16 * 8 + 32 * 8) + 4096, "f32"),
+    ),
+    "custom call": (
+        "f32[32,16]{1,0}", "f32[1]{0}", 'f32[32,16]{1,0} custom-call(%a), custom_call_target="my_kernel"',
+        Work(0, 0, 2 * 4 * 32 * 16, "f32", False),
+    ),
+}  # fmt: skip
 
-ENTRY %main (a: bf16[4,32,16], b: bf16[4,16,8]) -> bf16[4,32,8] {
-  %a = bf16[4,32,16]{2,1,0} parameter(0)
-  %b = bf16[4,16,8]{2,1,0} parameter(1)
-  ROOT %c = bf16[4,32,8]{2,1,0} convolution(%a, %b), window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0io->0bf
-}
-"""
-    ((work, _),) = works(text)
-    assert work == Work(2 * 4 * 32 * 16 * 8, 0, 2 * (4 * 32 * 16 + 4 * 16 * 8 + 4 * 32 * 8), "bf16")
+
+@pytest.mark.parametrize("name", WORKS)
+def test_what_one_instruction_takes(name):
+    a, b, root, expected = WORKS[name]
+    lines = f"  %a = {a} parameter(0)\n  %b = {b} parameter(1)\n  ROOT %c = {root}\n"
+    ((work, _),) = works(f"HloModule m, num_partitions=1\n\nENTRY %main (a: {a}, b: {b}) -> f32[] {{\n{lines}}}\n")
+    assert work == expected
 
 
 def test_a_product_of_groups_meets_each_row_once():
@@ -262,31 +266,6 @@ lhs_ragged_dims={0}
 }
 """
     assert [(w.products, w.dtype) for w, _ in works(text)] == [(2 * 64 * 32 * 16, "bf16")] * 3
-
-
-def test_a_product_of_cublas():
-    text = """HloModule m, num_partitions=1
-
-ENTRY %main (a: f32[32,16], b: f32[16,8]) -> (f32[32,8], s8[4096]) {
-  %a = f32[32,16]{1,0} parameter(0)
-  %b = f32[16,8]{1,0} parameter(1)
-  ROOT %c = (f32[32,8]{1,0}, s8[4096]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", x={DIMS}
-}
-""".replace("DIMS", '"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}')
-    ((work, _),) = works(text)
-    assert (work.products, work.dtype, work.is_known) == (2 * 32 * 16 * 8, "f32", True)
-
-
-def test_a_custom_call_counts_by_its_bytes():
-    text = """HloModule m, num_partitions=1
-
-ENTRY %main (a: f32[32,16]) -> f32[32,16] {
-  %a = f32[32,16]{1,0} parameter(0)
-  ROOT %c = f32[32,16]{1,0} custom-call(%a), custom_call_target="my_kernel"
-}
-"""
-    ((work, _),) = works(text)
-    assert work == Work(0, 0, 2 * 4 * 32 * 16, "f32", False)
 
 
 def test_types():
@@ -330,32 +309,23 @@ ENTRY %main (a: bf16[4096,4096]) -> (s32[], bf16[4096,4096]) {
 
 
 def timed(seconds):
-    """What runs where every collective takes so many seconds."""
-
     def network(read, made):
         return seconds if read.operand_bytes > 1 else 0.0
 
     return {row.made.name: row for row in elapsed(read_module(TEXT), MACHINE, network).ran()}
 
 
-def test_what_is_shorter_than_the_product_beside_it_is_hidden():
+def test_what_is_shorter_than_the_product_beside_it_is_hidden_and_collectives_queue_for_the_network():
     rows = timed(PRODUCT / 4)
     assert rows["first"].seconds == rows["second"].seconds == 0
-    assert rows["z"].seconds == rows["z"].duration
-    assert abs(rows["z"].duration - PRODUCT / 4) < 1e-12
+    assert rows["z"].seconds == rows["z"].duration == pytest.approx(PRODUCT / 4)
     assert {row.times for row in rows.values()} == {3}
-
-
-def test_collectives_queue_for_the_network():
     rows = timed(PRODUCT)
     product = rows["y"].seconds  # with its launch
     assert rows["first"].seconds == 0
     assert abs(rows["second"].seconds - (2 * PRODUCT - product)) < 1e-9
     assert abs(sum(dict(rows["second"].parts).values()) - rows["second"].seconds) < 1e-12
-
-
-def test_all_that_is_waited_for_counts_once():
-    for seconds in (0.0, PRODUCT / 3, PRODUCT, 5 * PRODUCT):
+    for seconds in (0.0, PRODUCT / 3, PRODUCT, 5 * PRODUCT):  # all that is waited for counts once
         rows = timed(seconds)
         whole = sum(row.seconds for row in rows.values())
         assert abs(whole - (max(rows["y"].seconds, 2 * seconds) + seconds)) < 1e-9

@@ -62,7 +62,7 @@ def test_each_collective(function, expected, mesh):
     assert re.fullmatch(r"test_hlo_parser.py:\d+", found.line)
 
 
-def test_combined_collectives_count_all_their_operands(mesh):
+def test_combined_collectives_count_all_their_operands_and_tables_are_sorted_by_bytes(mesh):
     found = collectives(compiled_text(lambda x: [lax.psum(x, "b"), lax.psum(jnp.sin(x)[:3], "b")], mesh, X))
     assert summary(found) == {"all_reduce": (len(found), 2 * (256 + 96) * 3 // 4)}
 
@@ -115,7 +115,6 @@ def test_what_depends_on_data_is_marked(mesh):
 
 
 def test_program_partitioned_by_xla(mesh):
-    """XLA's own partitioner writes groups in a notation of its own."""
     split = [NamedSharding(mesh, PartitionSpec("a", "b")), NamedSharding(mesh, PartitionSpec("b", None))]
     result = NamedSharding(mesh, PartitionSpec("a", None))
     y = jax.ShapeDtypeStruct((8, 16), jnp.float32)
@@ -219,15 +218,12 @@ def test_any_groups_are_read_back(rng):
         for notation in notations:
             text = ASYNCHRONOUS.replace("replica_groups={}", f"replica_groups={notation}, use_global_device_ids=true")
             assert {*collectives(text)[-1].groups} == {*map(tuple, np.sort(groups).tolist())}, notation
+    with pytest.raises(ValueError, match="groups of a collective cannot be read: replica_groups=ring"):
+        collectives(ASYNCHRONOUS.replace("replica_groups={}", "replica_groups=ring(8)"))
 
 
 def listed(numbers):
     return ",".join(map(str, numbers))
-
-
-def test_an_unknown_notation_of_groups_is_an_error():
-    with pytest.raises(ValueError, match="groups of a collective cannot be read: replica_groups=ring"):
-        collectives(ASYNCHRONOUS.replace("replica_groups={}", "replica_groups=ring(8)"))
 
 
 LOOP = """\
@@ -271,12 +267,9 @@ def test_trip_counts(start, direction, limit, by, count):
         assert trip_count(module, main, main.instructions["w"]) == count
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("f32[8,4]{1,0}", 128), ("(c64[2], (pred[3], u8[]))", 20), ("f8e4m3fn[5]", 5), ("s4[3]", 2), ("token[]", 0)],
-)
-def test_bytes_of_types(text, size):
-    assert type_bytes(text) == size
+def test_bytes_of_types():
+    sizes = {"f32[8,4]{1,0}": 128, "(c64[2], (pred[3], u8[]))": 20, "f8e4m3fn[5]": 5, "s4[3]": 2, "token[]": 0}
+    assert {text: type_bytes(text) for text in sizes} == sizes
 
 
 LAYER = """

@@ -18,13 +18,14 @@ def step(params, x):
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
 
 
-def arguments():
-    shape = jax.ShapeDtypeStruct
-    return [(shape((256, 1024), jnp.float32), shape((1024, 256), jnp.float32))] * 2, shape((128, 256), jnp.float32)
+RNG = np.random.default_rng(0)
+PARAMS = [tuple(jnp.float32(RNG.normal(size=s) / 16) for s in ((256, 1024), (1024, 256))) for _ in range(2)]
+ARGUMENTS = PARAMS, jnp.float32(RNG.normal(size=(128, 256)))
+OPTIONS = {"mesh": {"data": 8}, "machine": "h100:1x8", "donate_argnums": 0}
 
 
-def test_the_best_plans_are_compiled_and_ranked():
-    found = gshard.search(step, *arguments(), mesh={"data": 8}, machine="h100:1x8", donate_argnums=0, compile_best=3)
+def test_the_best_plans_are_compiled_and_ranked_and_the_first_one_runs():
+    found = gshard.search(step, *ARGUMENTS, **OPTIONS, compile_best=3)
     ranking = found.compiled
     assert len(ranking.plans) == 3
     times = [plan.cost.seconds for plan in ranking.plans]
@@ -35,14 +36,13 @@ def test_the_best_plans_are_compiled_and_ranked():
     text = str(found)
     assert "as XLA compiled them for cpu, on h100:1x8" in text
     assert all(f"{plan.priced.cost.seconds * 1e3:.4g} ms" in text for plan in ranking.plans)
-
-
-def test_figures_are_those_of_the_compiled_program():
-    given = arguments()
-    found = gshard.search(step, *given, mesh={"data": 8}, machine="h100:1x8", donate_argnums=0, compile_best=1)
-    (plan,) = found.compiled.plans
-    ours = gshard.jit(step, mesh=found.mesh, plan=found.plan, machine="h100:1x8", donate_argnums=0)
-    compiled = ours.lower(*given).compile()
+    plain = gshard.search(step, *ARGUMENTS, **OPTIONS)
+    assert plain.compiled is None
+    # Nothing is proven of a plan that the model did not choose.
+    assert found.gap == (plain.gap if found.cost.seconds == plain.cost.seconds else None)
+    # Figures are those of the compiled program.
+    plan = ranking.plans[0]
+    compiled = gshard.jit(step, plan=found.plan, **OPTIONS).lower(*ARGUMENTS).compile()
     explained = gshard.explain(compiled.as_text(), mesh=found.mesh, machine="h100:1x8")
     assert plan.cost.sent == explained.total_bytes
     assert plan.cost.seconds == pytest.approx(explained.cost().seconds)
@@ -50,43 +50,22 @@ def test_figures_are_those_of_the_compiled_program():
     held = report.argument_size_in_bytes + report.output_size_in_bytes - report.alias_size_in_bytes
     assert plan.cost.peak == held + report.temp_size_in_bytes
     assert plan.error == pytest.approx(explained.cost().seconds / found.cost.seconds)
-
-
-def test_the_plan_that_is_returned_computes_the_same():
-    rng = np.random.default_rng(0)
-    params = [(rng.normal(size=(256, 1024)) / 16, rng.normal(size=(1024, 256)) / 32) for _ in range(2)]
-    params = jax.tree.map(jnp.float32, params)
-    x = jnp.float32(rng.normal(size=(128, 256)))
-    found = gshard.search(step, params, x, mesh=8, machine="h100:1x8", compile_best=2)
-    run = gshard.jit(step, mesh=found.mesh, plan=found.plan)
+    run, want = gshard.jit(step, mesh=found.mesh, plan=found.plan), jax.jit(step)(*ARGUMENTS)
     for _ in range(3):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), run(params, x), jax.jit(step)(params, x))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), run(*ARGUMENTS), want)
 
 
-def test_nothing_is_proven_of_a_plan_that_the_model_did_not_choose():
-    found = gshard.search(step, *arguments(), mesh={"data": 8}, machine="h100:1x8", compile_best=3)
-    plain = gshard.search(step, *arguments(), mesh={"data": 8}, machine="h100:1x8")
-    assert plain.compiled is None
-    is_same = found.cost.seconds == plain.cost.seconds
-    assert found.gap == plain.gap if is_same else found.gap is None
-
-
-@pytest.mark.parametrize(
-    ("options", "hint"),
-    [({"compile_best": 0}, "Give a positive number"), ({"compile_best": True}, "Give a positive number")],
-)
-def test_what_compiles_nothing(options, hint):
+@pytest.mark.parametrize("number", [0, True])
+def test_what_compiles_nothing(number):
     with pytest.raises(gshard.ArgumentError, match="compile") as caught:
-        gshard.search(step, *arguments(), mesh=8, machine="h100:1x8", **options)
-    assert hint in (caught.value.hint or "")
+        gshard.search(step, *ARGUMENTS, mesh=8, machine="h100:1x8", compile_best=number)
+    assert "Give a positive number" in (caught.value.hint or "")
 
 
 def test_there_must_be_devices_to_compile_for():
     """An error before the search, which would be lost otherwise."""
     lines = []
+    options = {"mesh": gshard.Mesh.abstract(data=64), "machine": "h100:8x8", "progress": lines.append}
     with pytest.raises(gshard.MeshError, match="XLA compiles for devices that exist: the mesh has 64, and there are 8"):
-        gshard.search(
-            step, *arguments(), mesh=gshard.Mesh.abstract(data=64), machine="h100:8x8", compile_best=1,
-            progress=lines.append,
-        )  # fmt: skip
+        gshard.search(step, *ARGUMENTS, compile_best=1, **options)
     assert lines == []
