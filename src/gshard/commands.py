@@ -261,11 +261,6 @@ _PLANS = ("memory_limit", "plan", "finite", *TOLD)  # options that say how gshar
 _OF_STAGES = ("is not for a function that is lowered", "Leave it out, or name the function itself.")
 
 
-def is_dump(target: str) -> bool:
-    """Whether a target is a file of a compiled program, and no function in a file."""
-    return not target.endswith(".py") and Path(target).is_file()
-
-
 def of_dump(options: argparse.Namespace) -> CompiledExplanation:
     """The explanation of a dump."""
     _refuse(options, (*_PLANS, "why", "arg"), "is not for a compiled program", "Leave it out, or name a function.")
@@ -375,7 +370,7 @@ def _explain(options: argparse.Namespace) -> None:
     paths = (None if with_xla else options.against, options.baseline)
     before, baseline = (None if path is None else explanation_in(path) for path in paths)
     limit = None if options.fail_above is None else limit_of(options.fail_above)
-    if is_dump(options.target):
+    if not options.target.endswith(".py") and Path(options.target).is_file():
         _tell_compiled(options, of_dump(options), before, baseline, limit)
         return
     # XLA compiles for devices that exist.

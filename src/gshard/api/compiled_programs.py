@@ -92,9 +92,10 @@ def _read(
         raise ArgumentError("this compiled program has no text.", user_line(), hint="Its backend does not give one.")
     shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda s: isinstance(s, jax.sharding.Sharding))
     on = mesh or _mesh_of([*shardings, *jax.tree.leaves(compiled.output_shardings)])
+    paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(out_tree, range(out_tree.num_leaves)))[0]
     program = read_program(
         text, on, whole=_of_arguments(_whole, compiled, shardings, on),
-        cuts=_of_arguments(_cut, compiled, shardings, on), results=_results(out_tree),
+        cuts=_of_arguments(_cut, compiled, shardings, on), results=[path_of("result", path) for path, _ in paths],
         platform=str(on.devices[0].platform) if on is not None and on.devices else "",
         memory=memory_figures(compiled), names=names,
     )  # fmt: skip
@@ -220,11 +221,6 @@ def _cut(aval: Any, sharding: Any, mesh: Mesh) -> ReadSharding | None:
 
 def _word(entry: Any) -> str:
     return f"({', '.join(map(str, entry))})" if isinstance(entry, tuple) else str(entry)
-
-
-def _results(tree: Any) -> list[str]:
-    paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))[0]
-    return [path_of("result", path) for path, _ in paths]
 
 
 # Framework jit: functions that ``flax.nnx.jit`` or ``equinox.filter_jit`` returned, which call ``jax.jit`` themselves.

@@ -274,14 +274,11 @@ class ConfigureRun:
                 yield self._traced(built.with_host(pairs))[0]
 
     def _traced(self, built: BuiltStep) -> tuple[EstimatedStep, Lowered]:
-        searched = self._searched(built)
+        own = {key: value for key, value in self.own.items() if key != "finite"}
+        searched = searched_of(built.step, built.arguments, {}, own, self.own["finite"], self.caller)
         lowered = searched.lower(self.meshes[0])
         figures = estimated(lowered.program, self.meshes[0], self.machine, lowered.donated)
         return EstimatedStep(built, searched, figures, self.limit), lowered
-
-    def _searched(self, built: BuiltStep) -> Any:
-        own = {key: value for key, value in self.own.items() if key != "finite"}
-        return searched_of(built.step, built.arguments, {}, own, self.own["finite"], self.caller)
 
     def _can_offload(self, built: BuiltStep, searched: Any) -> bool:
         """Whether the state may be on the host; a note tells why not."""

@@ -191,7 +191,9 @@ class Leaf:
             aval = jax.core.ShapedArray(x.shape, x.dtype, memory_space=held)
             return Leaf(aval, x.sharding, x.partitioning)
         if isinstance(x, jax.ShapeDtypeStruct):
-            return Leaf(_plain(x), x.sharding)
+            on_host = is_in_host_space(getattr(x.sharding, "memory_kind", None))
+            weak = bool(getattr(x, "weak_type", False))
+            return Leaf(jax.core.ShapedArray(x.shape, x.dtype, weak_type=weak, memory_space=space(on_host)), x.sharding)
         aval = jax.typeof(x)
         if aval.is_high or not hasattr(aval, "shape"):
             raise TypeError(_OF_HIJAX if aval.is_high else f"{aval} has no shape")
@@ -228,12 +230,6 @@ class Leaf:
 
 def _is_symbolic(x: Leaf) -> bool:
     return not all(isinstance(size, int) for size in x.aval.shape)
-
-
-def _plain(x: jax.ShapeDtypeStruct) -> Any:
-    on_host = is_in_host_space(getattr(x.sharding, "memory_kind", None))
-    weak = bool(getattr(x, "weak_type", False))
-    return jax.core.ShapedArray(x.shape, x.dtype, weak_type=weak, memory_space=space(on_host))
 
 
 def explicit_sharding(aval: Any) -> Any:

@@ -186,7 +186,8 @@ def received(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> tupl
 
 def laid_out(x: Any, received_chunks: Sequence[Any], dim: int, atoms: Atoms, window: Window, fill: Any = 0) -> Any:
     """This device's window, from its part ``x`` and the ``received`` chunks."""
-    size, width, zeros = x.shape[dim], window.width, _is_zero(fill)
+    zeros = is_number(fill) and not any(np.asarray(fill).tobytes())  # -0.0 has a bit that is set
+    size, width = x.shape[dim], window.width
     shifts = window.shifts(size) if size else ()
     if not shifts or not x.size:
         shape = *x.shape[:dim], width, *x.shape[dim + 1 :]
@@ -241,11 +242,6 @@ def add_windows(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window, size
 def is_number(x: Any) -> bool:
     """Whether a value is a concrete number."""
     return isinstance(x, int | float | complex | np.generic) or (isinstance(x, np.ndarray) and not x.shape)
-
-
-def _is_zero(x: Any) -> bool:
-    """Whether a value is a concrete number whose bits are all zero, which -0.0 is not."""
-    return is_number(x) and not any(np.asarray(x).tobytes())
 
 
 def _is_own_most(shift: Shift, size: int) -> bool:

@@ -166,10 +166,6 @@ class Rule:
         limits = tuple(over) if any(axes is not None for axes in over) else ()
         return dataclasses.replace(self, linear=tuple(linear), over=limits)
 
-    def limit(self, way: int) -> frozenset[str] | None:
-        """The mesh axes to which a way is limited; None for any axes."""
-        return self.over[way] if way < len(self.over) else None
-
     @property
     def is_free(self) -> bool:
         """Whether the factors alone determine the possible splits: the equation is not part of a manual region."""
@@ -414,7 +410,7 @@ def is_valid(rule: Rule, split: Mapping[int, Atoms], mesh: Mesh) -> bool:
 
 def passable(rule: Rule, way: int, atoms: Atoms, mesh: Mesh) -> Atoms:
     """The atoms, of some atoms, over which parts may pass in a way (``Rule.over``)."""
-    axes = rule.limit(way)
+    axes = rule.over[way] if way < len(rule.over) else None
     if axes is None:
         return atoms
     allowed = {a for axis in axes for a in mesh.atoms_of.get(axis, (axis,))}

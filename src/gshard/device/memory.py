@@ -426,14 +426,10 @@ def held_at_peak(memory: Memory, block: Block, program: Program, names: ArrayNam
     rows: dict[tuple[str, str, str], Held] = {}
     for v, e in memory.alive:
         name = array_names.array(v)
-        row = Held(_type(v), name.text or e.name, e, size(v), 1)
+        row = Held(f"{v.dtype_name}[{','.join(map(str, v.shape))}]", name.text or e.name, e, size(v), 1)
         key = row.type, name.alike or e.name, e.line
         if key in rows:  # arrays of equal layers: keep the name that they share
             earlier = rows[key]
             row = Held(row.type, key[1], earlier.equation, earlier.bytes + row.bytes, earlier.count + 1)
         rows[key] = row
     return tuple(sorted(rows.values(), key=lambda row: -row.bytes))
-
-
-def _type(v: Value) -> str:
-    return f"{v.dtype_name}[{','.join(map(str, v.shape))}]"

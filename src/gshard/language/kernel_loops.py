@@ -374,7 +374,14 @@ def _equation(eqn: Any, step: Step, operands: Sequence[Part], shard: Shard) -> l
     def refuse(kind: str, atoms: Atoms, sent: int, x: Any, times: int = 1) -> None:
         raise NotProven(eqn)  # it communicates
 
-    shards = Shards(_as_equation(eqn, rule), split, mesh, refuse)
+    inputs = tuple(
+        Constant(v.val) if hasattr(v, "val") else Value(tuple(v.aval.shape), v.aval.dtype, i)
+        for i, v in enumerate(eqn.invars)
+    )
+    outputs = tuple(Value(tuple(v.aval.shape), v.aval.dtype, i) for i, v in enumerate(eqn.outvars))
+    shards = Shards(
+        Equation(eqn.primitive, dict(eqn.params), inputs, outputs, rule, eqn.source_info), split, mesh, refuse
+    )
     arrays = [part.array for part in operands]
     if not rule.masks_itself:
         arrays = [shards.masked(x, i) for i, x in enumerate(arrays)]
@@ -416,13 +423,3 @@ def _passing(eqn: Any, rule: Rule, operands: Sequence[Part]) -> Split:
             raise NotProven(eqn)
         found[-1 - rule.linear.index(way)] = tuple(atoms)
     return found
-
-
-def _as_equation(eqn: Any, rule: Rule) -> Equation:
-    """An equation of a jaxpr as the ``local`` of its rule reads it."""
-    inputs = tuple(
-        Constant(v.val) if hasattr(v, "val") else Value(tuple(v.aval.shape), v.aval.dtype, i)
-        for i, v in enumerate(eqn.invars)
-    )
-    outputs = tuple(Value(tuple(v.aval.shape), v.aval.dtype, i) for i, v in enumerate(eqn.outvars))
-    return Equation(eqn.primitive, dict(eqn.params), inputs, outputs, rule, eqn.source_info)

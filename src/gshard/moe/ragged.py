@@ -108,18 +108,6 @@ def by_replica(f: Callable[..., Any], *arrays: Any, replicas: int) -> Any:
 # Blocks: experts without a capacity, one small block of rows after the other.
 
 
-def rows_of_a_block(choices: int, experts: int) -> int:
-    """R: the power of two nearest below the mean load of an expert, from 8 to 128 rows.
-
-    With fewer rows the matrix unit is partly idle; with more rows, more of them are empty.
-
-    >>> rows_of_a_block(16, 64), rows_of_a_block(4096, 64), rows_of_a_block(10**6, 8)
-    (8, 64, 128)
-    """
-    mean_load = max(choices // experts, 1)
-    return min(max(1 << (mean_load.bit_length() - 1), 8), 128)
-
-
 def blocks_expert_layer(
     gating: Gating, inputs_GSM: jax.Array, weights: dict[str, jax.Array], activation: str = "relu"
 ) -> jax.Array:
@@ -128,7 +116,10 @@ def blocks_expert_layer(
     E = weights["wi"].shape[0]
     tokens = G * S
     chosen = len(gating.choices) * tokens
-    R = rows_of_a_block(chosen, E)
+    # The power of two nearest below the mean load of an expert, from 8 to 128: with fewer rows the matrix unit is partly
+    # idle; with more rows, more of them are empty.
+    mean_load = max(chosen // E, 1)
+    R = min(max(1 << (mean_load.bit_length() - 1), 8), 128)
     blocks = (chosen + min(E, chosen) * (R - 1)) // R
 
     rows_E = jnp.sum(gating.slots_GE, axis=0)

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import string
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gshard.core.program import Block, Equation, Program, Value
@@ -94,7 +94,9 @@ def dimensions_of(program: Program, paths: Sequence[str] = ()) -> Dimensions:
                 members.setdefault(classes.root((value, d)), []).append((value, d))
     count = {root: len({v for v, _ in dims}) for root, dims in members.items()}
     ranked = sorted(members, key=lambda root: -count[root])  # stable: equal counts keep the order of the program
-    label = _labels(ranked, user_names)
+    taken = {name for names in user_names.values() for name in names}
+    free = (letter for letter in _letters() if letter not in taken)
+    label = {root: next(iter(user_names[root])) if root in user_names else next(free) for root in ranked}
     labels = {v: _with_primes(v, classes, label) for v in program.block.values()}
     inputs = program.block.inputs[len(program.captured) :]
     names = program.names[len(program.captured) :]
@@ -263,13 +265,6 @@ def _read(block: Block, classes: _Classes) -> None:
             classes.array(edge.inner, edge.rule.results[0], edge.rule, edge_key)
             for d in range(edge.stacked):
                 classes.join((e, "iteration", d), (edge.outer, d))
-
-
-def _labels(roots: Iterable[Hashable], user_names: Mapping[Hashable, Mapping[str, None]]) -> dict[Hashable, str]:
-    """The label of each class: the first of its user's names, or the next free letter."""
-    taken = {name for names in user_names.values() for name in names}
-    free = (letter for letter in _letters() if letter not in taken)
-    return {root: next(iter(user_names[root])) if root in user_names else next(free) for root in roots}
 
 
 def _letters() -> Iterator[str]:

@@ -145,15 +145,6 @@ class Room:
         sizes = np.array([local_bytes(v, s, self._mesh) for s in states], float)
         return (sizes - local_bytes(v, self._propagated.shardings[v], self._mesh)).clip(0)
 
-    def loop_input(self, node: int, e: Equation, extra_bytes: Floats, is_stacked: bool) -> LoopBytes:
-        """The bytes of a value that a loop reads from outside.
-
-        The states of the node are the shardings of the unchanged value, then those of a copy. An unchanged value counts
-        only if it is a stack, because memory holds a stack until the loop ends.
-        """
-        unchanged = extra_bytes if is_stacked else np.zeros(len(extra_bytes))
-        return LoopBytes(node, e, np.concatenate([unchanged, extra_bytes]), STACKED if is_stacked else WHOLE)
-
     def fits(self, e: Equation, extra_bytes: Floats) -> Bools:
         """bool [states]: whether the extra bytes are few beside the largest array of an iteration under the marks."""
         assert self._propagated is not None
@@ -656,7 +647,9 @@ class _Builder:
             if is_stacked:  # memory holds a stack until the loop ends, whether or not it is moved
                 fits = room.fits(e, extra)
                 same, moves = np.where(fits, same, np.inf), np.where(fits, moves, np.inf)
-            held = room.loop_input(copy, e, extra, is_stacked)
+            # Memory holds a stack until the loop ends; of another array the loop reads the buffer that is there.
+            unchanged = extra if is_stacked else np.zeros(len(extra))
+            held = LoopBytes(copy, e, np.concatenate([unchanged, extra]), STACKED if is_stacked else WHOLE)
             self.loop_bytes.append(held)
             self.costs[copy] = runs * self.objective.stacked_byte_cost * held.extra_bytes.clip(0)
         self.edges.append((outside, copy, self.interned.often(runs, np.hstack([same, moves]))))

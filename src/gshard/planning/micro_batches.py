@@ -18,7 +18,7 @@ from jax.extend.core import Literal
 from gshard.core.errors import GShardError
 from gshard.core.jax_adapter import closed, jaxpr_without_dead_code, no_mesh_set, scan_counts
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.program import Block, Equation
+from gshard.core.program import Equation
 from gshard.language.kernel_loops import FunctionLoops, NotProven, Part, Shard, loops_of, on_shards
 from gshard.language.region import Interpreter
 
@@ -63,7 +63,8 @@ class Mixed(Exception):
 @no_mesh_set()
 def micro_body(loop: Equation, micro_batches: int, known: Mapping[int, Rows]) -> MicroBody:
     """The body of a scan on one micro-batch."""
-    jaxpr = _jaxpr_of(loop.blocks[0])
+    shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak) for v in loop.blocks[0].inputs]
+    jaxpr = jax.make_jaxpr(lambda *arrays: Interpreter().run(loop.blocks[0], arrays))(*shapes)
     loops = loops_of(jaxpr)
     first: Mixed | None = None
     for leaf in _candidates(loop, loops, known):
@@ -72,11 +73,6 @@ def micro_body(loop: Equation, micro_batches: int, known: Mapping[int, Rows]) ->
         except Mixed as mixed:
             first = first or mixed
     raise first or Mixed()
-
-
-def _jaxpr_of(body: Block) -> Any:
-    shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak) for v in body.inputs]
-    return jax.make_jaxpr(lambda *arrays: Interpreter().run(body, arrays))(*shapes)
 
 
 def _candidates(loop: Equation, loops: FunctionLoops, known: Mapping[int, Rows]) -> Iterator[int]:

@@ -369,7 +369,12 @@ def propagate(
     propagated = propagated or settled(program, mesh)
     choice = choose(propagated, objective, boundary, every=False)
     if choice is None:
-        return at_boundary(_replicated_plan(propagated), boundary)
+        manual = manual_axes(propagated.program.block, propagated.mesh)
+        rules = ((e, e.rule) for e in propagated.program.block.walk() if e.rule)
+        splits = {e: rule.fixed(propagated.mesh) if rule.fixed else manual.pinned(e) for e, rule in rules}
+        return at_boundary(
+            Plan(propagated.program, propagated.mesh, propagated.shardings, splits, {}, propagated.orders), boundary
+        )
     chosen = decided(choice.graph, choice.states, propagated)
     chosen = dataclasses.replace(chosen, gap=choice.gap, counted=choice.counted, is_limited=choice.is_limited)
     plan = at_boundary(chosen, boundary)
@@ -477,14 +482,6 @@ def choose(
         if not rounds or not costs.price(graph.splits(states)):
             return Choice(graph, states, gap, propagated, costs)
         rounds -= 1
-
-
-def _replicated_plan(propagated: Propagated) -> Plan:
-    """The plan of a program without a mark: every device runs the whole program, as with ``jax.jit``."""
-    manual = manual_axes(propagated.program.block, propagated.mesh)
-    rules = ((e, e.rule) for e in propagated.program.block.walk() if e.rule)
-    splits = {e: rule.fixed(propagated.mesh) if rule.fixed else manual.pinned(e) for e, rule in rules}
-    return Plan(propagated.program, propagated.mesh, propagated.shardings, splits, {}, propagated.orders)
 
 
 def _chosen(graph: Graph, propagated: Propagated) -> tuple[Graph, Ints, float]:

@@ -480,10 +480,6 @@ def closed_regions(block: Block, split: PartsOf) -> list[Region]:
     return regions
 
 
-def _bytes(x: Array) -> int:
-    return x.bytes if isinstance(x, Value) else 0
-
-
 def _moving(e: Equation, dim: int, split: PartsOf) -> list[Value]:
     """The operands of an equation that are split along a dimension and would be redistributed."""
     if not may_begin(e) or dim >= len(e.outputs[0].shape) or 0 in e.outputs[0].shape:
@@ -504,7 +500,7 @@ def _moving(e: Equation, dim: int, split: PartsOf) -> list[Value]:
 def _is_worth_it(region: Region, dim: int, split: PartsOf) -> bool:
     """Whether a region saves more moved bytes than it moves: arrays that are cut into pieces or joined are moved."""
     saved = sum(x.bytes for e in region.equations for x in _moving(e, dim, split) if x not in region.dims)
-    return 2 * sum(_bytes(x) for x in region.brought | region.joined) < saved
+    return 2 * sum(x.bytes if isinstance(x, Value) else 0 for x in region.brought | region.joined) < saved
 
 
 def _region(graph: _Neighbours, first: Equation, dim: int, split: PartsOf) -> Region | None:

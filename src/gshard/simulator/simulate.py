@@ -40,11 +40,6 @@ def device_groups(axis_sizes: AxisSizes, axes: tuple[str, ...], index_groups: Gr
     return tuple(tuple(group) for group in groups)
 
 
-def run_collective(name: str, params: dict[str, Any], axis_sizes: AxisSizes, operands: list[PerDevice]) -> PerDevice:
-    """The results of a collective on all devices. The name is a key of ``COLLECTIVES``."""
-    return COLLECTIVES[name](params, axis_sizes, *operands)
-
-
 def _groups(params: dict[str, Any], axis_sizes: AxisSizes) -> Groups:
     axes = params.get("axis_name", params.get("axes"))
     axes = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
@@ -520,7 +515,7 @@ def _communicate(
 ) -> list[PerDevice]:
     name, params = step.eqn.primitive.name, step.eqn.params
     if name in COLLECTIVES:
-        return [run_collective(name, params, axis_sizes, operands)]
+        return [COLLECTIVES[name](params, axis_sizes, *operands)]
     region = _REGIONS.get(name)
     if region is None:
         raise unknown_collective(step.eqn)

@@ -85,11 +85,6 @@ class Limits:
     over: tuple[str, ...]  # only collectives that cross one of these axes count; none for all
 
     @property
-    def is_empty(self) -> bool:
-        """Whether nothing is limited."""
-        return not (self.times or self.most_times or self.most_bytes) and self.peak is None and self.whole is None
-
-    @property
     def is_of_one_device(self) -> bool:
         """Whether only memory is limited, which a program on one device has too."""
         return not (self.times or self.most_times or self.most_bytes) and self.whole is None
@@ -412,7 +407,7 @@ def assert_collectives(
         "all_to_all": all_to_all, "collective_permute": collective_permute, TOTAL: total,
     }  # fmt: skip
     limits = limits_of(times, at_most, max_bytes, max_peak, max_whole, over)
-    if limits.is_empty:
+    if not (limits.times or limits.most_times or limits.most_bytes) and limits.peak is None and limits.whole is None:
         raise ArgumentError(
             "assert_collectives is given no limit, so it could not fail.",
             user_line(),
