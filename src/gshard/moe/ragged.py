@@ -116,8 +116,8 @@ def blocks_expert_layer(
     E = weights["wi"].shape[0]
     tokens = G * S
     chosen = len(gating.choices) * tokens
-    # The power of two nearest below the mean load of an expert, from 8 to 128: with fewer rows the matrix unit is partly
-    # idle; with more rows, more of them are empty.
+    # The power of two nearest below the mean load of an expert, from 8 to 128: with fewer rows the matrix unit is
+    # partly idle; with more rows, more of them are empty.
     mean_load = max(chosen // E, 1)
     R = min(max(1 << (mean_load.bit_length() - 1), 8), 128)
     blocks = (chosen + min(E, chosen) * (R - 1)) // R

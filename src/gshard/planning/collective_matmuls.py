@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -47,22 +47,8 @@ Needs = dict[Value, dict[Sharding, list[tuple[Equation, int] | None]]]
 """For each value and sharding, the readers that need it: an equation and the operand's index, or None for others."""
 
 
-class RingChooser(Protocol):
-    """Chooses the collective matmuls of one plan."""
-
-    def chosen(self, equation: Equation, offers: tuple[Offer, ...]) -> Ring | None:
-        """The ring of an equation, which may join two offers; None if the equation runs unchanged."""
-
-
-class Policy(Protocol):
-    """Decides which contractions are worth being collective matmuls."""
-
-    def on(self, plan: Plan) -> RingChooser:
-        """The chooser for the equations of a plan."""
-
-
 @with_tables
-def windowed(plan: Plan, policy: Policy | None) -> Plan:
+def windowed(plan: Plan, policy: CollectiveMatmul | None) -> Plan:
     """The plan with the rings that a policy chooses.
 
     An array does not rotate at all if one of its readers cannot use it in parts: then gshard gathers it for all.
@@ -87,7 +73,7 @@ def _all_blocks(block: Block) -> Iterator[Block]:
         yield from e.blocks
 
 
-def _rings_of_block(block: Block, plan: Plan, chooser: RingChooser, needs: Needs) -> dict[Equation, Ring]:
+def _rings_of_block(block: Block, plan: Plan, chooser: Chooser, needs: Needs) -> dict[Equation, Ring]:
     """The rings of a block, chosen again without operands that would be gathered for another reader all the same."""
     banned: set[tuple[Equation, int]] = set()
     while True:

@@ -80,7 +80,7 @@ def demanded(eqn: Any) -> Any | None:
 
 
 def opened(primitive: Any, params: dict[str, Any], in_avals: Sequence[Any], out_avals: Sequence[Any]) -> Any | None:
-    """The jaxpr that replaces an equation for which ``may_be_opened`` is true; None if the equation stays."""
+    """The jaxpr that replaces an equation without a rule that is no loop and no branch; None if the equation stays."""
     function = function_of(primitive)
     if function is None:
         return None
