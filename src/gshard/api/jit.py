@@ -21,9 +21,8 @@ from gshard.api.boundary import (
     with_marked_arguments,
     with_marked_results,
 )
-from gshard.api.lowered import Lowered, Traced
+from gshard.api.lowered import Lowered, Traced, by_dispatch, captured_arrays, is_on_cpu, placed_arguments
 from gshard.api.names import names_of_arguments, with_named_arguments, with_names_of_arguments
-from gshard.api.placement import by_dispatch, captured_arrays, is_on_cpu, placed_arguments
 from gshard.api.signature import Parameters, Signature, freed, has_fixed, log_new_kind
 from gshard.api.specs import told
 from gshard.api.target import Options, Target
