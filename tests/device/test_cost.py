@@ -123,7 +123,7 @@ def test_a_donated_argument_lends_its_place():
 
 def test_time_has_its_parts():
     _, found = costed("experts gradient", "v3:2x2")
-    for parts in (found.by_bound, found.by_kind, found.by_line):
+    for parts in (found.by_bound, found.by_kind):
         assert sum(parts.values()) == pytest.approx(found.seconds)
     assert set(found.by_bound) == {"compute", "memory", "network", "latency"}, "a v3 starts kernels in no time"
     _, found = costed("experts gradient", "h100:1x8")

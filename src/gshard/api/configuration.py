@@ -336,7 +336,6 @@ class NotSearched:
     text: str  # its keywords, and where the state is
     why: str  # the reason
     fits: bool  # whether it may fit into memory. If not, no bound needs to hold for it.
-    least_seconds: float = 0.0  # seconds that it takes at least in the simplified model; 0 if nothing is known
     is_estimated: bool = True  # whether it was estimated
 
     def __str__(self) -> str:

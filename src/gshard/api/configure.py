@@ -466,8 +466,7 @@ class ConfigureRun:
             raise self._fits_nowhere(rows)
         others = list(self.others)
         for c in [c for c, row in made if row is None]:
-            fits = c.estimate.least_bytes <= limit
-            others.append(NotSearched(c.built.text, c.why, fits, c.estimate.least_seconds))
+            others.append(NotSearched(c.built.text, c.why, c.estimate.least_bytes <= limit))
         possible = [c for c in self.candidates if c.estimate.least_bytes <= limit]
         unknown = any(other.fits and not other.is_estimated for other in self.others)
         solved = [c.least_seconds(meshes) for c in possible if len(c.solved) == meshes]

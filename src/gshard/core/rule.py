@@ -415,8 +415,3 @@ def passable(rule: Rule, way: int, atoms: Atoms, mesh: Mesh) -> Atoms:
         return atoms
     allowed = {a for axis in axes for a in mesh.atoms_of.get(axis, (axis,))}
     return tuple(a for a in atoms if a in allowed)
-
-
-def local_size(factor: Factor, atoms: Atoms, mesh: Mesh) -> int:
-    """The size of a factor on one device, padding included."""
-    return -(-factor.size // mesh.count(atoms))

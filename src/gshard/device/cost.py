@@ -184,11 +184,6 @@ class Cost(CallTotals):
         """Seconds by kind of kernel, collectives by their own kinds."""
         return self._seconds_by(lambda k: k.name if k.kind == COLLECTIVE else k.kind)
 
-    @property
-    def by_line(self) -> dict[str, float]:
-        """Seconds by source line."""
-        return self._seconds_by(lambda k: k.line)
-
     def _seconds_by(self, key: Any) -> dict[str, float]:
         found: dict[str, float] = {}
         for k in self.kernels:

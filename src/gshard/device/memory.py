@@ -159,7 +159,6 @@ class Moment:
     """A kernel, with the bytes of temporaries while it runs. In loops, they include those around the loop."""
 
     equation: Equation
-    depth: int
     bytes: int
 
 
@@ -209,7 +208,7 @@ def memory_of(program: Kernels, donated: Iterable[int] = (), *, keeps_low_precis
     own_results = [program.home.get(v, v) for v in results if v not in block.inputs and v not in in_donated]
     elsewhere = program.results | _in_places(program, own_results)
     moments: list[Moment] = []
-    peak, alive, path = _follow(program, elsewhere, 0, 0, moments, keeps_low_precision_copies)
+    peak, alive, path = _follow(program, elsewhere, 0, moments, keeps_low_precision_copies)
     return Memory(
         sum(map(_on_device, block.inputs)), sum(map(_on_device, results)), shared, peak, tuple(moments),
         tuple(sorted(alive, key=lambda pair: -_on_device(pair[0]))), path,
@@ -244,7 +243,6 @@ def _follow(
     program: Kernels,
     elsewhere: frozenset[Value],
     below: int,
-    depth: int,
     moments: list[Moment],
     keeps_low_precision_copies: bool,
     carried: Mapping[Value, Equation] = MappingProxyType({}),
@@ -288,10 +286,10 @@ def _follow(
             )
         growth += sum(n for first, end, n in copies if first <= i <= end)
         inner, inner_alive, inner_path = _bodies(
-            kernel, below + bytes_now + growth, depth, moments, keeps_low_precision_copies
+            kernel, below + bytes_now + growth, moments, keeps_low_precision_copies
         )
         total = bytes_now + growth + inner
-        moments.append(Moment(kernel.equation, depth, below + total))
+        moments.append(Moment(kernel.equation, below + total))
         for v in written:
             alive_values[v] = kernel.equation
             bytes_now += bytes_held[v]
@@ -364,7 +362,7 @@ def _held(e: Equation, body: Block) -> dict[Value, Value]:
     return {edge.outer: edge.inner for edge in e.edges if edge.outer in inputs and edge.inner in outputs}
 
 
-def _bodies(kernel: Kernel, below: int, depth: int, moments: list[Moment], keeps_low_precision_copies: bool) -> _Peak:
+def _bodies(kernel: Kernel, below: int, moments: list[Moment], keeps_low_precision_copies: bool) -> _Peak:
     """The temporaries of a region's bodies: of branches the largest, of a loop those of one iteration.
 
     An iteration takes a slice of stacked operands. Carried values use the memory of the loop's results.
@@ -374,9 +372,7 @@ def _bodies(kernel: Kernel, below: int, depth: int, moments: list[Moment], keeps
     for body in kernel.bodies:
         held = dict.fromkeys(_held(e, body.block), e)
         place = sum(map(_on_device, held))
-        inner, alive, path = _follow(
-            body, frozenset(), below - place, depth + 1, moments, keeps_low_precision_copies, held
-        )
+        inner, alive, path = _follow(body, frozenset(), below - place, moments, keeps_low_precision_copies, held)
         alive = [x for x in alive if x[0] not in held]
         found = max(found, (inner - place, alive, path), key=lambda peak: peak[0])
     return found

@@ -34,7 +34,6 @@ from gshard.moe.gating import ExpertChoice as ExpertChoice
 from gshard.moe.gating import Gating as Gating
 from gshard.moe.gating import balanced as balanced
 from gshard.moe.gating import expert_choice_gating as expert_choice_gating
-from gshard.moe.gating import top2_gating as top2_gating
 from gshard.moe.gating import top_k_gating as top_k_gating
 from gshard.moe.models import MODELS as MODELS
 from gshard.moe.models import model as model

@@ -54,34 +54,6 @@ class Gating(NamedTuple):
         """The best expert of each token."""
         return self.choices[0]
 
-    @property
-    def second(self) -> Choice:
-        """The second best."""
-        return self.choices[1]
-
-
-def top2_gating(
-    logits_GSE: jax.Array,
-    capacity: int,
-    *,
-    routing: str = "paper",
-    second_expert: str = "random",
-    key: jax.Array | None = None,
-    valid_GS: jax.Array | None = None,
-) -> Gating:
-    """Routes each token to at most two experts: Algorithm 1, for all groups at once.
-
-    ``top_k_gating`` with k = 2; see there.
-
-    >>> logits = jnp.array([[[2.0, 1.0, 0.0], [3.0, 0.0, 1.0]]])
-    >>> gating = top2_gating(logits, capacity=1)
-    >>> gating.first.expert_GS.tolist(), gating.first.kept_GS.tolist()
-    ([[0, 0]], [[True, False]])
-    >>> gating.second.expert_GS.tolist(), gating.second.kept_GS.tolist()
-    ([[1, 2]], [[True, True]])
-    """
-    return top_k_gating(logits_GSE, capacity, routing=routing, second_expert=second_expert, key=key, valid_GS=valid_GS)
-
 
 def top_k_gating(
     logits_GSE: jax.Array,

@@ -116,11 +116,6 @@ class PipelinedLoop:
     by_turn: tuple[bool, ...]  # for each stacked operand whether it is a stack by turns, which another pipeline made
     shapes: tuple[tuple[int, ...], ...]  # for each stacked operand the shape of the array of one layer
 
-    @property
-    def stacked_by_turn(self) -> tuple[bool, ...]:
-        """For each stacked result whether it has a batch dimension, so that there is a stack by turns."""
-        return tuple(rows is not None for rows in self.body.outputs[self.counts[1] :])
-
     def __call__(self, *operands: Any) -> list[Any]:
         """The results of the scan, followed by the stacks by turns."""
         consts, carry = self.counts

@@ -628,7 +628,7 @@ def _noted(item: _Offer, liveness: Liveness) -> Recomputation:
         if isinstance(stacked, Value) and stacked in producers:
             producer = producers[stacked]
     shape = f"{largest.dtype_name}[{','.join(map(str, largest.shape))}]"
-    return Recomputation(producer.name, producer.line, shape, len(values), item.freed, item.seconds)
+    return Recomputation(producer.name, producer.line, shape, len(values), item.freed)
 
 
 def _largest(block: Block) -> int:
