@@ -291,16 +291,6 @@ class Signature:
         """The flat arguments in the words of ``f``, a function of those that are not static."""
         return leaf_names(f, jax.tree.unflatten(self.tree, [0] * len(self.leaves)))
 
-    def leaves_of(self, numbers: Sequence[int], names: Sequence[str]) -> frozenset[int]:
-        """The flat arguments that belong to some arguments, by their positions in the call, or by name; references."""
-        positional, named = jax.tree.unflatten(self.tree, range(len(self.leaves)))
-        fixed = {key for key, _, _ in self.statics[1:]}
-        dynamic = [i for i in range(self.statics[0]) if i not in fixed]
-        chosen = [x for i, x in zip(dynamic, positional, strict=True) if i in numbers]
-        chosen += [x for name, x in named.items() if name in names]
-        references = (i for i, x in enumerate(self.every) if is_reference_type(x.aval))
-        return frozenset((*jax.tree.leaves(chosen), *references))
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parameters:
@@ -367,7 +357,13 @@ class Parameters:
 
     def donated(self, signature: Signature) -> frozenset[int]:
         """The flat arguments whose memory results may take."""
-        return signature.leaves_of(self.donated_numbers, self.donated_names)
+        positional, named = jax.tree.unflatten(signature.tree, range(len(signature.leaves)))
+        fixed = {key for key, _, _ in signature.statics[1:]}
+        dynamic = [i for i in range(signature.statics[0]) if i not in fixed]
+        chosen = [x for i, x in zip(dynamic, positional, strict=True) if i in self.donated_numbers]
+        chosen += [x for name, x in named.items() if name in self.donated_names]
+        references = (i for i, x in enumerate(signature.every) if is_reference_type(x.aval))
+        return frozenset((*jax.tree.leaves(chosen), *references))
 
     def traced_by_jax(self, make: Callable[[], Any], keep_unused: bool, args: Any, kwargs: Any) -> Any:
         """What ``jax.jit`` traces of the function that ``make`` returns, with these static and donated arguments."""
