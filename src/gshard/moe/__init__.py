@@ -13,9 +13,8 @@ Names of arrays end in the letters of their dimensions, as in the paper: ``dispa
     X anything else       H hidden               R rows of a block
     P partitions
 
-In reading order: ``param`` and ``config``, ``gating`` (Algorithm 1), ``expert_choice`` and ``balance``, ``dispatch``,
-``blocks``, ``ragged`` and ``two_hops``, ``experts`` (Algorithm 2), ``attention`` and ``rotary``, ``block``,
-``transformer``, ``decoding``, ``models``.
+In reading order: ``param`` and ``config``, ``gating`` (Algorithm 1), ``ragged``, ``experts`` (Algorithm 2),
+``attention``, ``transformer``, ``decoding``, ``models``.
 """
 
 from gshard.moe.attention import KeysValues as KeysValues
