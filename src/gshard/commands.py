@@ -17,14 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from gshard.api.compiled_programs import (
-    GSHARD,
-    STAGES,
-    XLA,
-    is_from_jax_jit,
-    lowered_by_jax,
-    partitions_of,
-)
+from gshard.api.compiled_programs import GSHARD, STAGES, XLA, is_from_jax_jit, lowered_by_jax, partitions_of
 from gshard.api.configure import configure
 from gshard.api.explained import Planned, explain, explain_lowered
 from gshard.api.export import export_plan
@@ -186,7 +179,8 @@ def over_baseline(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 def run_configure(options: argparse.Namespace) -> None:
     """Runs ``gshard configure`` with the options of the command line."""
     choices = choices_of_options(options.choice)
-    size = _devices(options)
+    is_mesh = options.mesh or options.devices is None
+    size = _mesh(options.mesh, options.machine).size if is_mesh else options.devices
     play_devices(max(8, size))
     builder = named(options.target)
     meshes: dict[str, Any] = {"mesh": mesh_of(options.mesh)} if options.mesh else {"devices": size}
@@ -244,15 +238,6 @@ def _value(text: str) -> Any:
     except (ValueError, SyntaxError):
         return text
     return value if value is None or isinstance(value, bool | int | float) else text
-
-
-def _devices(options: argparse.Namespace) -> int:
-    """The number of devices: of the mesh, as given, or of the machine."""
-    if options.mesh:
-        return mesh_of(options.mesh).size
-    if options.devices is not None:
-        return int(options.devices)
-    return Machine.of(options.machine or "").size if ":" in (options.machine or "") else 8
 
 
 # Compiled command: ``gshard explain`` of what XLA compiles: a dump of a program, or a function from ``jax.jit``.
