@@ -271,10 +271,10 @@ class _Emitter(Interpreter):
             env[value] = _Local(source, {source: x}, why, e, e.mark is not None)
 
     def _local(self, e: Equation, shards: Shards, arrays: list[Any]) -> list[Any]:
-        assert e.rule is not None
         try:
             with in_context(e.context):
-                results = shards.bind(*arrays) if e.rule.local is None else list(e.rule.local(shards, *arrays))
+                local = e.operator_rule.local
+                results = shards.bind(*arrays) if local is None else list(local(shards, *arrays))
         except GShardError:
             raise
         except Exception as error:
@@ -303,8 +303,7 @@ class _Emitter(Interpreter):
 
     def _noting_ring(self, e: Equation, ring: Ring) -> Note:
         """Records the messages of a collective matmul."""
-        assert e.rule is not None
-        rule, split = e.rule, self.plan.splits[e]
+        rule, split = e.operator_rule, self.plan.splits[e]
 
         def note(atoms: tuple[str, ...], x: Any, times: int, i: int | None) -> None:
             value = e.outputs[0] if i is None else e.inputs[i]

@@ -12,7 +12,7 @@ from gshard.core.mark import Demand
 from gshard.core.mesh import Mesh
 from gshard.core.plan import AS_MARKED, Boundary, Plan, axes_without, local_bytes, manual_axes
 from gshard.core.program import Block, Edge, Equation, Program, Value, itemsize
-from gshard.core.rule import Rule, Split, operand_sharding
+from gshard.core.rule import Split, operand_sharding
 from gshard.core.sharding import Sharding
 from gshard.device.fusion_model import PASSING, REGION, Kernel
 from gshard.language.region import REGIONS, Crossing
@@ -318,7 +318,7 @@ class ChoiceTables:
 
     def splits_of(self, e: Equation, component: Component) -> tuple[tuple[Split, ...], float]:
         """The splits of a component of an equation, and the largest share of its work on one device under the marks."""
-        rule = rule_of(e)
+        rule = e.operator_rule
         reads_unreduced = any(isinstance(v, Value) and self.groups.of[v] in self.groups.unreduced for v in e.inputs)
         sums = [key for key in component.factors if key < 0] if reads_unreduced else []
         passing = frozenset(key for key in sums if self._may_pass(e, *rule.linear[-1 - key]))
@@ -368,7 +368,7 @@ class ChoiceTables:
 
     def operand_costs(self, e: Equation, splits: Sequence[Split], i: int, states: Sequence[Sharding]) -> Floats:
         """float64 [states, splits]: reshards from some states to the sharding in which an equation reads an operand."""
-        rule, v = rule_of(e), e.inputs[i]
+        rule, v = e.operator_rule, e.inputs[i]
         assert isinstance(v, Value)
 
         def find() -> Floats:
@@ -382,7 +382,7 @@ class ChoiceTables:
 
     def result_costs(self, e: Equation, splits: Sequence[Split], i: int) -> Floats:
         """float64 [states, splits]: reshards from the sharding in which an equation makes a result to its group's."""
-        rule, v = rule_of(e), e.outputs[i]
+        rule, v = e.operator_rule, e.outputs[i]
         states = self.states_of(v)
 
         def find() -> Floats:
@@ -434,12 +434,6 @@ class ChoiceTables:
         summed = [{a for a, _ in s.unreduced} - marked for s in sources]
         cut = [{a for atoms in s.dims for a in atoms} for s in targets]
         return np.array([[np.inf if over & own else 0.0 for own in cut] for over in summed])
-
-
-def rule_of(e: Equation) -> Rule:
-    """The rule of an equation that is no region."""
-    assert e.rule is not None
-    return e.rule
 
 
 def graph_of(
@@ -514,7 +508,7 @@ class _Builder:
         """The states of groups, and the shardings in which equations read and make arrays under each split."""
         yield from itertools.chain(*dict.fromkeys(self.states))
         for rule, splits in {
-            (id(e.rule), id(s)): (rule_of(e), s) for (e, _), (_, s) in self.strategies.items()
+            (id(e.rule), id(s)): (e.operator_rule, s) for (e, _), (_, s) in self.strategies.items()
         }.values():
             yield from itertools.chain(*array_shardings(rule, splits))
 

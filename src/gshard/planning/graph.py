@@ -144,8 +144,7 @@ def largest_of_iteration(loop: Equation, shardings: Mapping[Value, Sharding], me
 
 def _split_of(e: Equation, sharding: Sharding, mesh: Mesh) -> Split:
     """The split of an equation whose arrays all have this sharding."""
-    rule = e.rule
-    assert rule is not None
+    rule = e.operator_rule
     split = project(rule.results[0], sharding.dims, rule.factors, mesh)
     every = frozenset(i for i, v in enumerate(e.inputs) if isinstance(v, Value))
     for k, (monoid, operands) in enumerate(rule.linear):

@@ -159,8 +159,7 @@ class Bytes(Moves):
         return kernel.equation.rule, kernel.writes[0].shape if kernel.writes else ()
 
     def split_costs(self, kernel: Kernel, splits: Sequence[Split], marked_share: float) -> Floats:
-        rule = kernel.equation.rule
-        assert rule is not None
+        rule = kernel.equation.operator_rule
         work = np.array([rule.flops * share(rule, split, self.mesh) for split in splits])
         # If the user permits unreduced values to pass, the marks give every device the work on its own parts.
         parts = np.array([self.mesh.count(permitted_atoms(rule, split)) for split in splits]) if rule.finite else 1
@@ -180,8 +179,7 @@ class Bytes(Moves):
         return ()
 
     def sharding_costs(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
-        rule, (v,) = kernel.equation.rule, kernel.writes
-        assert rule is not None
+        rule, (v,) = kernel.equation.operator_rule, kernel.writes
         parts = [math.prod(s.local_shape(self.mesh, v.shape)) / max(math.prod(v.shape), 1) for s in states]
         return rule.flops * OTHER * np.array(parts)
 

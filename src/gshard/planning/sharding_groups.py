@@ -174,9 +174,8 @@ def _has_no_choice(e: Equation, together: Collection[Value], monoids: Mapping[Va
     """Whether all arrays of an equation are in one group, and unreduced values pass all operands together."""
     if not together or not all(isinstance(v, Constant) or v in together for v in e.inputs):
         return False
-    assert e.rule is not None
     every = frozenset(i for i, v in enumerate(e.inputs) if isinstance(v, Value))
-    return all((monoid, every) in e.rule.linear for v in together for monoid in monoids.get(v, ()))
+    return all((monoid, every) in e.operator_rule.linear for v in together for monoid in monoids.get(v, ()))
 
 
 def _possible_monoids(

@@ -171,25 +171,22 @@ class Touch:
 
     @property
     def kind(self) -> str:
-        assert self.equation.rule is not None
-        return self.equation.rule.factors[self.factor].kind
+        return self.equation.operator_rule.factors[self.factor].kind
 
     @property
     def monoid(self) -> str:
-        assert self.equation.rule is not None
-        return self.equation.rule.factors[self.factor].monoid or ""
+        return self.equation.operator_rule.factors[self.factor].monoid or ""
 
 
 def touched(e: Equation, factor: int) -> Touch | None:
     """The dimensions of a factor; None if the factor is a part of a dimension, or has two dimensions of one array."""
-    assert e.rule is not None
 
     def dims_of(dims: Sequence[Sequence[int]]) -> list[int]:
         return [d for d, factors in enumerate(dims) if factor in factors]
 
-    operands = [dims_of(dims) for dims in e.rule.operands]
-    results = [dims_of(dims) for dims in e.rule.results]
-    tensors = zip((*operands, *results), (*e.rule.operands, *e.rule.results), strict=True)
+    operands = [dims_of(dims) for dims in e.operator_rule.operands]
+    results = [dims_of(dims) for dims in e.operator_rule.results]
+    tensors = zip((*operands, *results), (*e.operator_rule.operands, *e.operator_rule.results), strict=True)
     if any(len(dims) > 1 or any(len(tensor[d]) > 1 for d in dims) for dims, tensor in tensors):
         return None
     operand_dims = tuple(dims[0] if dims else None for dims in operands)
