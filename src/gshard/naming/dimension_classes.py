@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gshard.core.program import Block, Equation, Program, Value
-from gshard.core.rule import Dims, Rule
+from gshard.core.rule import Dims, Rule, UnionFind
 from gshard.naming.argument_names import path_of_name
 
 _SHOWN = 4  # arguments of a class in the text
@@ -200,29 +200,12 @@ def _is_another_layer(a: Sequence[_Place], b: Sequence[_Place]) -> bool:
     return len(changes) == 1 and changes != {()}
 
 
-class _Classes:
-    """Classes of dimensions and factors (a union-find structure). A dimension may be a product of factors."""
+class _Classes(UnionFind[Hashable]):
+    """Classes of dimensions and factors. A dimension may be a product of factors."""
 
     def __init__(self) -> None:
-        self.parent: dict[Hashable, Hashable] = {}
+        super().__init__()
         self.products: list[tuple[Hashable, tuple[Hashable, ...], tuple[int, ...]]] = []
-
-    def root(self, x: Hashable) -> Hashable:
-        """The representative of a class."""
-        path = []
-        while (parent := self.parent.get(x, x)) != x:
-            path.append(x)
-            x = parent
-        for passed in path:
-            self.parent[passed] = x
-        return x
-
-    def join(self, a: Hashable, b: Hashable) -> bool:
-        """Joins two classes; returns whether they were different."""
-        a, b = self.root(a), self.root(b)
-        if a != b:
-            self.parent[b] = a
-        return a != b
 
     def array(self, value: Any, dims: Dims, rule: Rule, of: Hashable) -> None:
         """Joins the dimensions of an operand or result with the factors of the equation ``of``."""
