@@ -42,9 +42,8 @@ from gshard.core.jax_adapter_dispatch import (
     refused_by_dispatch,
     without_constants,
 )
-from gshard.core.jax_adapter_errors import invalid, nan_found, without_jit
 from gshard.core.jax_adapter_references import references_in
-from gshard.core.jax_adapter_tracebacks import without_our_frames
+from gshard.core.jax_adapter_tracebacks import invalid, nan_found, without_jit, without_our_frames
 from gshard.core.keywords import keywords
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh, MeshLike

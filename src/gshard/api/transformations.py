@@ -29,7 +29,6 @@ from gshard.api.target import Target
 from gshard.core.errors import ShardingError, TraceError
 from gshard.core.jax_adapter import closed, mesh_of_context, no_mesh_set, shapes_of, user_line
 from gshard.core.jax_adapter_dispatch import is_staging, put_arguments, weakly_cached
-from gshard.core.jax_adapter_errors import carried_through_xla, nan_found, without_jit
 from gshard.core.jax_adapter_lowering import (
     LoweredSharding,
     ThreadSettings,
@@ -41,15 +40,20 @@ from gshard.core.jax_adapter_lowering import (
     under_settings,
 )
 from gshard.core.jax_adapter_references import discharged_by, effects_of_call, is_reference
-from gshard.core.jax_adapter_retracing import PMAP_AXIS, as_traced_here, types_alike, varying_alike, with_mapping
-from gshard.core.jax_adapter_transformations import (
+from gshard.core.jax_adapter_retracing import (
+    PMAP_AXIS,
+    as_traced_here,
     checked_by,
     expanded_by,
     interpreted_by,
     mapped,
     mapped_by,
     rematerialised_by,
+    types_alike,
+    varying_alike,
+    with_mapping,
 )
+from gshard.core.jax_adapter_tracebacks import carried_through_xla, nan_found, without_jit
 from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.memory_kinds import is_on_host, space
 from gshard.core.mesh import Mesh
