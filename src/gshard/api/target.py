@@ -69,7 +69,8 @@ class Target(_Kept):
 
     def in_best_order(self, program: Program) -> Target:
         """The same with the devices in the order that the program's marks ask for."""
-        return dataclasses.replace(self, mesh=in_best_order(program, self.mesh)) if self._chooses else self
+        chooses = self.reorders and self.takes_arguments_as_marks
+        return dataclasses.replace(self, mesh=in_best_order(program, self.mesh)) if chooses else self
 
     @property
     def options(self) -> dict[str, Hashable]:
@@ -91,10 +92,6 @@ class Target(_Kept):
         own = self.options
         dropped = (d for d in program.dropped if d.option is None or own.get(d.option[0]) != d.option[1])
         return dataclasses.replace(program, dropped=tuple(dropped))
-
-    @property
-    def _chooses(self) -> bool:
-        return self.reorders and self.recorded is None and self.search is False
 
     @property
     def takes_arguments_as_marks(self) -> bool:
