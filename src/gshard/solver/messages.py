@@ -154,7 +154,7 @@ class Flat:
 
 
 def least(tables: Floats, costs: Floats) -> Floats:
-    """float64 [edges, states of b]: the minimum over a of tables [a, edges, b] (``Flat.padded``) and costs [edges, a]."""
+    """float64 [edges, b]: the minimum over a of tables [a, edges, b] (``Flat.padded``) plus costs [edges, a]."""
     return (costs.T[:, :, None] + tables).min(0)  # type: ignore[no-any-return]
 
 
