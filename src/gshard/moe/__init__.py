@@ -38,8 +38,6 @@ from gshard.moe.models import MODELS as MODELS
 from gshard.moe.models import model as model
 from gshard.moe.models import model_name as model_name
 from gshard.moe.param import Param as Param
-from gshard.moe.param import batch_axes as batch_axes
-from gshard.moe.param import factor_axes as factor_axes
 from gshard.moe.param import init_params as init_params
 from gshard.moe.param import names as names
 from gshard.moe.param import parameter_count as parameter_count
