@@ -111,12 +111,7 @@ class ManualAxes:
 
     def mesh_without(self, atoms: _Atoms) -> Mesh:
         """The mesh of the devices with one position along these atoms."""
-        return _without(self.mesh, atoms) if atoms else self.mesh
-
-
-@tabulated(64)
-def _without(mesh: Mesh, atoms: _Atoms) -> Mesh:
-    return mesh.without(atoms)
+        return self.mesh.without(atoms) if atoms else self.mesh
 
 
 def before_any(cut: Atoms, atoms: _Atoms) -> Atoms:
