@@ -419,7 +419,10 @@ def _shapes(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
 
 def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target, over: Any = None) -> Any:
     """The per-device program in the place of the equation. Its mesh is that of the atoms, whatever mesh is set."""
-    if _is_of_scalars(jaxpr):
+    # Nothing can be split: the reducer of a ``lax.reduce``, for one, where XLA takes no region of devices.
+    inside = (v.aval for e in jaxpr.eqns for v in (*e.invars, *e.outvars))
+    types = (*jaxpr.in_avals, *jaxpr.out_avals, *inside)
+    if not jaxpr.effects and not any(getattr(a, "shape", True) for a in types):
         return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *arguments)
     if target.around is not None:
         with no_mesh_set(), jax.sharding.use_abstract_mesh(target.around):
@@ -442,13 +445,6 @@ def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target, over: Any = No
     with no_mesh_set(), jax.sharding.use_abstract_mesh(target.mesh.abstract_jax_mesh):
         plain = ctx.replace(avals_in=_untyped(ctx.avals_in), avals_out=_untyped(ctx.avals_out))
         return mlir.lower_fun(inline, multiple_results=True)(plain, *arguments)
-
-
-def _is_of_scalars(jaxpr: Any) -> bool:
-    """Whether nothing can be split: the reducer of a ``lax.reduce``, for one, where XLA takes no region of devices."""
-    inside = (v.aval for e in jaxpr.eqns for v in (*e.invars, *e.outvars))
-    types = (*jaxpr.in_avals, *jaxpr.out_avals, *inside)
-    return not jaxpr.effects and not any(getattr(a, "shape", True) for a in types)
 
 
 def _run_inside(*arrays: Any, jaxpr: Any, target: Target) -> list[Any]:

@@ -99,7 +99,9 @@ def _form(e: Equation, kernel: Kernel, forms: Mapping[Value, set[str] | None]) -
     """The types in which an equation can read an operand: empty for those of its result, None for float32."""
     if e is kernel.equation:
         if kernel.kind == PRODUCT:
-            return {_BF16} if _in_one_pass(e) else None
+            precision = e.params.get("precision")
+            every = precision if isinstance(precision, tuple) else (precision,)
+            return {_BF16} if all(p is None or p == jax.lax.Precision.DEFAULT for p in every) else None
         if KINDS[e.name] in _MOVING if kernel.kind == COLLECTIVE else only_moves(e):
             return forms.get(e.outputs[0])
         return None
@@ -110,13 +112,6 @@ def _form(e: Equation, kernel: Kernel, forms: Mapping[Value, set[str] | None]) -
     if len(e.inputs) == 1 and itemsize(e.outputs[0].dtype) < 4:
         return {str(e.outputs[0].dtype)}
     return None
-
-
-def _in_one_pass(e: Equation) -> bool:
-    """Whether a product runs in bfloat16: at JAX's default precision."""
-    precision = e.params.get("precision")
-    every = precision if isinstance(precision, tuple) else (precision,)
-    return all(p is None or p == jax.lax.Precision.DEFAULT for p in every)
 
 
 def _compares(e: Equation) -> bool:

@@ -43,28 +43,18 @@ def table_of_tokens(rows_of_choices: list[jax.Array], rows: int) -> jax.Array:
     return table_X
 
 
-def limits(sizes_E: jax.Array, partitions: int, room: int) -> jax.Array:
-    """How many rows an expert may have, so that those of a partition have at most ``room`` rows together: limit_E.
-
-    Experts of one partition have the same limit, the largest one. So only experts with the most tokens lose some.
-
-    >>> limits(jnp.array([9, 2, 6, 1]), 2, 8).tolist()
-    [6, 6, 7, 7]
-    """
-    sorted_PE = jnp.sort(sizes_E.reshape(partitions, -1), axis=1)
-    own_experts = sorted_PE.shape[1]
-    smaller_PE = jnp.cumsum(sorted_PE, axis=1) - sorted_PE
-    # If the i smallest experts have all of their rows, the others share what is left. The largest share is the limit.
-    shares_PE = (room - smaller_PE) // (own_experts - jnp.arange(own_experts, dtype=sizes_E.dtype))
-    return jnp.repeat(jnp.max(shares_PE, axis=1), own_experts)
-
-
 def rows_of_experts(gating: Gating, partitions: int, room: int) -> jax.Array:
     """The rows of each expert, of all its tokens if the partition has room for them: sizes_E."""
     sizes_E = jnp.sum(gating.slots_GE, axis=0)
     if room >= most_rows(gating, partitions):
         return sizes_E
-    return jnp.minimum(sizes_E, limits(sizes_E, partitions, room))
+    sorted_PE = jnp.sort(sizes_E.reshape(partitions, -1), axis=1)
+    own_experts = sorted_PE.shape[1]
+    smaller_PE = jnp.cumsum(sorted_PE, axis=1) - sorted_PE
+    # Experts of one partition have one limit, so only those with the most tokens lose some. If the i smallest experts
+    # have all of their rows, the others share what is left. The largest share is the limit.
+    shares_PE = (room - smaller_PE) // (own_experts - jnp.arange(own_experts, dtype=sizes_E.dtype))
+    return jnp.minimum(sizes_E, jnp.repeat(jnp.max(shares_PE, axis=1), own_experts))
 
 
 def most_rows(gating: Gating, partitions: int) -> int:

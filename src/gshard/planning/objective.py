@@ -168,7 +168,9 @@ class Bytes(Moves):
         # To repeat an expensive operation beyond the share of the marks, with padding, costs more than it can save by
         # sending less. To run it less often saves what it takes on most machines.
         limit = WASTE * rule.flops * marked_share if rule.flops else 0.0
-        extra_price = PRODUCT if _takes_long(rule) else OTHER
+        # It is expensive if it is a product, or mixes elements along a dimension: a sort, a transform; no slice.
+        mixes = rule.index is None and any(f.kind in (COMMUNICATE, REPLICATE) for f in rule.factors)
+        extra_price = PRODUCT if is_product(rule) or mixes else OTHER
         saved_price = _SPARED if is_product(rule) else OTHER
         worked = extra_price * np.maximum(work_of_one - limit, 0) + saved_price * (
             np.minimum(work_of_one, limit) + with_parts
@@ -194,9 +196,3 @@ def permitted_atoms(rule: Rule, split: Split) -> Atoms:
     """The atoms over which unreduced values pass an equation by permission of the user (``tracing.permitted``)."""
     permitted = [-1 - k for k, linear in enumerate(rule.linear) if linear in rule.finite]
     return tuple(a for key in permitted for a in split.get(key, ()))
-
-
-def _takes_long(rule: Rule) -> bool:
-    """Whether an equation is a product, or mixes elements along a dimension: a sort, a transform; no slice."""
-    mixes = rule.index is None and any(f.kind in (COMMUNICATE, REPLICATE) for f in rule.factors)
-    return is_product(rule) or mixes

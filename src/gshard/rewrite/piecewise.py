@@ -494,19 +494,15 @@ def _moving(e: Equation, dim: int, split: PartsOf) -> list[Value]:
     return moving
 
 
-def _is_worth_it(region: Region, dim: int, split: PartsOf) -> bool:
-    """Whether a region saves more moved bytes than it moves: arrays that are cut into pieces or joined are moved."""
-    saved = sum(x.bytes for e in region.equations for x in _moving(e, dim, split) if x not in region.dims)
-    return 2 * sum(x.bytes if isinstance(x, Value) else 0 for x in region.brought | region.joined) < saved
-
-
 def _region(graph: _Neighbours, first: Equation, dim: int, split: PartsOf) -> Region | None:
     """The region that begins at an equation; None if it is not closed or not useful."""
     choice = _Choice()
     while True:
         try:
             region = _Search(graph, choice).run(first, dim)
-            if _is_worth_it(region, dim, split):
+            # Arrays that are cut into pieces or joined are moved.
+            saved = sum(x.bytes for e in region.equations for x in _moving(e, dim, split) if x not in region.dims)
+            if 2 * sum(x.bytes if isinstance(x, Value) else 0 for x in region.brought | region.joined) < saved:
                 return region
             raise _OpenError
         except _AgainError:

@@ -380,7 +380,8 @@ def _place(operations: list[tuple[Operation, bool]], needed: set[int]) -> Placed
 
 def compiled(run: Run) -> Callable[..., list[Any]]:
     """A run as a compiled function of its operands. Equal runs share it."""
-    platform = _platform()
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    platform = jax.default_backend() if device is None else getattr(device, "platform", device)
     try:
         return _COMPILED.get((run, platform), lambda: _compiled(run, platform))  # type: ignore[no-any-return]
     except TypeError:  # a parameter without a hash
@@ -401,12 +402,6 @@ def _compiled(run: Run, platform: str) -> Callable[..., list[Any]]:
 
     # Without the simplifier, XLA:GPU ends the process when it compiles a sort of one element.
     return jax.jit(call, compiler_options=AS_WRITTEN if platform == "cpu" else None)
-
-
-def _platform() -> str:
-    """The platform on which JAX runs arrays that are on no particular device."""
-    device = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return jax.default_backend() if device is None else getattr(device, "platform", device)
 
 
 def unknown_collective(eqn: core.JaxprEqn) -> TraceError:
