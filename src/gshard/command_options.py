@@ -39,94 +39,83 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     shown = f"gshard {version('gshard')} (jax {version('jax')}, Python {platform.python_version()})"
     parser.add_argument("--version", action="version", version=shown)
     parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
 
     command = commands.add_parser(
         "explain",
         help="how a function is partitioned, why, and what it costs",
         epilog="exit status: 0; 1 an error; 2 wrong options; 3 more than --fail-above or --baseline allows",
     )
+    add = command.add_argument
     _target(command, ", or a file with the text of a compiled program (also .gz)")
-    command.add_argument(
-        "--mesh", help="8 or data=4,model=2; they need not exist (default: the function's, that of --machine, or 8)"
-    )
-    command.add_argument("--machine", help=_MACHINES)
-    command.add_argument(
+    add("--mesh", help="8 or data=4,model=2; they need not exist (default: the function's, that of --machine, or 8)")
+    add("--machine", help=_MACHINES)
+    add(
         "--partitioner",
         choices=("gshard", "xla"),
         help="who partitions a function from jax.jit (default: xla if its arguments are placed on several devices and "
         "none of --mesh, --memory-limit, --plan and --finite is given; else gshard)",
     )
-    command.add_argument("--memory-limit", metavar="70GiB", help="what a device may hold: jit(memory_limit=...)")
-    command.add_argument(
-        "--plan", type=Path, metavar="plan.json", help="explain this plan, which gshard search --save wrote"
-    )
-    command.add_argument("--html", type=Path, metavar="page.html", help="write the report as one page")
-    command.add_argument("--json", type=Path, metavar="plan.json", help="write everything the page shows")
-    command.add_argument(
-        "--trace", type=Path, metavar="trace.json", help="write the modelled timeline of a call, for Perfetto"
-    )
-    command.add_argument(
+    add("--memory-limit", metavar="70GiB", help="what a device may hold: jit(memory_limit=...)")
+    add("--plan", type=Path, metavar="plan.json", help="explain this plan, which gshard search --save wrote")
+    add("--html", type=Path, metavar="page.html", help="write the report as one page")
+    add("--json", type=Path, metavar="plan.json", help="write everything the page shows")
+    add("--trace", type=Path, metavar="trace.json", help="write the modelled timeline of a call, for Perfetto")
+    add(
         "--against",
         metavar="before.json",
         help="show what changed, line by line, since this --json was written; or 'xla': against XLA's own partitioner, "
         "both compiled for CPU devices",
     )
-    command.add_argument(
+    add(
         "--why",
         action="append",
         default=[],
         metavar="NAME",
         help="the reasons of one array's sharding, what planning compared, and what a call would take with another",
     )
-    command.add_argument(
+    add(
         "--seconds",
         type=float,
         default=TRIAL_SECONDS,
         help="how long to try marks that would lower what is sent, or for XLA's partitioner other shardings of "
         "arguments and sharding constraints inside, half of the time each (default: 10)",
     )
-    command.add_argument("--fail-above", metavar="50MiB", help="fail if each device sends more bytes in one call")
-    command.add_argument(
+    add("--fail-above", metavar="50MiB", help="fail if each device sends more bytes in one call")
+    add(
         "--baseline", metavar="main.json", help="fail if bytes sent, FLOPs or memory grew since this --json was written"
     )
-    command.set_defaults(command="explain")
 
     command = commands.add_parser(
         "search",
         help="the fastest plan that is found for a machine, and how near the best of a simplified model it is",
         epilog=_FITS,
     )
+    add = command.add_argument
     _target(command)
-    command.add_argument(
+    add(
         "--mesh",
         help="data=4,model=2, or a number, which tries all shapes; they need not exist (default: the function's, or 8)",
     )
-    command.add_argument("--machine", help=_MACHINES)
-    command.add_argument(
-        "--memory-limit", metavar="70GiB", help="what a device may hold (default: the machine's memory)"
-    )
-    command.add_argument(
+    add("--machine", help=_MACHINES)
+    add("--memory-limit", metavar="70GiB", help="what a device may hold (default: the machine's memory)")
+    add(
         "--budget-seconds",
         type=float,
         help="how long the whole search may take (default: as its size asks for, 300 at most)",
     )
-    command.add_argument(
+    add(
         "--why",
         action="append",
         default=[],
         metavar="TEXT",
         help="what else could be: arguments or lines that contain this",
     )
-    command.add_argument(
-        "--compile-best", type=int, metavar="3", help="compile so many of the best plans, and take the best of those"
-    )
-    command.add_argument("--marks", action="store_true", help="say the plan in few marks, each tried; takes a while")
-    command.add_argument(
-        "--patch", type=Path, metavar="marks.diff", help="write these marks into the source files, as a diff"
-    )
-    command.add_argument("--html", type=Path, help="write the report of the plan as one page")
-    command.add_argument(
+    add("--compile-best", type=int, metavar="3", help="compile so many of the best plans, and take the best of those")
+    add("--marks", action="store_true", help="say the plan in few marks, each tried; takes a while")
+    add("--patch", type=Path, metavar="marks.diff", help="write these marks into the source files, as a diff")
+    add("--html", type=Path, help="write the report of the plan as one page")
+    add(
         "--export",
         nargs="?",
         type=Path,
@@ -135,13 +124,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         help="print or write the plan for jax.jit without gshard, compiled by XLA and compared: .mlir is "
         "StableHLO, .jax_export what jax.export serialises, another suffix the shardings",
     )
-    command.add_argument(
-        "--export-as",
-        metavar="FORM",
-        help="the form of --export: shardings, stablehlo or jax-export",
-    )
-    command.add_argument("--save", type=Path, metavar="plan.json", help="write the plan, for gshard.jit(plan=...)")
-    command.set_defaults(command="search")
+    add("--export-as", metavar="FORM", help="the form of --export: shardings, stablehlo or jax-export")
+    add("--save", type=Path, metavar="plan.json", help="write the plan, for gshard.jit(plan=...)")
 
     command = commands.add_parser(
         "configure",
@@ -149,37 +133,31 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         "mesh and plan",
         epilog=_FITS,
     )
-    command.add_argument(
-        "target", help="module:builder or file.py:builder: a function of keywords that returns (step, *arguments)"
-    )
-    command.add_argument(
-        "--devices", type=int, help="how many, in any mesh of up to two axes (default: those of --machine)"
-    )
-    command.add_argument("--mesh", help="data=8,model=8: this mesh only, instead of --devices")
-    command.add_argument("--machine", help=_MACHINES)
-    command.add_argument("--global-batch", type=int, metavar="512", help="examples of a step, in all micro-batches")
-    command.add_argument(
+    add = command.add_argument
+    add("target", help="module:builder or file.py:builder: a function of keywords that returns (step, *arguments)")
+    add("--devices", type=int, help="how many, in any mesh of up to two axes (default: those of --machine)")
+    add("--mesh", help="data=8,model=8: this mesh only, instead of --devices")
+    add("--machine", help=_MACHINES)
+    add("--global-batch", type=int, metavar="512", help="examples of a step, in all micro-batches")
+    add(
         "--choice",
         action="append",
         default=[],
         metavar="KEYWORD=A,B",
         help="the values of a keyword of the builder to choose from; repeat for each",
     )
-    command.add_argument(
+    add(
         "--offload",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="whether the optimizer state may be in the memory of the host (default: yes)",
     )
-    command.add_argument(
-        "--memory-limit", metavar="70GiB", help="what a device may hold (default: the machine's memory)"
-    )
-    command.add_argument("--budget-seconds", type=float, help="how long everything may take (default: 300)")
-    command.add_argument("--html", type=Path, metavar="page.html", help="write the report of the best plan as one page")
-    command.add_argument("--json", type=Path, metavar="found.json", help="write the table and the bounds")
-    command.add_argument("--save", type=Path, metavar="best.json", help="write the best, for Configuration.load")
+    add("--memory-limit", metavar="70GiB", help="what a device may hold (default: the machine's memory)")
+    add("--budget-seconds", type=float, help="how long everything may take (default: 300)")
+    add("--html", type=Path, metavar="page.html", help="write the report of the best plan as one page")
+    add("--json", type=Path, metavar="found.json", help="write the table and the bounds")
+    add("--save", type=Path, metavar="best.json", help="write the best, for Configuration.load")
     _static_and_donated(command)
-    command.set_defaults(command="configure")
 
     command = commands.add_parser(
         "plan",
@@ -187,29 +165,19 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         description="In short: gshard explain shows where time and memory go, line by line.",
         epilog=_FITS,
     )
-    command.add_argument(
-        "config", help='module:function, file.py:function, or a named model: "MoE(128E, 12L)", mixtral-8x7b'
-    )
+    add = command.add_argument
+    add("config", help='module:function, file.py:function, or a named model: "MoE(128E, 12L)", mixtral-8x7b')
     _arguments(command)
-    command.add_argument(
-        "--mesh", help="for a function: data=4,model=2 (default: the function's, or one axis of all devices)"
-    )
-    command.add_argument("--machine", required=True, help="v3:32x32 names chips; v3 takes as many as there are experts")
-    command.add_argument(
-        "--remat", action=argparse.BooleanOptionalAction, default=None, help="recompute pairs of layers"
-    )
-    command.add_argument(
-        "--memory-limit", metavar="14GiB", help="choose what to recompute so that a device holds no more"
-    )
-    command.add_argument(
-        "--search", action="store_true", help="search for the plan, without the model's marks (gshard search)"
-    )
-    command.add_argument("--compile", action="store_true", help="compile with libtpu (pip install libtpu) and compare")
-    command.set_defaults(command="plan")
+    add("--mesh", help="for a function: data=4,model=2 (default: the function's, or one axis of all devices)")
+    add("--machine", required=True, help="v3:32x32 names chips; v3 takes as many as there are experts")
+    add("--remat", action=argparse.BooleanOptionalAction, default=None, help="recompute pairs of layers")
+    add("--memory-limit", metavar="14GiB", help="choose what to recompute so that a device holds no more")
+    add("--search", action="store_true", help="search for the plan, without the model's marks (gshard search)")
+    add("--compile", action="store_true", help="compile with libtpu (pip install libtpu) and compare")
 
     command = commands.add_parser("calibrate", help="measure the machine at hand")
-    command.add_argument("--out", type=Path, help="where to write it, for --machine")
-    command.set_defaults(command="calibrate")
+    add = command.add_argument
+    add("--out", type=Path, help="where to write it, for --machine")
     return parser, commands.choices
 
 

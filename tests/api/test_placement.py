@@ -14,7 +14,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType
 
 import gshard
-from gshard.api.placement import placed_arguments
+from gshard.api.lowered import placed_arguments
 
 AUTO = jax.sharding.AxisType.Auto
 MESH = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AUTO, AUTO))

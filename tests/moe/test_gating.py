@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gshard.moe import top2_gating, top_k_gating
+from gshard.moe import top_k_gating
 from moe import naive
 from sampled import crossed
 
 # Small programs: compiling them costs more than running them.
 FAST = {"xla_backend_optimization_level": 0}
-gate = jax.jit(top2_gating, static_argnums=1, static_argnames=("routing", "second_expert"), compiler_options=FAST)
+gate = jax.jit(top_k_gating, static_argnums=1, static_argnames=("routing", "second_expert"), compiler_options=FAST)
 
 SIZES = [(1, 1, 2, 1), (3, 8, 2, 3), (2, 16, 4, 8), (2, 33, 8, 5), (4, 16, 16, 2), (1, 64, 5, 64)]
 
@@ -42,7 +42,7 @@ def test_equals_algorithm_1(routing, second_expert, size):
         expected_aux, tokens = 0.0, max(valid.sum(), 1)
         for g in range(G):
             expected = algorithm_1(logits[g], capacity, rnd[g], valid[g], routing)
-            for k, choice in enumerate((gating.first, gating.second)):
+            for k, choice in enumerate((gating.first, gating.choices[1])):
                 kept = np.asarray(choice.kept_GS[g])
                 np.testing.assert_array_equal(kept, expected.kept[:, k])
                 # What a token does not take means nothing.
@@ -51,7 +51,7 @@ def test_equals_algorithm_1(routing, second_expert, size):
                 np.testing.assert_allclose(choice.weight_GS[g], expected.weight[:, k], rtol=1e-5, atol=1e-6)
             expected_aux += expected.aux * E**2 * valid[g].sum() / tokens
         np.testing.assert_allclose(gating.aux_loss, expected_aux, rtol=1e-5, atol=1e-6)
-        sent = np.asarray(gating.first.kept_GS).astype(int) + np.asarray(gating.second.kept_GS)
+        sent = np.asarray(gating.first.kept_GS).astype(int) + np.asarray(gating.choices[1].kept_GS)
         shares = [((sent == n) & valid).sum() / tokens for n in range(3)]
         names = ("dropped_share", "one_expert_share", "two_expert_share")
         np.testing.assert_allclose([gating.metrics[name] for name in names], shares, atol=1e-6)
@@ -60,7 +60,7 @@ def test_equals_algorithm_1(routing, second_expert, size):
 def test_ties_go_to_the_first_expert():
     gating = gate(jnp.zeros((1, 4, 5)), 4)
     assert gating.first.expert_GS.tolist() == [[0] * 4]
-    assert gating.second.expert_GS.tolist() == [[1] * 4]
+    assert gating.choices[1].expert_GS.tolist() == [[1] * 4]
     np.testing.assert_allclose(gating.first.weight_GS, 0.5)
 
 
@@ -86,7 +86,7 @@ def test_gradient_of_the_aux_loss_balances():
     wg = jax.random.normal(jax.random.key(1), (8, 4))
 
     def aux(wg):
-        return top2_gating(jnp.einsum("GSM,ME->GSE", inputs, wg), 32).aux_loss
+        return top_k_gating(jnp.einsum("GSM,ME->GSE", inputs, wg), 32).aux_loss
 
     value_and_gradient = jax.jit(jax.value_and_grad(aux), compiler_options=FAST)
     before, gradient = value_and_gradient(wg)
@@ -97,15 +97,15 @@ def test_gradient_of_the_aux_loss_balances():
 def test_without_a_key_every_second_choice_that_fits_is_kept():
     logits = jax.random.normal(jax.random.key(0), (2, 16, 4)) * 5
     gating = gate(logits, 16)
-    assert bool(gating.second.kept_GS.all())
-    assert not bool(gate(logits, 16, key=jax.random.key(1)).second.kept_GS.all())
+    assert bool(gating.choices[1].kept_GS.all())
+    assert not bool(gate(logits, 16, key=jax.random.key(1)).choices[1].kept_GS.all())
 
 
 def test_gates_of_extreme_logits_are_finite():
     """The second gate underflows: its weight is 0, and nothing is divided by 0."""
     logits = jnp.array([[[1e4, -1e4, -2e4], [-1e4, 1e4, 0.0]]])
     weights, gradient = jax.jit(
-        jax.value_and_grad(lambda x: jnp.sum(top2_gating(x, 2).first.weight_GS)), compiler_options=FAST
+        jax.value_and_grad(lambda x: jnp.sum(top_k_gating(x, 2).first.weight_GS)), compiler_options=FAST
     )(logits)
     assert float(weights) == 2.0
     assert bool(jnp.isfinite(gradient).all())

@@ -10,7 +10,7 @@ from hypothesis import strategies
 
 import gshard
 from gshard.testing import assert_collectives, assert_no_more_collectives
-from gshard.testing.collectives_baseline import SentRecord
+from gshard.testing.asserted_collectives import SentRecord
 from stepped import (
     DATA,
     LAYERS,

@@ -243,10 +243,12 @@ class Configuration:
             ArgumentError: a keyword has a value that JSON cannot hold.
         """
         machine = self.machine if isinstance(self.machine, str) else None
+        saved = SavedPlan.checked(self.plan)
+        assert saved is not None
         data = {
             "format": _FORMAT, "keywords": self.keywords, "machine": machine, "axes": list(self.mesh.axes),
             "memory_limit": self.memory_limit, "global_batch": self.global_batch, "own": dict(self.built.own),
-            "fixed": dict(self.built.fixed), "host": self.built.host, "plan": json.loads(self._saved.as_json()),
+            "fixed": dict(self.built.fixed), "host": self.built.host, "plan": json.loads(saved.as_json()),
         }  # fmt: skip
         try:
             text = json.dumps(data)
@@ -258,12 +260,6 @@ class Configuration:
                 "Let the builder take numbers and names, and look up the objects itself.",
             ) from None
         Path(path).write_text(text + "\n", "utf-8")
-
-    @property
-    def _saved(self) -> SavedPlan:
-        saved = SavedPlan.checked(self.plan)
-        assert saved is not None
-        return saved
 
     @staticmethod
     def load(path: str | Path, step_builder: Callable[..., Any], machine: str | Machine | None = None) -> Configuration:
@@ -340,7 +336,6 @@ class NotSearched:
     text: str  # its keywords, and where the state is
     why: str  # the reason
     fits: bool  # whether it may fit into memory. If not, no bound needs to hold for it.
-    least_seconds: float = 0.0  # seconds that it takes at least in the simplified model; 0 if nothing is known
     is_estimated: bool = True  # whether it was estimated
 
     def __str__(self) -> str:
@@ -427,7 +422,7 @@ class Configurations:
                 format_bytes(row.cost.sent),
                 format_bytes(row.bytes_on_host) if row.built.host else "-",
                 " ".join(f"{name}={size}" for name, size in row.mesh.axes),
-                *(_shown(row.keywords, key) for key in keywords),
+                *(str(row.keywords[key]) if key in row.keywords else "" for key in keywords),
                 "yes" if row.recomputes else "-",
                 _percent(None if row.found is None else row.found.gap),
             ])  # fmt: skip
@@ -501,10 +496,6 @@ def _folded(others: Sequence[NotSearched]) -> list[str]:
     for other in others:
         of_reason.setdefault(other.why, []).append(other)
     return [f"{len(some)} {why}: {some[0].text}{', ...' * (len(some) > 1)}" for why, some in of_reason.items()]
-
-
-def _shown(keywords: dict[str, Any], key: str) -> str:
-    return str(keywords[key]) if key in keywords else ""
 
 
 def _percent(gap: float | None) -> str:

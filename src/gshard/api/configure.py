@@ -274,14 +274,11 @@ class ConfigureRun:
                 yield self._traced(built.with_host(pairs))[0]
 
     def _traced(self, built: BuiltStep) -> tuple[EstimatedStep, Lowered]:
-        searched = self._searched(built)
+        own = {key: value for key, value in self.own.items() if key != "finite"}
+        searched = searched_of(built.step, built.arguments, {}, own, self.own["finite"], self.caller)
         lowered = searched.lower(self.meshes[0])
         figures = estimated(lowered.program, self.meshes[0], self.machine, lowered.donated)
         return EstimatedStep(built, searched, figures, self.limit), lowered
-
-    def _searched(self, built: BuiltStep) -> Any:
-        own = {key: value for key, value in self.own.items() if key != "finite"}
-        return searched_of(built.step, built.arguments, {}, own, self.own["finite"], self.caller)
 
     def _can_offload(self, built: BuiltStep, searched: Any) -> bool:
         """Whether the state may be on the host; a note tells why not."""
@@ -469,8 +466,7 @@ class ConfigureRun:
             raise self._fits_nowhere(rows)
         others = list(self.others)
         for c in [c for c, row in made if row is None]:
-            fits = c.estimate.least_bytes <= limit
-            others.append(NotSearched(c.built.text, c.why, fits, c.estimate.least_seconds))
+            others.append(NotSearched(c.built.text, c.why, c.estimate.least_bytes <= limit))
         possible = [c for c in self.candidates if c.estimate.least_bytes <= limit]
         unknown = any(other.fits and not other.is_estimated for other in self.others)
         solved = [c.least_seconds(meshes) for c in possible if len(c.solved) == meshes]

@@ -18,8 +18,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from gshard.api.jit import Jitted
-from gshard.api.lowered import Lowered
-from gshard.api.placement import by_dispatch, is_on_cpu, placed_arguments
+from gshard.api.lowered import Lowered, by_dispatch, is_on_cpu, placed_arguments
 from gshard.api.signature import Leaf, Parameters, Signature
 from gshard.api.target import Options
 from gshard.core import jax_adapter_jit as by_jax

@@ -21,14 +21,13 @@ from gshard.api.boundary import (
     with_marked_arguments,
     with_marked_results,
 )
-from gshard.api.lowered import Lowered, Traced
+from gshard.api.lowered import Lowered, Traced, by_dispatch, captured_arrays, is_on_cpu, placed_arguments
 from gshard.api.names import names_of_arguments, with_named_arguments, with_names_of_arguments
-from gshard.api.placement import by_dispatch, captured_arrays, is_on_cpu, placed_arguments
 from gshard.api.signature import Parameters, Signature, freed, has_fixed, log_new_kind
 from gshard.api.specs import told
 from gshard.api.target import Options, Target
 from gshard.api.transformations import call, refuse_references, target_inside
-from gshard.api.wrapped import Wrapped, refuse_device
+from gshard.api.wrapped import refuse_device, unwrapped
 from gshard.core.errors import ArgumentError, ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_context import with_mesh_for_specs
@@ -43,9 +42,8 @@ from gshard.core.jax_adapter_dispatch import (
     refused_by_dispatch,
     without_constants,
 )
-from gshard.core.jax_adapter_errors import invalid, nan_found, without_jit
 from gshard.core.jax_adapter_references import references_in
-from gshard.core.jax_adapter_tracebacks import without_our_frames
+from gshard.core.jax_adapter_tracebacks import invalid, nan_found, without_jit, without_our_frames
 from gshard.core.keywords import keywords
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh, MeshLike
@@ -542,15 +540,17 @@ def jit(
     refuse_device("gshard.jit", device if backend is None else backend)
     if uneven not in ("gather", "keep"):
         raise ShardingError(f"uneven={uneven!r} is not known.", hint='Write uneven="gather" or uneven="keep".')
-    wrapped = Wrapped.of(f, in_shardings, out_shardings, keep_unused, compiler_options)
+    as_of_jax: dict[str, Any] = {
+        "in_shardings": in_shardings, "out_shardings": out_shardings, "keep_unused": keep_unused,
+        "compiler_options": dict(compiler_options or {}),
+    }  # fmt: skip
     static, donated = (static_argnums, static_argnames), (donate_argnums, donate_argnames)
-    parameters = wrapped.parameters(static, donated, static_leaves)
+    parameters, as_of_jax, own_mesh = unwrapped(f, as_of_jax, static, donated, leaves=static_leaves)
+    as_of_jax["compiler_options"] = tuple(as_of_jax["compiler_options"].items())
     if mesh is None:
-        mesh = wrapped.f.options.mesh if isinstance(wrapped.f, Jitted) else wrapped.mesh
+        mesh = parameters.f.options.mesh if isinstance(parameters.f, Jitted) else own_mesh
     options = Options.of(
-        mesh, strict, memory_limit, plan, layout, in_shardings=wrapped.in_shardings, names=names,
-        out_shardings=wrapped.out_shardings, collective_matmul=collective_matmul, keep_uneven=uneven == "keep",
-        machine=machine, keep_unused=wrapped.keep_unused, compiler_options=wrapped.compiler_options, search=search,
-        finite=bool(finite),
+        mesh, strict, memory_limit, plan, layout, names=names, collective_matmul=collective_matmul,
+        keep_uneven=uneven == "keep", machine=machine, search=search, finite=bool(finite), **as_of_jax,
     )  # fmt: skip
-    return Jitted(wrapped.f, parameters, options)
+    return Jitted(parameters.f, parameters, options)

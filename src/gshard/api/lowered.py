@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Format
 
-from gshard.api.placement import placed_arguments
-from gshard.api.signature import Leaf, fixed, freed, has_fixed, write_back
+from gshard.api.signature import Leaf, arrays_of, fixed, freed, has_fixed, refuse_twice, write_back
 from gshard.api.target import Target
-from gshard.core.errors import ArgumentError
-from gshard.core.jax_adapter import user_line
-from gshard.core.jax_adapter_dispatch import kept_arguments, names_devices
+from gshard.core.errors import ArgumentError, ShardingError, warn_once
+from gshard.core.jax_adapter import no_mesh_set, user_line
+from gshard.core.jax_adapter_dispatch import (
+    address_of,
+    fast_path,
+    input_layouts,
+    kept_arguments,
+    layout_of,
+    names_devices,
+    put_arguments,
+)
 from gshard.core.jax_adapter_references import is_reference_type
 from gshard.core.jax_adapter_tracebacks import without_our_frames, without_our_frames_in_methods
+from gshard.core.memory_kinds import is_host_kind
 from gshard.core.mesh import Mesh
 from gshard.core.phases import phase
 from gshard.core.plan import Boundary, Plan
@@ -128,9 +139,38 @@ class _stage(functools.cached_property[_T]):
             return super().__get__(instance and (instance.flat or instance), owner)
 
 
+def _of(path: str, doc: str | None = None) -> Any:
+    """A property that reads an attribute of an attribute."""
+    return property(operator.attrgetter(path), doc=doc)
+
+
+class _Stage:
+    """The arguments of a function, as of the stages of JAX. A stage has ``in_tree``, ``avals`` and ``donated``."""
+
+    in_tree: Any
+    avals: Any
+    donated: Any
+
+    @property
+    def in_avals(self) -> Any:
+        """JAX's types of the arguments, in their structure."""
+        return jax.tree.unflatten(self.in_tree, self.avals)
+
+    @property
+    def args_info(self) -> Any:
+        """Shape, dtype and whether it is donated for each argument, in their structure."""
+        infos = [jax.stages.ArgInfo(a, i in self.donated) for i, a in enumerate(self.avals)]
+        return jax.tree.unflatten(self.in_tree, infos)
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """The flat arguments that are donated."""
+        return tuple(sorted(self.donated))
+
+
 @without_our_frames_in_methods
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Lowered:
+class Lowered(_Stage):
     """One function made ready for one kind of arguments; each stage is made when it is first asked for.
 
     Attributes:
@@ -179,10 +219,7 @@ class Lowered:
         with phase("planning", self.program.name, self.mesh.size):
             return self.target.planned(self.program, Boundary(donated, self.padded, self.target.keep_uneven))
 
-    @property
-    def planning_seconds(self) -> float:
-        """Processor time that planning took."""
-        return self._planned.planning_seconds
+    planning_seconds = _of("_planned.planning_seconds", "Processor time that planning took.")
 
     @_stage
     def spmd(self) -> SpmdProgram:
@@ -291,33 +328,17 @@ class Lowered:
         self.executable.compiled  # noqa: B018  what fails fails here
         return Compiled(self)
 
-    def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
-        """StableHLO for all devices, as ``jax.stages.Lowered.as_text``; ``str`` has the plan too."""
-        return str(self.executable.lowered.as_text(dialect, debug_info=debug_info))
-
-    def compiler_ir(self, dialect: str | None = None) -> Any:
-        """The same as an object of the compiler."""
-        return self.executable.lowered.compiler_ir(dialect)
-
-    def cost_analysis(self) -> Any:
-        """XLA's estimate before compiling; ``gshard.explain(...).cost()`` counts loops and collectives too."""
-        return self.executable.lowered.cost_analysis()
+    as_text = _of("executable.lowered.as_text", "StableHLO for all devices, as JAX's; ``str`` has the plan too.")
+    compiler_ir = _of("executable.lowered.compiler_ir", "The same as an object of the compiler.")
+    cost_analysis = _of(
+        "executable.lowered.cost_analysis",
+        "XLA's estimate before compiling; ``gshard.explain(...).cost()`` counts loops and collectives too.",
+    )
 
     @property
     def out_tree(self) -> Any:
         """The structure of the results."""
         return self.program.out_tree.children()[0] if self.program.references else self.program.out_tree
-
-    @property
-    def in_avals(self) -> Any:
-        """JAX's types of the arguments, in their structure."""
-        return jax.tree.unflatten(self.in_tree, self.avals)
-
-    @property
-    def args_info(self) -> Any:
-        """Shape, dtype and whether it is donated for each argument, in their structure."""
-        infos = [jax.stages.ArgInfo(a, i in self.donated) for i, a in enumerate(self.avals)]
-        return jax.tree.unflatten(self.in_tree, infos)
 
     @property
     def out_info(self) -> Any:
@@ -336,11 +357,6 @@ class Lowered:
         orders, mesh = self.spmd.out_orders, self.mesh
         return [mesh.reordered(orders[i]) if i in orders else mesh for i in range(len(self.program.block.outputs))]
 
-    @property
-    def donate_argnums(self) -> tuple[int, ...]:
-        """The flat arguments that are donated."""
-        return tuple(sorted(self.donated))
-
     def __str__(self) -> str:
         return f"{self.plan}\n\n{self.spmd}"
 
@@ -349,7 +365,7 @@ class Lowered:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Compiled:
+class Compiled(_Stage):
     """A compiled function; call it with arguments of the kind that it was compiled for.
 
     Attributes:
@@ -370,59 +386,18 @@ class Compiled:
         results = self.lowered.executable(*placed_arguments(self.lowered, leaves).arrays)
         return freed(jax.tree.unflatten(self.out_tree, self.lowered.flat_results(results, leaves)))
 
-    @property
-    def _name(self) -> str:
-        return self.lowered.program.name
+    _name = _of("lowered.program.name")
+    _jax = _of("lowered.executable.compiled")  # JAX's program of the flat arguments
 
-    @property
-    def _jax(self) -> Any:
-        return self.lowered.executable.compiled
-
-    def as_text(self) -> str:
-        """The compiled HLO of one device."""
-        return str(self._jax.as_text())
-
-    def cost_analysis(self) -> Any:
-        """XLA's count of FLOPs and bytes of one device; bodies of loops count once."""
-        return self._jax.cost_analysis()
-
-    def memory_analysis(self) -> Any:
-        """XLA's bytes of arguments, results and temporaries on one device."""
-        return self._jax.memory_analysis()
-
-    def runtime_executable(self) -> Any:
-        """XLA's own object."""
-        return self._jax.runtime_executable()
-
-    @property
-    def in_tree(self) -> Any:
-        """The structure of ``(positional, named)`` arguments."""
-        return self.lowered.in_tree
-
-    @property
-    def out_tree(self) -> Any:
-        """The structure of the results."""
-        return self.lowered.out_tree
-
-    @property
-    def in_avals(self) -> Any:
-        """JAX's types of the arguments, in their structure."""
-        return self.lowered.in_avals
-
-    @property
-    def args_info(self) -> Any:
-        """Shape, dtype and whether it is donated for each argument, in their structure."""
-        return self.lowered.args_info
-
-    @property
-    def donate_argnums(self) -> tuple[int, ...]:
-        """The flat arguments that are donated."""
-        return self.lowered.donate_argnums
-
-    @property
-    def out_info(self) -> Any:
-        """Shapes, dtypes and shardings of the results, in their structure."""
-        return self.lowered.out_info
+    as_text = _of("_jax.as_text", "The compiled HLO of one device.")
+    cost_analysis = _of("_jax.cost_analysis", "XLA's FLOPs and bytes of one device; bodies of loops count once.")
+    memory_analysis = _of("_jax.memory_analysis", "XLA's bytes of arguments, results and temporaries on one device.")
+    runtime_executable = _of("_jax.runtime_executable", "XLA's own object.")
+    in_tree = _of("lowered.in_tree", "The structure of ``(positional, named)`` arguments.")
+    out_tree = _of("lowered.out_tree", "The structure of the results.")
+    avals = _of("lowered.avals", "JAX's types of the flat arguments.")
+    donated = _of("lowered.donated", "The flat arguments whose memory the results may take.")
+    out_info = _of("lowered.out_info", "Shapes, dtypes and shardings of the results, in their structure.")
 
     @property
     def input_shardings(self) -> Any:
@@ -462,13 +437,7 @@ class Compiled:
     def _standalone(self) -> Any:
         return standalone(self.lowered)
 
-    @property
-    def _executable(self) -> Any:
-        return self._standalone._executable
-
-    @property
-    def _params(self) -> Any:
-        return self._standalone._params
+    _executable, _params = _of("_standalone._executable"), _of("_standalone._params")
 
     def __repr__(self) -> str:
         return f"<compiled {self._name} for {self.lowered.mesh}>"
@@ -478,7 +447,7 @@ class Compiled:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Traced:
+class Traced(_Stage):
     """A traced function, as ``jax.stages.Traced``; what is not defined here is as of ``traced_by_jax()``."""
 
     jaxpr: Any  # the closed jaxpr over flat arguments
@@ -505,31 +474,14 @@ class Traced:
         shapes = [x.update(sharding=sharding) for x, sharding in zip(shapes, said, strict=True)]
         return freed(jax.tree.unflatten(self.out_tree, shapes))
 
-    @property
-    def in_avals(self) -> Any:
-        """JAX's types of the arguments, in their structure."""
-        return jax.tree.unflatten(self.in_tree, self.jaxpr.in_avals)
+    avals = _of("jaxpr.in_avals", "JAX's types of the flat arguments.")
 
     @property
     def out_avals(self) -> Any:
         """JAX's types of the results, in their structure."""
         return jax.tree.unflatten(self.out_tree, self.jaxpr.out_avals)
 
-    @property
-    def args_info(self) -> Any:
-        """Shape, dtype and whether it is donated for each argument, in their structure."""
-        infos = [jax.stages.ArgInfo(a, i in self.donated) for i, a in enumerate(self.jaxpr.in_avals)]
-        return jax.tree.unflatten(self.in_tree, infos)
-
-    @property
-    def donate_argnums(self) -> tuple[int, ...]:
-        """The flat arguments that are donated."""
-        return tuple(sorted(self.donated))
-
-    @property
-    def effects(self) -> Any:
-        """The side effects of the function."""
-        return self.jaxpr.effects
+    effects = _of("jaxpr.effects", "The side effects of the function.")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The results of the traced function, partitioned, for arguments without the static ones."""
@@ -539,3 +491,142 @@ class Traced:
         if name.startswith("_") or not hasattr(jax.stages.Traced, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.traced_by_jax(), name)
+
+
+# Moves the arguments of a call into the buffers that its executable expects. JAX's dispatch in C++ takes the buffers of
+# committed arrays on as many devices as they are, so other calls go through Python. Donated memory must belong to the
+# call alone: a moved array is a copy, and none may be given twice.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placed:
+    """The arguments of one call."""
+
+    arrays: list[Any]  # the flat arguments where the executable expects them; those that it does not read as they came
+    by_dispatch: bool  # whether JAX's dispatch in C++ brings arguments that lie like these to the same place
+
+
+def placed_arguments(lowered: Lowered, leaves: Sequence[Any]) -> Placed:
+    """Moves flat arguments to where the program expects them; donated ones share no memory with anything else."""
+    if lowered.program.references:
+        leaves = [*leaves, *lowered.closed_over]
+        refuse_twice(leaves, lambda: lowered.program.names[len(lowered.program.captured) :], lowered.program.name)
+        leaves = arrays_of(leaves)
+    lowered.executable.agree()  # to move an array may take collectives as well
+    donated, unread, targets = lowered.donated, lowered.unread, lowered.argument_shardings
+    layouts = input_layouts(lowered.executable.compiled, len(lowered.program.captured))
+    _check(lowered, leaves)
+    arrays = [x.padded if isinstance(x, UnevenArray) else x for x in leaves]
+    moved = [i for i, x in enumerate(arrays) if i not in unread and not _lies_so(x, targets[i], layouts.get(i))]
+    if not moved:
+        return Placed(arrays, True)
+    dispatched = not _tell(lowered, moved, arrays)
+    with no_mesh_set():  # with one set JAX copies and moves no array of other devices, or of another order of them
+        for i in moved:
+            copied = i in donated and lowered.mesh.size > 1
+            # C++ makes no copy of a donated array that lies on one of the devices already.
+            dispatched = dispatched and not copied and not _is_taken_as_it_is(arrays[i], targets[i], layouts.get(i))
+            copy = jnp.array if isinstance(arrays[i], jax.Array) else np.array
+            arrays[i] = _in_memory_of(targets[i], copy(arrays[i], copy=True) if copied else arrays[i])
+        for i, x in zip(moved, put_arguments([arrays[i] for i in moved], [targets[i] for i in moved]), strict=True):
+            layout = layouts.get(i)
+            arrays[i] = x if layout is None or layout_of(x) == layout else jax.device_put(x, Format(layout, targets[i]))
+    return Placed(arrays, dispatched)
+
+
+def _in_memory_of(target: Any, x: Any) -> Any:
+    """An array in the kind of memory of a sharding: JAX changes the memory, or the order of devices, one at a time."""
+    if not isinstance(x, jax.Array) or x.sharding.memory_kind == target.memory_kind:
+        return x
+    return jax.device_put(x, x.sharding.with_memory_kind(target.memory_kind))
+
+
+def _tell(lowered: Lowered, moved: Sequence[int], arrays: Sequence[Any]) -> bool:
+    """Warns of committed arguments that are moved again; whether others are, so that the next call comes here too."""
+    names, targets = lowered.program.names[len(lowered.program.captured) :], lowered.argument_shardings
+    committed = [i for i in moved if isinstance(arrays[i], jax.Array) and arrays[i].committed]
+    again = [f"{names[i]}: from {arrays[i].sharding} to {targets[i]}" for i in committed if i in lowered.moved]
+    hint = f"Place them once before, with jax.device_put. The call is at {user_line()}." if again else ""
+    warn_once(lowered.program.name, lowered.told, "moves arguments in each call:", again, hint)
+    is_first = not lowered.moved.issuperset(committed)
+    lowered.moved.update(committed)
+    return is_first
+
+
+def by_dispatch(lowered: Lowered, placed: Placed, leaves: Sequence[Any], results: Sequence[Any]) -> Any:
+    """What JAX's dispatch in C++ runs from now on for arguments that lie like these; None if each call needs Python."""
+    executable = lowered.executable
+    reordered = executable.spmd.in_orders or executable.spmd.out_orders
+    ours = lowered.program.references or any(isinstance(x, UnevenArray) for x in (*results, *leaves))
+    if ours or reordered or not placed.by_dispatch:
+        return None
+    return fast_path(executable.compiled, lowered.out_tree, results, executable.captured, len(leaves))
+
+
+def is_on_cpu(lowered: Lowered) -> bool:
+    """Whether a program runs on CPU devices, whose XLA may crash on arrays that were overwritten."""
+    return any(d.platform == "cpu" for d in lowered.mesh.devices or ())
+
+
+def captured_arrays(lowered: Lowered) -> list[Any]:
+    """The captured arrays as they were placed, and those of the user's that share their memory."""
+    placed = lowered.executable.captured
+    own = zip(lowered.program.captured, placed, strict=True)
+    return [*placed, *(x for x, copy in own if address_of(x) == address_of(copy))]
+
+
+def _lies_so(x: Any, target: Any, layout: Any) -> bool:
+    """Whether an array's buffers are the ones that are expected: devices, their order, memory, parts and layout."""
+    if not isinstance(x, jax.Array):
+        return False
+    same = x.sharding == target or x.sharding.is_equivalent_to(target, x.ndim)
+    return same and (layout is None or layout_of(x) == layout)
+
+
+def _is_taken_as_it_is(x: Any, target: Any, layout: Any) -> bool:
+    """Whether JAX's dispatch in C++ runs on the buffers of an array that lies otherwise than expected.
+
+    What must be in the memory of the host is not left to it: on devices with one memory that would go unnoticed.
+    """
+    if is_host_kind(target.memory_kind):
+        return True
+    if not isinstance(x, jax.Array):
+        return False
+    if layout is not None and layout_of(x) != layout:
+        return True
+    return x.committed and len(x.sharding.addressable_devices) == len(target.addressable_devices)
+
+
+def _check(lowered: Lowered, leaves: Sequence[Any]) -> None:
+    captured, names = lowered.executable.captured, lowered.program.names
+    for i, x in enumerate((*captured, *leaves), -len(captured)):
+        if (i not in lowered.unread or i in lowered.donated) and getattr(x, "is_deleted", bool)():
+            was, hint = (
+                ("was given", "Use the earlier call's result") if i >= 0 else ("closes over", "Pass it as an argument")
+            )
+            raise ShardingError.like(
+                RuntimeError(),
+                f"{lowered.program.name} {was} an array that an earlier call has overwritten, as "
+                f"{names[len(captured) + i]}.",
+                user_line(),
+                hint=f"{hint}, or do not donate it.",
+            )
+    at = {address_of(x): i for i, x in enumerate(captured, -len(captured))} if lowered.donated else {}
+    for i, (x, target) in enumerate(zip(leaves, lowered.argument_shardings, strict=True)) if lowered.donated else ():
+        first = at.setdefault(address_of(x), i) if _is_at(x, target) else i
+        if first != i and {first, i} & lowered.donated:
+            raise ShardingError.like(
+                RuntimeError(),
+                f"{lowered.program.name} may overwrite an array that it was given twice, as "
+                f"{names[len(captured) + first]} and {names[len(captured) + i]}.",
+                user_line(),
+                f"donated: {', '.join(names[len(captured) + k] for k in sorted(lowered.donated))}",
+                "Give a copy (jnp.copy), or do not donate it.",
+            )
+
+
+def _is_at(x: Any, target: Any) -> bool:
+    """Whether an array is on the devices of a sharding as this says, in whatever words."""
+    if isinstance(x, UnevenArray):
+        return bool(x.sharding == target)
+    return isinstance(x, jax.Array) and x.sharding.is_equivalent_to(target, x.ndim)

@@ -26,7 +26,7 @@ from gshard.core.planning_tables import tables
 from gshard.device.machine import Machine, machine_of
 from gshard.explanation.search_result import FunctionSource, SearchResult
 from gshard.remat.rematerialise import bytes_of
-from gshard.search.find import ENOUGH, NAMES, Best, MeshSearch, axes_text, cut_in_two, meshes, to_gain
+from gshard.search.find import ENOUGH, NAMES, MeshSearch, axes_text, cut_in_two, meshes, to_gain
 from gshard.search.pipeline import PricedPlan
 from gshard.search.time_budget import Stop, TimeBudget, in_a_line, seconds_of, stoppable
 from gshard.xla_programs.compiled_ranking import devices_on, ranked
@@ -152,7 +152,8 @@ class SearchRun:
 
     def result(self, stop: Stop) -> SearchResult | None:
         """The best of what was found so far; None if nothing was."""
-        bests = self.bests(stop)
+        ordered = dict.fromkeys((*self.finished, *self.begun))
+        bests = [(one, one.best(stop.number)) for one in ordered if one.has_found]
         if not bests:
             return None
         one, best = min(bests, key=lambda pair: pair[1].chosen.rank(pair[1].limit))
@@ -209,7 +210,8 @@ class SearchRun:
             self._left(*others, "presets", "pipelines")
             one.price_solutions()
             self.finished.append(one)
-        is_enough = self.is_enough
+        gap = self.gap
+        is_enough = gap is not None and gap <= ENOUGH
         for one in dict.fromkeys((given[0], several)):
             self._left(f"presets on mesh ({axes_text(one.mesh)})", "pipelines")
             if one is not first and not first.is_unsplit:
@@ -219,12 +221,6 @@ class SearchRun:
         self._left("pipelines")
         for one in self.finished:
             one.price_pipelines()
-
-    @property
-    def is_enough(self) -> bool:
-        """Whether no plan that was compared saves more than ``ENOUGH`` of the best plan's time in the model."""
-        gap = self.gap
-        return gap is not None and gap <= ENOUGH
 
     @property
     def gap(self) -> float | None:
@@ -293,11 +289,6 @@ class SearchRun:
             lowered.program, mesh, self.machine_on(mesh), donated=lowered.donated, memory_limit=self.limit,
             on_better=self.on_better, budget=budget, near=near, known=self.known,
         )  # fmt: skip
-
-    def bests(self, stop: Stop) -> list[tuple[MeshSearch, Best]]:
-        """What was found on each mesh with a plan: first those that were finished."""
-        ordered = dict.fromkeys((*self.finished, *self.begun))
-        return [(one, one.best(stop.number)) for one in ordered if one.has_found]
 
 
 def _axes(one: MeshSearch) -> int:

@@ -191,7 +191,9 @@ class Leaf:
             aval = jax.core.ShapedArray(x.shape, x.dtype, memory_space=held)
             return Leaf(aval, x.sharding, x.partitioning)
         if isinstance(x, jax.ShapeDtypeStruct):
-            return Leaf(_plain(x), x.sharding)
+            on_host = is_in_host_space(getattr(x.sharding, "memory_kind", None))
+            weak = bool(getattr(x, "weak_type", False))
+            return Leaf(jax.core.ShapedArray(x.shape, x.dtype, weak_type=weak, memory_space=space(on_host)), x.sharding)
         aval = jax.typeof(x)
         if aval.is_high or not hasattr(aval, "shape"):
             raise TypeError(_OF_HIJAX if aval.is_high else f"{aval} has no shape")
@@ -228,12 +230,6 @@ class Leaf:
 
 def _is_symbolic(x: Leaf) -> bool:
     return not all(isinstance(size, int) for size in x.aval.shape)
-
-
-def _plain(x: jax.ShapeDtypeStruct) -> Any:
-    on_host = is_in_host_space(getattr(x.sharding, "memory_kind", None))
-    weak = bool(getattr(x, "weak_type", False))
-    return jax.core.ShapedArray(x.shape, x.dtype, weak_type=weak, memory_space=space(on_host))
 
 
 def explicit_sharding(aval: Any) -> Any:
@@ -294,16 +290,6 @@ class Signature:
     def names(self, f: Callable[..., Any]) -> tuple[str, ...]:
         """The flat arguments in the words of ``f``, a function of those that are not static."""
         return leaf_names(f, jax.tree.unflatten(self.tree, [0] * len(self.leaves)))
-
-    def leaves_of(self, numbers: Sequence[int], names: Sequence[str]) -> frozenset[int]:
-        """The flat arguments that belong to some arguments, by their positions in the call, or by name; references."""
-        positional, named = jax.tree.unflatten(self.tree, range(len(self.leaves)))
-        fixed = {key for key, _, _ in self.statics[1:]}
-        dynamic = [i for i in range(self.statics[0]) if i not in fixed]
-        chosen = [x for i, x in zip(dynamic, positional, strict=True) if i in numbers]
-        chosen += [x for name, x in named.items() if name in names]
-        references = (i for i, x in enumerate(self.every) if is_reference_type(x.aval))
-        return frozenset((*jax.tree.leaves(chosen), *references))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -371,7 +357,13 @@ class Parameters:
 
     def donated(self, signature: Signature) -> frozenset[int]:
         """The flat arguments whose memory results may take."""
-        return signature.leaves_of(self.donated_numbers, self.donated_names)
+        positional, named = jax.tree.unflatten(signature.tree, range(len(signature.leaves)))
+        fixed = {key for key, _, _ in signature.statics[1:]}
+        dynamic = [i for i in range(signature.statics[0]) if i not in fixed]
+        chosen = [x for i, x in zip(dynamic, positional, strict=True) if i in self.donated_numbers]
+        chosen += [x for name, x in named.items() if name in self.donated_names]
+        references = (i for i, x in enumerate(signature.every) if is_reference_type(x.aval))
+        return frozenset((*jax.tree.leaves(chosen), *references))
 
     def traced_by_jax(self, make: Callable[[], Any], keep_unused: bool, args: Any, kwargs: Any) -> Any:
         """What ``jax.jit`` traces of the function that ``make`` returns, with these static and donated arguments."""

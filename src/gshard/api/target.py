@@ -20,7 +20,7 @@ from gshard.device.machine import Machine, machine_of, machine_to_order, machine
 from gshard.emit.compile import Executable, compile_spmd
 from gshard.explanation.advice import Budget
 from gshard.explanation.explained_plan import refuse_unused
-from gshard.planning.collective_matmuls import CollectiveMatmul, Policy
+from gshard.planning.collective_matmuls import CollectiveMatmul
 from gshard.planning.demands import at_boundary
 from gshard.planning.propagate import in_best_order
 from gshard.planning.saved_plan import SavedPlan
@@ -55,7 +55,7 @@ class Target(_Kept):
     # put devices in the order that marks ask for. False under a transformation: the program that JAX compiles around
     # this one has a single order of devices, the mesh's.
     reorders: bool = True
-    collective_matmul: Policy | None = None  # which contractions are collective matmuls
+    collective_matmul: CollectiveMatmul | None = None  # which contractions are collective matmuls
     faster: bool = False  # use a collective matmul only if the cost model predicts a faster call
     machine: Machine | None = None  # planning and recomputation are by seconds on it; by bytes if None
     # the mesh of the ``jax.shard_map`` that calls the function, with its manual axes; None outside
@@ -69,7 +69,8 @@ class Target(_Kept):
 
     def in_best_order(self, program: Program) -> Target:
         """The same with the devices in the order that the program's marks ask for."""
-        return dataclasses.replace(self, mesh=in_best_order(program, self.mesh)) if self._chooses else self
+        chooses = self.reorders and self.takes_arguments_as_marks
+        return dataclasses.replace(self, mesh=in_best_order(program, self.mesh)) if chooses else self
 
     @property
     def options(self) -> dict[str, Hashable]:
@@ -91,10 +92,6 @@ class Target(_Kept):
         own = self.options
         dropped = (d for d in program.dropped if d.option is None or own.get(d.option[0]) != d.option[1])
         return dataclasses.replace(program, dropped=tuple(dropped))
-
-    @property
-    def _chooses(self) -> bool:
-        return self.reorders and self.recorded is None and self.search is False
 
     @property
     def takes_arguments_as_marks(self) -> bool:

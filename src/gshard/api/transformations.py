@@ -29,7 +29,6 @@ from gshard.api.target import Target
 from gshard.core.errors import ShardingError, TraceError
 from gshard.core.jax_adapter import closed, mesh_of_context, no_mesh_set, shapes_of, user_line
 from gshard.core.jax_adapter_dispatch import is_staging, put_arguments, weakly_cached
-from gshard.core.jax_adapter_errors import carried_through_xla, nan_found, without_jit
 from gshard.core.jax_adapter_lowering import (
     LoweredSharding,
     ThreadSettings,
@@ -41,15 +40,20 @@ from gshard.core.jax_adapter_lowering import (
     under_settings,
 )
 from gshard.core.jax_adapter_references import discharged_by, effects_of_call, is_reference
-from gshard.core.jax_adapter_retracing import PMAP_AXIS, as_traced_here, types_alike, varying_alike, with_mapping
-from gshard.core.jax_adapter_transformations import (
+from gshard.core.jax_adapter_retracing import (
+    PMAP_AXIS,
+    as_traced_here,
     checked_by,
     expanded_by,
     interpreted_by,
     mapped,
     mapped_by,
     rematerialised_by,
+    types_alike,
+    varying_alike,
+    with_mapping,
 )
+from gshard.core.jax_adapter_tracebacks import carried_through_xla, nan_found, without_jit
 from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.memory_kinds import is_on_host, space
 from gshard.core.mesh import Mesh
@@ -415,7 +419,10 @@ def _shapes(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
 
 def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target, over: Any = None) -> Any:
     """The per-device program in the place of the equation. Its mesh is that of the atoms, whatever mesh is set."""
-    if _is_of_scalars(jaxpr):
+    # Nothing can be split: the reducer of a ``lax.reduce``, for one, where XLA takes no region of devices.
+    inside = (v.aval for e in jaxpr.eqns for v in (*e.invars, *e.outvars))
+    types = (*jaxpr.in_avals, *jaxpr.out_avals, *inside)
+    if not jaxpr.effects and not any(getattr(a, "shape", True) for a in types):
         return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *arguments)
     if target.around is not None:
         with no_mesh_set(), jax.sharding.use_abstract_mesh(target.around):
@@ -438,13 +445,6 @@ def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target, over: Any = No
     with no_mesh_set(), jax.sharding.use_abstract_mesh(target.mesh.abstract_jax_mesh):
         plain = ctx.replace(avals_in=_untyped(ctx.avals_in), avals_out=_untyped(ctx.avals_out))
         return mlir.lower_fun(inline, multiple_results=True)(plain, *arguments)
-
-
-def _is_of_scalars(jaxpr: Any) -> bool:
-    """Whether nothing can be split: the reducer of a ``lax.reduce``, for one, where XLA takes no region of devices."""
-    inside = (v.aval for e in jaxpr.eqns for v in (*e.invars, *e.outvars))
-    types = (*jaxpr.in_avals, *jaxpr.out_avals, *inside)
-    return not jaxpr.effects and not any(getattr(a, "shape", True) for a in types)
 
 
 def _run_inside(*arrays: Any, jaxpr: Any, target: Target) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,60 +13,36 @@ from jax.sharding import AbstractMesh, NamedSharding
 from gshard.api.signature import Parameters
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import closed, mesh_of_context, sub_jaxprs, user_line
-from gshard.core.jax_adapter_jit import GivenToJit, given_to_jit
+from gshard.core.jax_adapter_jit import given_to_jit
 from gshard.core.keywords import unknown_keyword
 from gshard.tracing.by_jax import name_of
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Wrapped:
-    """A function, and what it is jitted with."""
+def unwrapped(
+    f: Callable[..., Any], options: dict[str, Any], static: tuple[Any, Any], donated: tuple[Any, Any], *, leaves: bool
+) -> tuple[Parameters, dict[str, Any], jax.sharding.Mesh | None]:
+    """Adds what ``jax.jit`` was given with a function to what ``gshard.jit`` is given.
 
-    f: Callable[..., Any]  # the function to trace
-    in_shardings: Any  # in_shardings, out_shardings: of its arguments and results
-    out_shardings: Any
-    keep_unused: bool  # whether arguments that nothing reads are given to XLA
-    compiler_options: tuple[tuple[str, Any], ...]  # XLA's, as pairs
-    given: GivenToJit | None = None  # what ``jax.jit`` was given, if it returned the function
-
-    @staticmethod
-    def of(
-        f: Callable[..., Any],
-        in_shardings: Any,
-        out_shardings: Any,
-        keep_unused: bool,
-        compiler_options: Mapping[str, Any] | None,
-    ) -> Wrapped:
-        """Adds what ``jax.jit`` was given with a function to what ``gshard.jit`` is given."""
-        given = given_to_jit(f)
-        options = dict(compiler_options or {})
-        if given is None:
-            return Wrapped(f, in_shardings, out_shardings, keep_unused, tuple(options.items()))
-        refuse_device("jax.jit", given.device)
-        shardings = (given.in_shardings, given.out_shardings)
-        inside = shardings != (None, None) and (in_shardings is not None or out_shardings is not None)
-        if not inside and not given.layouts and not given.resolves:
-            f = given.f
-            if shardings != (None, None):
-                in_shardings, out_shardings = shardings
-            options = {**given.compiler_options, **options}
-        return Wrapped(f, in_shardings, out_shardings, keep_unused or given.keep_unused, tuple(options.items()), given)
-
-    def parameters(self, static: tuple[Any, Any], donated: tuple[Any, Any], static_leaves: bool) -> Parameters:
-        """Static and donated arguments: those of ``gshard.jit`` and those of ``jax.jit``."""
-        own = Parameters.of(self.f, static, donated, static_leaves)
-        if self.given is None:
-            return own
-        numbers = _both(own.static_numbers, self.given.static[0]), _both(own.donated_numbers, self.given.donated[0])
-        names = _both(own.static_names, self.given.static[1]), _both(own.donated_names, self.given.donated[1])
-        return Parameters.of(self.f, (numbers[0], names[0]), (numbers[1], names[1]), static_leaves)
-
-    @property
-    def mesh(self) -> jax.sharding.Mesh | None:
-        """The mesh of the first sharding that ``jax.jit`` was given and that names devices."""
-        if self.given is None:
-            return None
-        return mesh_of_shardings(jax.tree.leaves((self.given.in_shardings, self.given.out_shardings)))
+    Returns the function to trace with its static and donated arguments, the options that ``jax.jit`` has too, and the
+    mesh of the first sharding that ``jax.jit`` was given and that names devices.
+    """
+    given = given_to_jit(f)
+    if given is None:
+        return Parameters.of(f, static, donated, leaves), options, None
+    refuse_device("jax.jit", given.device)
+    shardings = {"in_shardings": given.in_shardings, "out_shardings": given.out_shardings}
+    has_shardings = any(x is not None for x in shardings.values())
+    inside = has_shardings and any(options[name] is not None for name in shardings)
+    if not inside and not given.layouts and not given.resolves:
+        f = given.f
+        options = {**options, **(shardings if has_shardings else {})}
+        options["compiler_options"] = {**given.compiler_options, **options["compiler_options"]}
+    options["keep_unused"] = options["keep_unused"] or given.keep_unused
+    own = Parameters.of(f, static, donated, leaves)
+    numbers = _both(own.static_numbers, given.static[0]), _both(own.donated_numbers, given.donated[0])
+    names = _both(own.static_names, given.static[1]), _both(own.donated_names, given.donated[1])
+    parameters = Parameters.of(f, (numbers[0], names[0]), (numbers[1], names[1]), leaves)
+    return parameters, options, mesh_of_shardings(jax.tree.leaves((given.in_shardings, given.out_shardings)))
 
 
 def _both(ours: Iterable[Any], theirs: Iterable[Any]) -> tuple[Any, ...]:

@@ -68,13 +68,49 @@ class Window:
             return max(0, (self.first + self.extent - 1) // self.dilation - self.start(0) + 1)
         return -(-self.extent // self.dilation)
 
+    @tabulated(4096)
     def shifts(self, size: int) -> tuple[Shift, ...]:
         """The shifts that send each part its window, in the order of distances; parts have ``size`` elements."""
-        return _plan(self, size)
+        needed: dict[int, tuple[int, int, list[int]]] = {}
+        for i in self.receivers:
+            first, last = max(self.start(i), 0), min(self.start(i) + self.width, self.n)
+            if first >= last:
+                continue
+            for source in range(first // size, (last - 1) // size + 1):
+                low, high = max(first - source * size, 0), min(last - source * size, size)
+                if source - i in needed:
+                    known_low, known_high, receivers = needed[source - i]
+                    needed[source - i] = (min(low, known_low), max(high, known_high), [*receivers, i])
+                else:
+                    needed[source - i] = (low, high, [i])
+        if not needed:
+            return ()
+        nearest, farthest = min(needed), max(needed)
+        shifts = []
+        for distance in range(nearest, farthest + 1):
+            low, high, receivers = needed.get(distance, (0, size, []))
+            # Chunks are concatenated, so only the outer ends can be omitted.
+            begin, end = low if distance == nearest else 0, high if distance == farthest else size
+            shifts.append(Shift(distance, low, high, begin, end, tuple(receivers)))
+        return tuple(shifts)
 
+    @tabulated(4096)
     def route(self, size: int) -> Route | None:
         """The route with which each chunk is sent separately; None if shifts send less."""
-        return _route(self, size)
+        by_shifts = sum(shift.high - shift.low for shift in self.shifts(size) if shift.distance and shift.receivers)
+        chunks: list[Chunk] = []
+        for i in self.receivers:
+            start = self.start(i)
+            chunks += chunks_of(max(start, 0), min(start + self.width, self.n), size, i, start)
+        sent_elements, received_elements = [0] * self.parts, [0] * self.parts
+        for p in chunks:
+            if p.source != p.receiver:
+                sent_elements[p.source] += p.length
+                received_elements[p.receiver] += p.length
+        if max(*sent_elements, *received_elements, 0) >= by_shifts:
+            return None
+        route = routed(tuple(chunks))
+        return route if sum(route.messages) < by_shifts else None
 
     def messages(self, size: int) -> tuple[int, ...]:
         """The elements that each device sends in each CollectivePermute, if parts have ``size`` elements."""
@@ -118,50 +154,6 @@ class Window:
         return each * sum(self.messages(size))
 
 
-@tabulated(4096)
-def _route(window: Window, size: int) -> Route | None:
-    by_shifts = sum(shift.high - shift.low for shift in window.shifts(size) if shift.distance and shift.receivers)
-    chunks: list[Chunk] = []
-    for i in window.receivers:
-        start = window.start(i)
-        chunks += chunks_of(max(start, 0), min(start + window.width, window.n), size, i, start)
-    sent_elements, received_elements = [0] * window.parts, [0] * window.parts
-    for p in chunks:
-        if p.source != p.receiver:
-            sent_elements[p.source] += p.length
-            received_elements[p.receiver] += p.length
-    if max(*sent_elements, *received_elements, 0) >= by_shifts:
-        return None
-    route = routed(tuple(chunks))
-    return route if sum(route.messages) < by_shifts else None
-
-
-@tabulated(4096)
-def _plan(window: Window, size: int) -> tuple[Shift, ...]:
-    needed: dict[int, tuple[int, int, list[int]]] = {}
-    for i in window.receivers:
-        first, last = max(window.start(i), 0), min(window.start(i) + window.width, window.n)
-        if first >= last:
-            continue
-        for source in range(first // size, (last - 1) // size + 1):
-            low, high = max(first - source * size, 0), min(last - source * size, size)
-            if source - i in needed:
-                known_low, known_high, receivers = needed[source - i]
-                needed[source - i] = (min(low, known_low), max(high, known_high), [*receivers, i])
-            else:
-                needed[source - i] = (low, high, [i])
-    if not needed:
-        return ()
-    nearest, farthest = min(needed), max(needed)
-    shifts = []
-    for distance in range(nearest, farthest + 1):
-        low, high, receivers = needed.get(distance, (0, size, []))
-        # Chunks are concatenated, so only the outer ends can be omitted.
-        begin, end = low if distance == nearest else 0, high if distance == farthest else size
-        shifts.append(Shift(distance, low, high, begin, end, tuple(receivers)))
-    return tuple(shifts)
-
-
 def fetch_window(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> Any:
     """This device's window of dimension ``dim``, inside ``shard_map``; ``x`` is its part."""
     return laid_out(x, received(x, dim, atoms, mesh, window), dim, atoms, window)
@@ -186,7 +178,8 @@ def received(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> tupl
 
 def laid_out(x: Any, received_chunks: Sequence[Any], dim: int, atoms: Atoms, window: Window, fill: Any = 0) -> Any:
     """This device's window, from its part ``x`` and the ``received`` chunks."""
-    size, width, zeros = x.shape[dim], window.width, _is_zero(fill)
+    zeros = is_number(fill) and not any(np.asarray(fill).tobytes())  # -0.0 has a bit that is set
+    size, width = x.shape[dim], window.width
     shifts = window.shifts(size) if size else ()
     if not shifts or not x.size:
         shape = *x.shape[:dim], width, *x.shape[dim + 1 :]
@@ -241,11 +234,6 @@ def add_windows(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window, size
 def is_number(x: Any) -> bool:
     """Whether a value is a concrete number."""
     return isinstance(x, int | float | complex | np.generic) or (isinstance(x, np.ndarray) and not x.shape)
-
-
-def _is_zero(x: Any) -> bool:
-    """Whether a value is a concrete number whose bits are all zero, which -0.0 is not."""
-    return is_number(x) and not any(np.asarray(x).tobytes())
 
 
 def _is_own_most(shift: Shift, size: int) -> bool:

@@ -229,11 +229,6 @@ def coordination() -> Any:
     return _distributed.global_state.client
 
 
-def own_process() -> int:
-    """The index of this process."""
-    return int(jax.process_index())
-
-
 def names_devices(jaxpr: Any) -> bool:
     """Whether a program calls back to Python. JAX then requires that all shardings have the same mesh."""
     return bool(_dispatch.jaxpr_has_prim_requiring_devices(getattr(jaxpr, "jaxpr", jaxpr)))

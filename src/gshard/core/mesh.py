@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 
 from gshard.core.errors import MeshError
 from gshard.core.jax_adapter import mesh_of_context, user_line
+from gshard.core.planning_tables import tabulated
 
 Atoms = tuple[str, ...]
 Devices = Mapping[str, int] | int | Sequence[Any] | np.ndarray
@@ -218,10 +219,11 @@ class Mesh:
         devices = tuple(given_order[d] for d in order) if order else tuple(given_order)
         return dataclasses.replace(self, devices=devices, order=order)
 
-    def without(self, atoms: Collection[str]) -> Mesh:
+    @tabulated(64)
+    def without(self, atoms: frozenset[str]) -> Mesh:
         """The mesh of the devices with one position along these atoms. Its axes are the other axes and atoms.
 
-        >>> Mesh.abstract(data=4, model=2).without({"data.0", "model"}).atoms
+        >>> Mesh.abstract(data=4, model=2).without(frozenset({"data.0", "model"})).atoms
         ('data.1',)
         """
         axes: list[tuple[str, int]] = []

@@ -111,12 +111,7 @@ class ManualAxes:
 
     def mesh_without(self, atoms: _Atoms) -> Mesh:
         """The mesh of the devices with one position along these atoms."""
-        return _without(self.mesh, atoms) if atoms else self.mesh
-
-
-@tabulated(64)
-def _without(mesh: Mesh, atoms: _Atoms) -> Mesh:
-    return mesh.without(atoms)
+        return self.mesh.without(atoms) if atoms else self.mesh
 
 
 def before_any(cut: Atoms, atoms: _Atoms) -> Atoms:
@@ -165,10 +160,9 @@ def _follow(block: Block, inside: dict[Value, _Atoms], mesh: Mesh) -> None:
 
 
 def _atoms_of_boundary(e: Equation, mesh: Mesh) -> _Atoms:
-    assert e.rule is not None
-    assert e.rule.manual is not None
+    assert e.operator_rule.manual is not None
     try:
-        return e.rule.manual.atoms(mesh)
+        return e.operator_rule.manual.atoms(mesh)
     except ShardingError as reason:  # the shard_map has another mesh
         raise ShardingError(reason.what, e.line or None, reason.got, reason.hint) from None
 
@@ -360,8 +354,7 @@ class Plan:
 
     def _gathered_bytes(self, e: Equation) -> int:
         """Bytes of the operands on every device, where all dimensions but batch dimensions are whole."""
-        assert e.rule is not None
-        shardings = [operand_sharding(e.rule, i, self.splits.get(e, {})) for i in range(len(e.inputs))]
+        shardings = [operand_sharding(e.operator_rule, i, self.splits.get(e, {})) for i in range(len(e.inputs))]
         pairs = [(v, s) for v, s in zip(e.inputs, shardings, strict=True) if isinstance(v, Value)]
         return sum(local_bytes(v, s, self.mesh) for v, s in pairs)
 

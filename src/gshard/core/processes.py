@@ -16,8 +16,10 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from gshard.core.errors import PlanError
-from gshard.core.jax_adapter_dispatch import coordination, own_process
+from gshard.core.jax_adapter_dispatch import coordination
 
 _POLL = 0.2  # seconds between two reads of the store
 _DIFFERENT = 5.0  # seconds for which another process must wait with another program before gshard raises
@@ -41,9 +43,9 @@ class Group:
         """The processes of these devices; None for one process, for other processes, or if there is no store."""
         processes = tuple(sorted({d.process_index for d in devices or ()}))
         store = coordination()
-        if len(processes) < 2 or not store or own_process() not in processes:
+        if len(processes) < 2 or not store or jax.process_index() not in processes:
             return None
-        return Group(own_process(), processes, store)
+        return Group(jax.process_index(), processes, store)
 
     @property
     def _prefix(self) -> str:

@@ -257,6 +257,12 @@ class Equation:
             return self.blocks
         return tuple(self.blocks[i] for i in branches_on(devices, platforms))
 
+    @property
+    def operator_rule(self) -> Rule:
+        """The rule of an equation that is no region."""
+        assert self.rule is not None
+        return self.rule
+
     def call_file(self, name: str) -> None:
         """Sets the name of the user's file in ``line``, after all files of the program are known."""
         object.__setattr__(self, "file", name)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.sharding import Sharding
@@ -16,6 +16,7 @@ REDUCE = "reduce"
 COMMUNICATE = "communicate"
 REPLICATE = "replicate"
 
+_T = TypeVar("_T", bound=Hashable)
 Dims = tuple[tuple[int, ...], ...]
 Way = tuple[str, frozenset[int]]  # a way in which unreduced parts pass an equation: the monoid and the operands
 
@@ -166,10 +167,6 @@ class Rule:
         limits = tuple(over) if any(axes is not None for axes in over) else ()
         return dataclasses.replace(self, linear=tuple(linear), over=limits)
 
-    def limit(self, way: int) -> frozenset[str] | None:
-        """The mesh axes to which a way is limited; None for any axes."""
-        return self.over[way] if way < len(self.over) else None
-
     @property
     def is_free(self) -> bool:
         """Whether the factors alone determine the possible splits: the equation is not part of a manual region."""
@@ -294,18 +291,32 @@ def _components(factors: Sequence[Factor], tensors: Sequence[Sequence[tuple[int,
     """
     if any(factor.kind in (REDUCE, COMMUNICATE) for factor in factors):
         return (0,) * len(factors)
-    component = list(range(len(factors)))
-
-    def root(f: int) -> int:
-        while component[f] != f:
-            f = component[f]
-        return f
-
+    classes = UnionFind[int]()
     for tensor in tensors:
-        together = [root(f) for dim in tensor for f in dim]
-        for f in together:
-            component[root(f)] = min(map(root, together))
-    return tuple(root(f) for f in range(len(factors)))
+        together = sorted({classes.root(f) for dim in tensor for f in dim})
+        for f in together[1:]:
+            classes.join(together[0], f)
+    return tuple(map(classes.root, range(len(factors))))
+
+
+class UnionFind(Generic[_T]):
+    """Disjoint sets, each with a representative."""
+
+    def __init__(self) -> None:
+        self._parent: dict[_T, _T] = {}
+
+    def root(self, x: _T) -> _T:
+        """The representative of the set of ``x``."""
+        while (parent := self._parent.get(x, x)) != x:
+            self._parent[x] = x = self._parent.get(parent, parent)
+        return x
+
+    def join(self, a: _T, b: _T) -> bool:
+        """Joins the set of ``b`` to that of ``a``, whose representative stays; returns whether they were different."""
+        a, b = self.root(a), self.root(b)
+        if a != b:
+            self._parent[b] = a
+        return a != b
 
 
 # Converts between splits of an equation (atoms of factors) and shardings of arrays (atoms of dimensions).
@@ -414,13 +425,8 @@ def is_valid(rule: Rule, split: Mapping[int, Atoms], mesh: Mesh) -> bool:
 
 def passable(rule: Rule, way: int, atoms: Atoms, mesh: Mesh) -> Atoms:
     """The atoms, of some atoms, over which parts may pass in a way (``Rule.over``)."""
-    axes = rule.limit(way)
+    axes = rule.over[way] if way < len(rule.over) else None
     if axes is None:
         return atoms
     allowed = {a for axis in axes for a in mesh.atoms_of.get(axis, (axis,))}
     return tuple(a for a in atoms if a in allowed)
-
-
-def local_size(factor: Factor, atoms: Atoms, mesh: Mesh) -> int:
-    """The size of a factor on one device, padding included."""
-    return -(-factor.size // mesh.count(atoms))

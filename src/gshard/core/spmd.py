@@ -54,7 +54,6 @@ class Recomputation:
     shape: str  # one device's part of the largest value, as text; in loops of all iterations together
     values: int  # the number of values that are recomputed together
     freed: int  # bytes freed at the peak
-    seconds: float  # modelled seconds of the recomputation. Without a model of the devices they only order candidates.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -192,18 +192,16 @@ def _moves(v: Value, target: Sharding, plan: Plan, machine: Machine) -> list[Ste
 
 def product_seconds(e: Equation, plan: Plan, machine: Machine) -> float:
     """Seconds of one run of a product on one device, without waiting for its operands."""
-    assert e.rule is not None
-    products = e.rule.flops / parts(plan.splits[e], plan.mesh)
+    products = e.operator_rule.flops / parts(plan.splits[e], plan.mesh)
     returns = not {*e.outputs}.isdisjoint(plan.program.block.outputs)
     return kernel_roofline(machine, e, products, moved=sum(local_sizes(e, plan)), returns=returns).seconds
 
 
 def local_sizes(e: Equation, plan: Plan) -> list[int]:
     """Bytes of one device's parts of the operands, then of the results."""
-    assert e.rule is not None
     split, mesh = plan.splits[e], plan.mesh
-    operands = [bytes_of(v, operand_sharding(e.rule, i, split), mesh) for i, v in enumerate(e.inputs)]
-    return operands + [bytes_of(v, result_sharding(e.rule, i, split), mesh) for i, v in enumerate(e.outputs)]
+    operands = [bytes_of(v, operand_sharding(e.operator_rule, i, split), mesh) for i, v in enumerate(e.inputs)]
+    return operands + [bytes_of(v, result_sharding(e.operator_rule, i, split), mesh) for i, v in enumerate(e.outputs)]
 
 
 def bytes_of(v: Any, sharding: Sharding, mesh: Mesh) -> int:

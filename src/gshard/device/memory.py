@@ -99,7 +99,9 @@ def _form(e: Equation, kernel: Kernel, forms: Mapping[Value, set[str] | None]) -
     """The types in which an equation can read an operand: empty for those of its result, None for float32."""
     if e is kernel.equation:
         if kernel.kind == PRODUCT:
-            return {_BF16} if _in_one_pass(e) else None
+            precision = e.params.get("precision")
+            every = precision if isinstance(precision, tuple) else (precision,)
+            return {_BF16} if all(p is None or p == jax.lax.Precision.DEFAULT for p in every) else None
         if KINDS[e.name] in _MOVING if kernel.kind == COLLECTIVE else only_moves(e):
             return forms.get(e.outputs[0])
         return None
@@ -110,13 +112,6 @@ def _form(e: Equation, kernel: Kernel, forms: Mapping[Value, set[str] | None]) -
     if len(e.inputs) == 1 and itemsize(e.outputs[0].dtype) < 4:
         return {str(e.outputs[0].dtype)}
     return None
-
-
-def _in_one_pass(e: Equation) -> bool:
-    """Whether a product runs in bfloat16: at JAX's default precision."""
-    precision = e.params.get("precision")
-    every = precision if isinstance(precision, tuple) else (precision,)
-    return all(p is None or p == jax.lax.Precision.DEFAULT for p in every)
 
 
 def _compares(e: Equation) -> bool:
@@ -159,7 +154,6 @@ class Moment:
     """A kernel, with the bytes of temporaries while it runs. In loops, they include those around the loop."""
 
     equation: Equation
-    depth: int
     bytes: int
 
 
@@ -209,7 +203,7 @@ def memory_of(program: Kernels, donated: Iterable[int] = (), *, keeps_low_precis
     own_results = [program.home.get(v, v) for v in results if v not in block.inputs and v not in in_donated]
     elsewhere = program.results | _in_places(program, own_results)
     moments: list[Moment] = []
-    peak, alive, path = _follow(program, elsewhere, 0, 0, moments, keeps_low_precision_copies)
+    peak, alive, path = _follow(program, elsewhere, 0, moments, keeps_low_precision_copies)
     return Memory(
         sum(map(_on_device, block.inputs)), sum(map(_on_device, results)), shared, peak, tuple(moments),
         tuple(sorted(alive, key=lambda pair: -_on_device(pair[0]))), path,
@@ -244,7 +238,6 @@ def _follow(
     program: Kernels,
     elsewhere: frozenset[Value],
     below: int,
-    depth: int,
     moments: list[Moment],
     keeps_low_precision_copies: bool,
     carried: Mapping[Value, Equation] = MappingProxyType({}),
@@ -288,10 +281,10 @@ def _follow(
             )
         growth += sum(n for first, end, n in copies if first <= i <= end)
         inner, inner_alive, inner_path = _bodies(
-            kernel, below + bytes_now + growth, depth, moments, keeps_low_precision_copies
+            kernel, below + bytes_now + growth, moments, keeps_low_precision_copies
         )
         total = bytes_now + growth + inner
-        moments.append(Moment(kernel.equation, depth, below + total))
+        moments.append(Moment(kernel.equation, below + total))
         for v in written:
             alive_values[v] = kernel.equation
             bytes_now += bytes_held[v]
@@ -364,7 +357,7 @@ def _held(e: Equation, body: Block) -> dict[Value, Value]:
     return {edge.outer: edge.inner for edge in e.edges if edge.outer in inputs and edge.inner in outputs}
 
 
-def _bodies(kernel: Kernel, below: int, depth: int, moments: list[Moment], keeps_low_precision_copies: bool) -> _Peak:
+def _bodies(kernel: Kernel, below: int, moments: list[Moment], keeps_low_precision_copies: bool) -> _Peak:
     """The temporaries of a region's bodies: of branches the largest, of a loop those of one iteration.
 
     An iteration takes a slice of stacked operands. Carried values use the memory of the loop's results.
@@ -374,9 +367,7 @@ def _bodies(kernel: Kernel, below: int, depth: int, moments: list[Moment], keeps
     for body in kernel.bodies:
         held = dict.fromkeys(_held(e, body.block), e)
         place = sum(map(_on_device, held))
-        inner, alive, path = _follow(
-            body, frozenset(), below - place, depth + 1, moments, keeps_low_precision_copies, held
-        )
+        inner, alive, path = _follow(body, frozenset(), below - place, moments, keeps_low_precision_copies, held)
         alive = [x for x in alive if x[0] not in held]
         found = max(found, (inner - place, alive, path), key=lambda peak: peak[0])
     return found
@@ -426,14 +417,10 @@ def held_at_peak(memory: Memory, block: Block, program: Program, names: ArrayNam
     rows: dict[tuple[str, str, str], Held] = {}
     for v, e in memory.alive:
         name = array_names.array(v)
-        row = Held(_type(v), name.text or e.name, e, size(v), 1)
+        row = Held(f"{v.dtype_name}[{','.join(map(str, v.shape))}]", name.text or e.name, e, size(v), 1)
         key = row.type, name.alike or e.name, e.line
         if key in rows:  # arrays of equal layers: keep the name that they share
             earlier = rows[key]
             row = Held(row.type, key[1], earlier.equation, earlier.bytes + row.bytes, earlier.count + 1)
         rows[key] = row
     return tuple(sorted(rows.values(), key=lambda row: -row.bytes))
-
-
-def _type(v: Value) -> str:
-    return f"{v.dtype_name}[{','.join(map(str, v.shape))}]"

@@ -34,7 +34,7 @@ from gshard.core.spmd import Collective, SpmdProgram
 from gshard.core.uneven import padded_shape
 from gshard.core.xla_workarounds import ppermute
 from gshard.language.per_device import apart, moved_over
-from gshard.language.region import REGIONS
+from gshard.language.region import REGIONS, Interpreter
 from gshard.language.transfer import in_memory_of, is_handed_on, transferred
 
 # Finds the branches and loops that not all devices run.
@@ -177,7 +177,7 @@ _Moved = tuple[Value | None, Sharding | None, Sharding | None, Sharding | None]
 
 
 @dataclasses.dataclass
-class _Emitter:
+class _Emitter(Interpreter):
     """Replays blocks on local arrays and records every collective."""
 
     plan: Plan
@@ -188,10 +188,8 @@ class _Emitter:
     here: Equation | None = None
     gathers: bool = False  # instead of permuting (``language.per_device``)
 
-    @property
-    def devices(self) -> Sequence[Any] | None:
-        """The devices of the mesh, if it has any."""
-        return self.plan.mesh.devices
+    def __post_init__(self) -> None:
+        self.devices = self.plan.mesh.devices
 
     @contextmanager
     def _having(self, **attributes: Any) -> Iterator[None]:
@@ -273,10 +271,10 @@ class _Emitter:
             env[value] = _Local(source, {source: x}, why, e, e.mark is not None)
 
     def _local(self, e: Equation, shards: Shards, arrays: list[Any]) -> list[Any]:
-        assert e.rule is not None
         try:
             with in_context(e.context):
-                results = shards.bind(*arrays) if e.rule.local is None else list(e.rule.local(shards, *arrays))
+                local = e.operator_rule.local
+                results = shards.bind(*arrays) if local is None else list(local(shards, *arrays))
         except GShardError:
             raise
         except Exception as error:
@@ -305,8 +303,7 @@ class _Emitter:
 
     def _noting_ring(self, e: Equation, ring: Ring) -> Note:
         """Records the messages of a collective matmul."""
-        assert e.rule is not None
-        rule, split = e.rule, self.plan.splits[e]
+        rule, split = e.operator_rule, self.plan.splits[e]
 
         def note(atoms: tuple[str, ...], x: Any, times: int, i: int | None) -> None:
             value = e.outputs[0] if i is None else e.inputs[i]

@@ -45,12 +45,7 @@ class Mask:
         return self.causal or self.window != NO_WINDOW
 
     def seen(self, q_at: Any, k_at: Any, k_count: int) -> Any:
-        """Which keys each query sees, for some queries and keys.
-
-        Args:
-            q_at, k_at: their indices, int32[t] and int32[s].
-            k_count: the number of keys; larger indices are padding.
-        """
+        """Which keys each query sees, for the queries and keys at some indices; ``k_count`` and above are padding."""
         flags = []
         if k_at.shape[0] and not _divides(k_at.shape[0], k_count):
             flags.append(k_at[None, :] < k_count)

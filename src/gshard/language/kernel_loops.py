@@ -15,7 +15,7 @@ from gshard.comm.shards import Shards
 from gshard.core.jax_adapter import bind, closed, evaluate, scan_counts, shapes_of
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Constant, Equation, Value
-from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Rule, Split, is_valid, result_sharding
+from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Rule, Split, UnionFind, is_valid, result_sharding
 from gshard.language.call import Call
 from gshard.language.mark_primitive import mark_p
 from gshard.language.region import REGIONS
@@ -40,7 +40,7 @@ class LoopTable:
     def __init__(self) -> None:
         self.sizes: list[int] = []  # the size of each loop
         self.reading: Any = None  # the equation that is read
-        self._joined_with: list[int] = []
+        self._classes = UnionFind[int]()
         self._parts: dict[int, tuple[int, int]] = {}
         self._whole: dict[int, Any] = {}
         self._monoids: dict[int, set[str]] = {}
@@ -48,12 +48,11 @@ class LoopTable:
     def new(self, size: int) -> int:
         """A loop of its own."""
         self.sizes.append(size)
-        self._joined_with.append(len(self._joined_with))
         return len(self.sizes) - 1
 
     def leaves(self, loop: int) -> Iterator[int]:
         """The loops that a loop consists of, major to minor, without those of size 1."""
-        root = self._root(loop)
+        root = self._classes.root(loop)
         if root in self._parts:
             for part in self._parts[root]:
                 yield from self.leaves(part)
@@ -95,8 +94,7 @@ class LoopTable:
                 break
             a, b = left[0], right[0]
             if self.sizes[a] == self.sizes[b]:
-                if a != b:
-                    self._joined_with[b] = a
+                self._classes.join(a, b)
                 left, right = left[1:], right[1:]
             elif self.sizes[a] % self.sizes[b] == 0:
                 self._split(a, self.sizes[b])
@@ -108,11 +106,6 @@ class LoopTable:
 
     def _split(self, loop: int, major: int) -> None:
         self._parts[loop] = self.new(major), self.new(self.sizes[loop] // major)
-
-    def _root(self, loop: int) -> int:
-        while self._joined_with[loop] != loop:
-            loop = self._joined_with[loop]
-        return loop
 
 
 Leaves = tuple[tuple[tuple[int, ...], ...], ...]  # for each dimension of each array
@@ -374,7 +367,14 @@ def _equation(eqn: Any, step: Step, operands: Sequence[Part], shard: Shard) -> l
     def refuse(kind: str, atoms: Atoms, sent: int, x: Any, times: int = 1) -> None:
         raise NotProven(eqn)  # it communicates
 
-    shards = Shards(_as_equation(eqn, rule), split, mesh, refuse)
+    inputs = tuple(
+        Constant(v.val) if hasattr(v, "val") else Value(tuple(v.aval.shape), v.aval.dtype, i)
+        for i, v in enumerate(eqn.invars)
+    )
+    outputs = tuple(Value(tuple(v.aval.shape), v.aval.dtype, i) for i, v in enumerate(eqn.outvars))
+    shards = Shards(
+        Equation(eqn.primitive, dict(eqn.params), inputs, outputs, rule, eqn.source_info), split, mesh, refuse
+    )
     arrays = [part.array for part in operands]
     if not rule.masks_itself:
         arrays = [shards.masked(x, i) for i, x in enumerate(arrays)]
@@ -416,13 +416,3 @@ def _passing(eqn: Any, rule: Rule, operands: Sequence[Part]) -> Split:
             raise NotProven(eqn)
         found[-1 - rule.linear.index(way)] = tuple(atoms)
     return found
-
-
-def _as_equation(eqn: Any, rule: Rule) -> Equation:
-    """An equation of a jaxpr as the ``local`` of its rule reads it."""
-    inputs = tuple(
-        Constant(v.val) if hasattr(v, "val") else Value(tuple(v.aval.shape), v.aval.dtype, i)
-        for i, v in enumerate(eqn.invars)
-    )
-    outputs = tuple(Value(tuple(v.aval.shape), v.aval.dtype, i) for i, v in enumerate(eqn.outvars))
-    return Equation(eqn.primitive, dict(eqn.params), inputs, outputs, rule, eqn.source_info)

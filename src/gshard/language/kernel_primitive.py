@@ -66,12 +66,7 @@ def runs_on_shards(
             first = jax.make_jaxpr(emitted, axis_env=list(mesh.atom_sizes.items()))(*shapes)
     except (NotProven, GShardError):
         return False
-    return _same_programs(first, local)
-
-
-def _same_programs(first: Any, second: Any) -> bool:
-    """Whether two closed jaxprs are the same equations on the same constants."""
-    (one, some), (other, others) = map(closed, (first, second))
+    (one, some), (other, others) = map(closed, (first, local))
     return (
         len(some) == len(others)
         and all(map(_same_array, some, others))

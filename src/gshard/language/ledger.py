@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from gshard.core.errors import TraceError
@@ -342,15 +342,6 @@ def rows_of(primitive: str) -> Mapping[str, Row] | None:
     """The rows of a primitive of JAX. Elementwise operators share theirs; None if it is not JAX's."""
     shared = _OF_ELEMENTWISE if traits_of(primitive).elementwise else None
     return LEDGER.get(primitive, shared)
-
-
-def unclassified(primitive: str, parameters: Iterable[str]) -> tuple[str, ...]:
-    """The parameters of a primitive that have no row.
-
-    >>> unclassified("scan", ("length", "reverse", "speed"))
-    ('speed',)
-    """
-    return tuple(p for p in parameters if row_of(primitive, p) is None)
 
 
 def dropped(eqn: Any, source: Any) -> Iterator[Dropped]:

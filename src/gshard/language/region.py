@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -101,33 +101,6 @@ def _value(env: dict[Any, Any], v: Any) -> Any:
 ShardingOf = Callable[[Value | Constant], Sharding]
 
 
-class Emitter(Protocol):
-    """The functions of the partitioner that regions use."""
-
-    @property
-    def devices(self) -> Sequence[Any] | None:
-        """The devices of the mesh, if it has any."""
-        ...
-
-    def sharding(self, value: Value | Constant) -> Sharding:
-        """The planned sharding of a value."""
-        ...
-
-    def run(self, block: Block, arrays: Sequence[Any], trip_count: int = 1) -> list[Any]:
-        """Runs a body on local arrays with the shardings of its inputs; results have the shardings of its outputs."""
-        ...
-
-    def move(
-        self, value: Value | Constant, array: Any, target: Sharding, equation: Equation, trip_count: int = 1
-    ) -> Any:
-        """Moves an array with the sharding of ``value`` to another sharding, in each of ``trip_count`` iterations."""
-        ...
-
-    def combine(self, flag: Any, monoid: str, atoms: Atoms, equation: Equation) -> Any:
-        """Combines the flags of all devices to one flag."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Region:
     """The definition of one kind of equation with bodies."""
@@ -137,7 +110,7 @@ class Region:
     edges: Callable[[Equation], list[Edge]]  # returns the pairs of values that must agree
     entry: Callable[[Equation, ShardingOf], list[Sharding]]  # returns the sharding of each operand at the entry
     leave: Callable[[Equation, ShardingOf], list[Sharding]]  # returns the sharding of each result at the exit
-    emit: Callable[[Equation, Emitter, Sequence[Any]], Sequence[Any]]  # runs the equation on local arrays
+    emit: Callable[[Equation, Interpreter, Sequence[Any]], Sequence[Any]]  # runs the equation on local arrays
     crossings: Callable[[Equation], list[Crossing]]  # returns the values that are moved at the boundary of a body
     trip_count: Callable[[dict[str, Any]], int] = lambda params: 1  # returns the number of runs of the bodies, if known
     # for each body returns the operands that are its first inputs in every iteration
@@ -174,7 +147,7 @@ def _stacked(sharding: Sharding) -> Sharding:
 
 
 def moved_to(
-    equation: Equation, emitter: Emitter, values: Sequence[Any], arrays: Sequence[Any], like: Sequence[Any],
+    equation: Equation, emitter: Interpreter, values: Sequence[Any], arrays: Sequence[Any], like: Sequence[Any],
     trip_count: int = 1,
 ) -> list[Any]:  # fmt: skip
     """The arrays of values, moved to the shardings of other values."""
@@ -220,7 +193,7 @@ def _scan_crossings(equation: Equation) -> list[Crossing]:
     return [c for crossings in (*operands, *iterations, *final_carry, *stacks) for c in crossings]
 
 
-def _emit_scan(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequence[Any]:
+def _emit_scan(equation: Equation, emitter: Interpreter, arrays: Sequence[Any]) -> Sequence[Any]:
     consts, carry = scan_counts(equation.params)
     length = equation.params["length"]
     (body,) = equation.blocks
@@ -279,7 +252,7 @@ def _while_crossings(equation: Equation) -> list[Crossing]:
     return [c for of_values in crossings for c in of_values]
 
 
-def _emit_while(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequence[Any]:
+def _emit_while(equation: Equation, emitter: Interpreter, arrays: Sequence[Any]) -> Sequence[Any]:
     condition, body = equation.blocks
     cond_consts, body_consts = equation.params["cond_nconsts"], equation.params["body_nconsts"]
     carried = body.inputs[body_consts:]
@@ -315,7 +288,7 @@ def _cond_crossings(equation: Equation) -> list[Crossing]:
     return crossings
 
 
-def _emit_cond(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequence[Any]:
+def _emit_cond(equation: Equation, emitter: Interpreter, arrays: Sequence[Any]) -> Sequence[Any]:
     platforms = equation.params.get("branches_platforms")
 
     def branch(block: Block) -> Callable[..., list[Any]]:
@@ -381,22 +354,22 @@ def with_edges(equation: Equation) -> Equation:
 
 
 class Interpreter:
-    """Runs blocks on whole arrays. It is an ``Emitter`` for regions. Subclasses may run equations in other ways."""
+    """Runs blocks on whole arrays. Subclasses run equations in other ways, or blocks on shards (``emit.partition``)."""
 
-    devices: Sequence[Any] | None = None
+    devices: Sequence[Any] | None = None  # the devices of the mesh, if it has any
 
     def sharding(self, value: Value | Constant) -> Sharding:
-        """The replicated sharding."""
+        """The sharding of the array of a value: the replicated one."""
         return Sharding.replicated(len(value.shape))
 
     def move(
         self, value: Value | Constant, array: Any, target: Sharding, equation: Equation, trip_count: int = 1
     ) -> Any:
-        """Returns the array unchanged."""
+        """Moves an array with the sharding of ``value`` to another sharding, in each of ``trip_count`` iterations."""
         return array
 
     def combine(self, flag: Any, monoid: str, atoms: Atoms, equation: Equation) -> Any:
-        """Returns the flag unchanged."""
+        """Combines the flags of all devices to one flag."""
         return flag
 
     def equation(self, e: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -416,7 +389,7 @@ class Interpreter:
         return REGIONS[e.name].emit(e, self, arrays)
 
     def run(self, block: Block, arrays: Sequence[Any], trip_count: int = 1) -> list[Any]:
-        """Runs a block."""
+        """Runs a block on arrays with the shardings of its inputs; results have the shardings of its outputs."""
         env: dict[Value, Any] = dict(zip(block.inputs, arrays, strict=True))
         self.evaluate(block.equations, env)
         return [jnp.asarray(value_of(v, env)) for v in block.outputs]

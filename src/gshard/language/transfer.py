@@ -84,6 +84,5 @@ def is_handed_on(e: Equation, split: Split) -> bool:
     """
     if e.mark is not None or e.name in ("shard_map", "scan"):
         return True
-    assert e.rule is not None
-    split_factors = (e.rule.factors[f] for f, atoms in split.items() if atoms and f >= 0)
+    split_factors = (e.operator_rule.factors[f] for f, atoms in split.items() if atoms and f >= 0)
     return traits_of(e.name).handed_on and all(factor.kind == PARALLEL for factor in split_factors)

@@ -13,9 +13,8 @@ Names of arrays end in the letters of their dimensions, as in the paper: ``dispa
     X anything else       H hidden               R rows of a block
     P partitions
 
-In reading order: ``param`` and ``config``, ``gating`` (Algorithm 1), ``expert_choice`` and ``balance``, ``dispatch``,
-``blocks``, ``ragged`` and ``two_hops``, ``experts`` (Algorithm 2), ``attention`` and ``rotary``, ``block``,
-``transformer``, ``decoding``, ``models``.
+In reading order: ``param`` and ``config``, ``gating`` (Algorithm 1), ``ragged``, ``experts`` (Algorithm 2),
+``attention``, ``transformer``, ``decoding``, ``models``.
 """
 
 from gshard.moe.attention import KeysValues as KeysValues
@@ -34,14 +33,11 @@ from gshard.moe.gating import ExpertChoice as ExpertChoice
 from gshard.moe.gating import Gating as Gating
 from gshard.moe.gating import balanced as balanced
 from gshard.moe.gating import expert_choice_gating as expert_choice_gating
-from gshard.moe.gating import top2_gating as top2_gating
 from gshard.moe.gating import top_k_gating as top_k_gating
 from gshard.moe.models import MODELS as MODELS
 from gshard.moe.models import model as model
 from gshard.moe.models import model_name as model_name
 from gshard.moe.param import Param as Param
-from gshard.moe.param import batch_axes as batch_axes
-from gshard.moe.param import factor_axes as factor_axes
 from gshard.moe.param import init_params as init_params
 from gshard.moe.param import names as names
 from gshard.moe.param import parameter_count as parameter_count

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -40,67 +40,7 @@ def require(holds: bool, what: str, got: str, hint: str | None = None) -> None:
         raise ModelError(what, None, got, hint)
 
 
-class Choices(Protocol):
-    """The attributes of a ``TransformerConfig`` that are checked."""
-
-    @property
-    def balance(self) -> str: ...
-    @property
-    def capacity_factor(self) -> float: ...
-    @property
-    def data_axis(self) -> str | tuple[str, ...] | None: ...
-    @property
-    def decoder_routing(self) -> str | None: ...
-    @property
-    def dense_first(self) -> int: ...
-    @property
-    def dispatch(self) -> str: ...
-    @property
-    def has_slots(self) -> bool: ...
-    @property
-    def encoder_layers(self) -> int: ...
-    @property
-    def expert_axis(self) -> str | tuple[str, ...] | None: ...
-    @property
-    def experts(self) -> int: ...
-    @property
-    def experts_every(self) -> int: ...
-    @property
-    def group_size(self) -> int | None: ...
-    @property
-    def groups(self) -> int | None: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def hosts(self) -> int: ...
-    @property
-    def kv_heads(self) -> int | None: ...
-    @property
-    def model_dim(self) -> int: ...
-    @property
-    def normalise_gates(self) -> bool: ...
-    @property
-    def partitions(self) -> int: ...
-    @property
-    def positions(self) -> str: ...
-    @property
-    def remat(self) -> bool | str: ...
-    @property
-    def replicas(self) -> int: ...
-    @property
-    def rotary_base(self) -> float: ...
-    @property
-    def routing(self) -> str: ...
-    @property
-    def source_vocabulary(self) -> int: ...
-    @property
-    def top_k(self) -> int: ...
-    def capacity(self, tokens_of_group: int) -> int: ...
-
-
-def check(config: Choices) -> None:
+def check(config: TransformerConfig) -> None:
     """Refuses an invalid configuration."""
     for name in _SIZES:
         require(getattr(config, name) >= 1, f"{name} must be at least 1.", f"{name}={getattr(config, name)}")
@@ -141,7 +81,7 @@ def as_axes(axes: Any) -> Any:
     return () if axes is None else (axes,) if isinstance(axes, str) else axes
 
 
-def _check_axes(config: Choices) -> None:
+def _check_axes(config: TransformerConfig) -> None:
     names: list[str] = []
     for field in ("expert_axis", "data_axis"):
         axes = as_axes(getattr(config, field))
@@ -183,7 +123,7 @@ def _check_axes(config: Choices) -> None:
         )
 
 
-def _check_positions(config: Choices) -> None:
+def _check_positions(config: TransformerConfig) -> None:
     kv_heads = config.kv_heads or config.heads
     require(
         config.heads % kv_heads == 0,
@@ -200,7 +140,7 @@ def _check_positions(config: Choices) -> None:
         require(config.rotary_base > 0, "rotary_base must be positive.", f"rotary_base={config.rotary_base}")
 
 
-def _check_experts(config: Choices) -> None:
+def _check_experts(config: TransformerConfig) -> None:
     require(
         config.experts >= 2,
         "top-2 gating needs at least two experts.",
@@ -249,7 +189,7 @@ def _check_experts(config: Choices) -> None:
         config.capacity(config.group_size)
 
 
-def _check_routing(config: Choices) -> None:
+def _check_routing(config: TransformerConfig) -> None:
     decoder = config.decoder_routing or config.routing
     require(
         decoder != "expert_choice",

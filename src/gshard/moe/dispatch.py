@@ -25,8 +25,8 @@ def one_hot_weights(gating: Gating | ExpertChoice, experts: int, capacity: int) 
 
     The mask has the kept choices. The paper's ``weights != 0`` would lose those whose weight underflows.
 
-    >>> from gshard.moe.gating import top2_gating
-    >>> gating = top2_gating(jnp.array([[[2.0, 1.0, 0.0]]]), capacity=1)
+    >>> from gshard.moe.gating import top_k_gating
+    >>> gating = top_k_gating(jnp.array([[[2.0, 1.0, 0.0]]]), capacity=1)
     >>> one_hot_weights(gating, 3, 1)[1][0, 0, :, 0].tolist()
     [True, True, False]
     """
@@ -62,8 +62,8 @@ def combine_einsum(combine_GSEC: jax.Array, outputs_EGCM: jax.Array) -> jax.Arra
 def token_of_slot(gating: Gating | ExpertChoice, experts: int, capacity: int) -> jax.Array:
     """The inverse of the choices: the token in each slot.
 
-    >>> from gshard.moe.gating import top2_gating
-    >>> gating = top2_gating(jnp.array([[[2.0, 1.0, 0.0], [3.0, 0.0, 1.0]]]), capacity=1)
+    >>> from gshard.moe.gating import top_k_gating
+    >>> gating = top_k_gating(jnp.array([[[2.0, 1.0, 0.0], [3.0, 0.0, 1.0]]]), capacity=1)
     >>> token_of_slot(gating, 3, 1).tolist()
     [[[0], [0], [1]]]
     """

@@ -54,34 +54,6 @@ class Gating(NamedTuple):
         """The best expert of each token."""
         return self.choices[0]
 
-    @property
-    def second(self) -> Choice:
-        """The second best."""
-        return self.choices[1]
-
-
-def top2_gating(
-    logits_GSE: jax.Array,
-    capacity: int,
-    *,
-    routing: str = "paper",
-    second_expert: str = "random",
-    key: jax.Array | None = None,
-    valid_GS: jax.Array | None = None,
-) -> Gating:
-    """Routes each token to at most two experts: Algorithm 1, for all groups at once.
-
-    ``top_k_gating`` with k = 2; see there.
-
-    >>> logits = jnp.array([[[2.0, 1.0, 0.0], [3.0, 0.0, 1.0]]])
-    >>> gating = top2_gating(logits, capacity=1)
-    >>> gating.first.expert_GS.tolist(), gating.first.kept_GS.tolist()
-    ([[0, 0]], [[True, False]])
-    >>> gating.second.expert_GS.tolist(), gating.second.kept_GS.tolist()
-    ([[1, 2]], [[True, True]])
-    """
-    return top_k_gating(logits_GSE, capacity, routing=routing, second_expert=second_expert, key=key, valid_GS=valid_GS)
-
 
 def top_k_gating(
     logits_GSE: jax.Array,
@@ -145,9 +117,8 @@ def top_k_gating(
     for _ in range(k):
         if chosen_GSE:
             left_GSE = jnp.where(chosen_GSE[-1], -jnp.inf, left_GSE)
-        expert_GS, is_chosen_GSE = _best(left_GSE)
-        experts_GS.append(expert_GS)
-        chosen_GSE.append(is_chosen_GSE)
+        experts_GS.append(jnp.argmax(left_GSE, axis=-1).astype(jnp.int32))  # the first of the largest
+        chosen_GSE.append(experts_GS[-1][:, :, None] == jnp.arange(E, dtype=jnp.int32))
     gates_GS = [jnp.sum(jnp.where(mask_GSE, gates_GSE, 0.0), axis=-1) for mask_GSE in chosen_GSE]
     if normalise:
         sum_GS = functools.reduce(operator.add, gates_GS)
@@ -210,12 +181,6 @@ def keep(gating: Gating, kept: list[jax.Array], valid_GS: jax.Array | None, *, a
     valid_GS = jnp.ones(kept[0].shape, bool) if valid_GS is None else valid_GS
     shares = _shares([choice.kept_GS for choice in choices], valid_GS, any_number)
     return gating._replace(choices=choices, metrics=gating.metrics | shares)
-
-
-def _best(logits_GSE: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The first of the largest, as an index and as a mask over E."""
-    expert_GS = jnp.argmax(logits_GSE, axis=-1).astype(jnp.int32)
-    return expert_GS, expert_GS[:, :, None] == jnp.arange(logits_GSE.shape[-1], dtype=jnp.int32)
 
 
 def _aux_loss(gates_GSE: jax.Array, counts_GE: jax.Array, valid_GS: jax.Array) -> jax.Array:

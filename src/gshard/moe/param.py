@@ -58,40 +58,23 @@ class Param:
     @property
     def batch_axes(self) -> tuple[int, ...]:
         """Positions of the dimensions that count separate arrays."""
-        return batch_axes(self.dims)
+        return tuple(i for i, name in enumerate(self.dims) if name in BATCH_DIMS)
 
     @property
     def factor_axes(self) -> tuple[int, int] | None:
-        """Positions of the two dimensions a factored second moment keeps, or None if it cannot be factored."""
-        return factor_axes(self.shape, self.dims)
+        """Positions of the two dimensions a factored second moment keeps, or None if it cannot be factored.
+
+        They are the two largest that are no batch dimensions, in order; the later ones among equals.
+        """
+        inner = [i for i in range(len(self.shape)) if i not in self.batch_axes]
+        if len(inner) < 2:
+            return None
+        first, second = sorted(sorted(inner, key=lambda i: (self.shape[i], i))[-2:])
+        return first, second
 
     def stacked(self, layers: int) -> Param:
         """The same parameter for each of ``layers`` layers, in one array."""
         return dataclasses.replace(self, shape=(layers, *self.shape), dims=("layers", *self.dims))
-
-
-def batch_axes(dims: tuple[str, ...]) -> tuple[int, ...]:
-    """Positions of the dimensions named in ``BATCH_DIMS``.
-
-    >>> batch_axes(("layers", "experts", "model", "hidden"))
-    (0, 1)
-    """
-    return tuple(i for i, name in enumerate(dims) if name in BATCH_DIMS)
-
-
-def factor_axes(shape: tuple[int, ...], dims: tuple[str, ...]) -> tuple[int, int] | None:
-    """The two largest dimensions that are no batch dimensions, in order; the later ones among equals.
-
-    >>> factor_axes((2048, 1024, 512), ("experts", "model", "hidden"))
-    (1, 2)
-    >>> factor_axes((4, 1024), ("layers", "model")) is None
-    True
-    """
-    inner = [i for i in range(len(shape)) if dims[i] not in BATCH_DIMS]
-    if len(inner) < 2:
-        return None
-    first, second = sorted(sorted(inner, key=lambda i: (shape[i], i))[-2:])
-    return first, second
 
 
 def init_params(specs: Any, key: jax.Array) -> Any:

@@ -43,28 +43,18 @@ def table_of_tokens(rows_of_choices: list[jax.Array], rows: int) -> jax.Array:
     return table_X
 
 
-def limits(sizes_E: jax.Array, partitions: int, room: int) -> jax.Array:
-    """How many rows an expert may have, so that those of a partition have at most ``room`` rows together: limit_E.
-
-    Experts of one partition have the same limit, the largest one. So only experts with the most tokens lose some.
-
-    >>> limits(jnp.array([9, 2, 6, 1]), 2, 8).tolist()
-    [6, 6, 7, 7]
-    """
-    sorted_PE = jnp.sort(sizes_E.reshape(partitions, -1), axis=1)
-    own_experts = sorted_PE.shape[1]
-    smaller_PE = jnp.cumsum(sorted_PE, axis=1) - sorted_PE
-    # If the i smallest experts have all of their rows, the others share what is left. The largest share is the limit.
-    shares_PE = (room - smaller_PE) // (own_experts - jnp.arange(own_experts, dtype=sizes_E.dtype))
-    return jnp.repeat(jnp.max(shares_PE, axis=1), own_experts)
-
-
 def rows_of_experts(gating: Gating, partitions: int, room: int) -> jax.Array:
     """The rows of each expert, of all its tokens if the partition has room for them: sizes_E."""
     sizes_E = jnp.sum(gating.slots_GE, axis=0)
     if room >= most_rows(gating, partitions):
         return sizes_E
-    return jnp.minimum(sizes_E, limits(sizes_E, partitions, room))
+    sorted_PE = jnp.sort(sizes_E.reshape(partitions, -1), axis=1)
+    own_experts = sorted_PE.shape[1]
+    smaller_PE = jnp.cumsum(sorted_PE, axis=1) - sorted_PE
+    # Experts of one partition have one limit, so only those with the most tokens lose some. If the i smallest experts
+    # have all of their rows, the others share what is left. The largest share is the limit.
+    shares_PE = (room - smaller_PE) // (own_experts - jnp.arange(own_experts, dtype=sizes_E.dtype))
+    return jnp.minimum(sizes_E, jnp.repeat(jnp.max(shares_PE, axis=1), own_experts))
 
 
 def most_rows(gating: Gating, partitions: int) -> int:
@@ -108,18 +98,6 @@ def by_replica(f: Callable[..., Any], *arrays: Any, replicas: int) -> Any:
 # Blocks: experts without a capacity, one small block of rows after the other.
 
 
-def rows_of_a_block(choices: int, experts: int) -> int:
-    """R: the power of two nearest below the mean load of an expert, from 8 to 128 rows.
-
-    With fewer rows the matrix unit is partly idle; with more rows, more of them are empty.
-
-    >>> rows_of_a_block(16, 64), rows_of_a_block(4096, 64), rows_of_a_block(10**6, 8)
-    (8, 64, 128)
-    """
-    mean_load = max(choices // experts, 1)
-    return min(max(1 << (mean_load.bit_length() - 1), 8), 128)
-
-
 def blocks_expert_layer(
     gating: Gating, inputs_GSM: jax.Array, weights: dict[str, jax.Array], activation: str = "relu"
 ) -> jax.Array:
@@ -128,7 +106,10 @@ def blocks_expert_layer(
     E = weights["wi"].shape[0]
     tokens = G * S
     chosen = len(gating.choices) * tokens
-    R = rows_of_a_block(chosen, E)
+    # The power of two nearest below the mean load of an expert, from 8 to 128: with fewer rows the matrix unit is
+    # partly idle; with more rows, more of them are empty.
+    mean_load = max(chosen // E, 1)
+    R = min(max(1 << (mean_load.bit_length() - 1), 8), 128)
     blocks = (chosen + min(E, chosen) * (R - 1)) // R
 
     rows_E = jnp.sum(gating.slots_GE, axis=0)

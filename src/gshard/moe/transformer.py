@@ -45,14 +45,6 @@ def norm(scale_M: jax.Array, x_BLM: jax.Array) -> jax.Array:
     return (x * jax.lax.rsqrt(mean_square + 1e-6) * scale_M).astype(x_BLM.dtype)
 
 
-def block_specs(config: TransformerConfig, kinds: tuple[str, ...], *, decoder: bool) -> dict[str, Any]:
-    """Parameters of one block: a layer for each of ``kinds``, not stacked.
-
-    A decoder without an encoder has no attention over a memory.
-    """
-    return {kind: _layer_specs(config, kind, decoder) for kind in kinds}
-
-
 def _layer_specs(config: TransformerConfig, kind: str, decoder: bool) -> dict[str, Any]:
     specs: dict[str, Any] = {"attention_norm": norm_spec(config), "attention": attention_specs(config)}
     if decoder and config.encoder_layers:
@@ -159,7 +151,9 @@ def param_specs(config: TransformerConfig) -> dict[str, Any]:
         return Param((vocabulary, M), ("vocabulary", "model"), "normal", 1.0)
 
     def stacked(kinds: tuple[str, ...], number: int, decoder: bool) -> dict[str, Any]:
-        return jax.tree.map(lambda spec: spec.stacked(number), block_specs(config, kinds, decoder=decoder))
+        return jax.tree.map(
+            lambda spec: spec.stacked(number), {kind: _layer_specs(config, kind, decoder) for kind in kinds}
+        )
 
     def half(layers: int, decoder: bool) -> dict[str, Any]:
         parts = {name: stacked(*part, decoder) for name, part in config.parts(layers).items()}

@@ -10,11 +10,11 @@ import dataclasses
 import itertools
 import string
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gshard.core.program import Block, Equation, Program, Value
-from gshard.core.rule import Dims, Rule
+from gshard.core.rule import Dims, Rule, UnionFind
 from gshard.naming.argument_names import path_of_name
 
 _SHOWN = 4  # arguments of a class in the text
@@ -94,7 +94,9 @@ def dimensions_of(program: Program, paths: Sequence[str] = ()) -> Dimensions:
                 members.setdefault(classes.root((value, d)), []).append((value, d))
     count = {root: len({v for v, _ in dims}) for root, dims in members.items()}
     ranked = sorted(members, key=lambda root: -count[root])  # stable: equal counts keep the order of the program
-    label = _labels(ranked, user_names)
+    taken = {name for names in user_names.values() for name in names}
+    free = (letter for letter in _letters() if letter not in taken)
+    label = {root: next(iter(user_names[root])) if root in user_names else next(free) for root in ranked}
     labels = {v: _with_primes(v, classes, label) for v in program.block.values()}
     inputs = program.block.inputs[len(program.captured) :]
     names = program.names[len(program.captured) :]
@@ -198,29 +200,12 @@ def _is_another_layer(a: Sequence[_Place], b: Sequence[_Place]) -> bool:
     return len(changes) == 1 and changes != {()}
 
 
-class _Classes:
-    """Classes of dimensions and factors (a union-find structure). A dimension may be a product of factors."""
+class _Classes(UnionFind[Hashable]):
+    """Classes of dimensions and factors. A dimension may be a product of factors."""
 
     def __init__(self) -> None:
-        self.parent: dict[Hashable, Hashable] = {}
+        super().__init__()
         self.products: list[tuple[Hashable, tuple[Hashable, ...], tuple[int, ...]]] = []
-
-    def root(self, x: Hashable) -> Hashable:
-        """The representative of a class."""
-        path = []
-        while (parent := self.parent.get(x, x)) != x:
-            path.append(x)
-            x = parent
-        for passed in path:
-            self.parent[passed] = x
-        return x
-
-    def join(self, a: Hashable, b: Hashable) -> bool:
-        """Joins two classes; returns whether they were different."""
-        a, b = self.root(a), self.root(b)
-        if a != b:
-            self.parent[b] = a
-        return a != b
 
     def array(self, value: Any, dims: Dims, rule: Rule, of: Hashable) -> None:
         """Joins the dimensions of an operand or result with the factors of the equation ``of``."""
@@ -263,13 +248,6 @@ def _read(block: Block, classes: _Classes) -> None:
             classes.array(edge.inner, edge.rule.results[0], edge.rule, edge_key)
             for d in range(edge.stacked):
                 classes.join((e, "iteration", d), (edge.outer, d))
-
-
-def _labels(roots: Iterable[Hashable], user_names: Mapping[Hashable, Mapping[str, None]]) -> dict[Hashable, str]:
-    """The label of each class: the first of its user's names, or the next free letter."""
-    taken = {name for names in user_names.values() for name in names}
-    free = (letter for letter in _letters() if letter not in taken)
-    return {root: next(iter(user_names[root])) if root in user_names else next(free) for root in roots}
 
 
 def _letters() -> Iterator[str]:

@@ -12,7 +12,7 @@ from gshard.core.mark import Demand
 from gshard.core.mesh import Mesh
 from gshard.core.plan import AS_MARKED, Boundary, Plan, axes_without, local_bytes, manual_axes
 from gshard.core.program import Block, Edge, Equation, Program, Value, itemsize
-from gshard.core.rule import Rule, Split, operand_sharding
+from gshard.core.rule import Split, operand_sharding
 from gshard.core.sharding import Sharding
 from gshard.device.fusion_model import PASSING, REGION, Kernel
 from gshard.language.region import REGIONS, Crossing
@@ -144,15 +144,6 @@ class Room:
         v = max(group, key=lambda v: v.bytes)
         sizes = np.array([local_bytes(v, s, self._mesh) for s in states], float)
         return (sizes - local_bytes(v, self._propagated.shardings[v], self._mesh)).clip(0)
-
-    def loop_input(self, node: int, e: Equation, extra_bytes: Floats, is_stacked: bool) -> LoopBytes:
-        """The bytes of a value that a loop reads from outside.
-
-        The states of the node are the shardings of the unchanged value, then those of a copy. An unchanged value counts
-        only if it is a stack, because memory holds a stack until the loop ends.
-        """
-        unchanged = extra_bytes if is_stacked else np.zeros(len(extra_bytes))
-        return LoopBytes(node, e, np.concatenate([unchanged, extra_bytes]), STACKED if is_stacked else WHOLE)
 
     def fits(self, e: Equation, extra_bytes: Floats) -> Bools:
         """bool [states]: whether the extra bytes are few beside the largest array of an iteration under the marks."""
@@ -327,7 +318,7 @@ class ChoiceTables:
 
     def splits_of(self, e: Equation, component: Component) -> tuple[tuple[Split, ...], float]:
         """The splits of a component of an equation, and the largest share of its work on one device under the marks."""
-        rule = rule_of(e)
+        rule = e.operator_rule
         reads_unreduced = any(isinstance(v, Value) and self.groups.of[v] in self.groups.unreduced for v in e.inputs)
         sums = [key for key in component.factors if key < 0] if reads_unreduced else []
         passing = frozenset(key for key in sums if self._may_pass(e, *rule.linear[-1 - key]))
@@ -377,7 +368,7 @@ class ChoiceTables:
 
     def operand_costs(self, e: Equation, splits: Sequence[Split], i: int, states: Sequence[Sharding]) -> Floats:
         """float64 [states, splits]: reshards from some states to the sharding in which an equation reads an operand."""
-        rule, v = rule_of(e), e.inputs[i]
+        rule, v = e.operator_rule, e.inputs[i]
         assert isinstance(v, Value)
 
         def find() -> Floats:
@@ -391,7 +382,7 @@ class ChoiceTables:
 
     def result_costs(self, e: Equation, splits: Sequence[Split], i: int) -> Floats:
         """float64 [states, splits]: reshards from the sharding in which an equation makes a result to its group's."""
-        rule, v = rule_of(e), e.outputs[i]
+        rule, v = e.operator_rule, e.outputs[i]
         states = self.states_of(v)
 
         def find() -> Floats:
@@ -443,12 +434,6 @@ class ChoiceTables:
         summed = [{a for a, _ in s.unreduced} - marked for s in sources]
         cut = [{a for atoms in s.dims for a in atoms} for s in targets]
         return np.array([[np.inf if over & own else 0.0 for own in cut] for over in summed])
-
-
-def rule_of(e: Equation) -> Rule:
-    """The rule of an equation that is no region."""
-    assert e.rule is not None
-    return e.rule
 
 
 def graph_of(
@@ -523,7 +508,7 @@ class _Builder:
         """The states of groups, and the shardings in which equations read and make arrays under each split."""
         yield from itertools.chain(*dict.fromkeys(self.states))
         for rule, splits in {
-            (id(e.rule), id(s)): (rule_of(e), s) for (e, _), (_, s) in self.strategies.items()
+            (id(e.rule), id(s)): (e.operator_rule, s) for (e, _), (_, s) in self.strategies.items()
         }.values():
             yield from itertools.chain(*array_shardings(rule, splits))
 
@@ -656,7 +641,9 @@ class _Builder:
             if is_stacked:  # memory holds a stack until the loop ends, whether or not it is moved
                 fits = room.fits(e, extra)
                 same, moves = np.where(fits, same, np.inf), np.where(fits, moves, np.inf)
-            held = room.loop_input(copy, e, extra, is_stacked)
+            # Memory holds a stack until the loop ends; of another array the loop reads the buffer that is there.
+            unchanged = extra if is_stacked else np.zeros(len(extra))
+            held = LoopBytes(copy, e, np.concatenate([unchanged, extra]), STACKED if is_stacked else WHOLE)
             self.loop_bytes.append(held)
             self.costs[copy] = runs * self.objective.stacked_byte_cost * held.extra_bytes.clip(0)
         self.edges.append((outside, copy, self.interned.often(runs, np.hstack([same, moves]))))

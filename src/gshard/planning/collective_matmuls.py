@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -47,22 +47,8 @@ Needs = dict[Value, dict[Sharding, list[tuple[Equation, int] | None]]]
 """For each value and sharding, the readers that need it: an equation and the operand's index, or None for others."""
 
 
-class RingChooser(Protocol):
-    """Chooses the collective matmuls of one plan."""
-
-    def chosen(self, equation: Equation, offers: tuple[Offer, ...]) -> Ring | None:
-        """The ring of an equation, which may join two offers; None if the equation runs unchanged."""
-
-
-class Policy(Protocol):
-    """Decides which contractions are worth being collective matmuls."""
-
-    def on(self, plan: Plan) -> RingChooser:
-        """The chooser for the equations of a plan."""
-
-
 @with_tables
-def windowed(plan: Plan, policy: Policy | None) -> Plan:
+def windowed(plan: Plan, policy: CollectiveMatmul | None) -> Plan:
     """The plan with the rings that a policy chooses.
 
     An array does not rotate at all if one of its readers cannot use it in parts: then gshard gathers it for all.
@@ -87,7 +73,7 @@ def _all_blocks(block: Block) -> Iterator[Block]:
         yield from e.blocks
 
 
-def _rings_of_block(block: Block, plan: Plan, chooser: RingChooser, needs: Needs) -> dict[Equation, Ring]:
+def _rings_of_block(block: Block, plan: Plan, chooser: Chooser, needs: Needs) -> dict[Equation, Ring]:
     """The rings of a block, chosen again without operands that would be gathered for another reader all the same."""
     banned: set[tuple[Equation, int]] = set()
     while True:
@@ -130,9 +116,8 @@ def _target(v: Value, plan: Plan, needs: Needs) -> Sharding:
 def _users(e: Equation, i: int, plan: Plan, needs: Needs) -> list[tuple[Equation, int] | None]:
     """The readers that need operand ``i`` in the sharding in which this equation reads it, this equation included."""
     value = e.inputs[i]
-    assert e.rule is not None
     assert isinstance(value, Value)
-    return needs[value][operand_sharding(e.rule, i, plan.splits[e])]
+    return needs[value][operand_sharding(e.operator_rule, i, plan.splits[e])]
 
 
 def _offers(e: Equation, plan: Plan, needs: Needs, banned: set[tuple[Equation, int]]) -> Iterator[Offer]:
@@ -155,20 +140,19 @@ def _offers(e: Equation, plan: Plan, needs: Needs, banned: set[tuple[Equation, i
 def _gathers(e: Equation, i: int, plan: Plan) -> Iterator[Ring]:
     """Rings for the gathers of an operand along one factor."""
     v, mesh, split = e.inputs[i], plan.mesh, plan.splits[e]
-    assert e.rule is not None
     assert isinstance(v, Value)
-    source, target = plan.sharding(v), operand_sharding(e.rule, i, split)
+    source, target = plan.sharding(v), operand_sharding(e.operator_rule, i, split)
     steps = plan_reshard(source, target, v.shape, itemsize(v.dtype), mesh)
     for step in steps:
-        if step.kind != ALL_GATHER or mesh.count(step.atoms) < 2 or len(e.rule.operands[i][step.dim]) != 1:
+        if step.kind != ALL_GATHER or mesh.count(step.atoms) < 2 or len(e.operator_rule.operands[i][step.dim]) != 1:
             continue
-        (f,), atoms = e.rule.operands[i][step.dim], step.atoms
+        (f,), atoms = e.operator_rule.operands[i][step.dim], step.atoms
         if set(atoms) & {*target.atoms, *(a for a, _ in target.unreduced)}:
             continue
         if not aligned(v.shape[step.dim], mesh.count(target.dims[step.dim]), mesh.count(atoms)):
             continue
         ring = Ring(f, ((i, atoms),))
-        parts = entering(e.rule, split, ring, i)
+        parts = entering(e.operator_rule, split, ring, i)
         sent = reshard_bytes(source, parts, v.shape, itemsize(v.dtype), mesh)
         sent += (mesh.count(atoms) - 1) * local_bytes(v, parts, mesh)
         if sent <= reshard_bytes(source, target, v.shape, itemsize(v.dtype), mesh):
@@ -177,16 +161,15 @@ def _gathers(e: Equation, i: int, plan: Plan) -> Iterator[Ring]:
 
 def _scatters(e: Equation, plan: Plan, needs: Needs) -> Iterator[Offer]:
     """Rings for a result that is reduce-scattered, or all-reduced: then its first possible dimension is scattered."""
-    assert e.rule is not None
     (v,) = e.outputs
-    source, target = result_sharding(e.rule, 0, plan.splits[e]), _target(v, plan, needs)
+    source, target = result_sharding(e.operator_rule, 0, plan.splits[e]), _target(v, plan, needs)
     steps = plan_reshard(source, target, v.shape, itemsize(v.dtype), plan.mesh)
-    if steps and steps[0].kind == REDUCE_SCATTER and len(e.rule.results[0][steps[0].dim]) == 1:
-        (f,) = e.rule.results[0][steps[0].dim]
+    if steps and steps[0].kind == REDUCE_SCATTER and len(e.operator_rule.results[0][steps[0].dim]) == 1:
+        (f,) = e.operator_rule.results[0][steps[0].dim]
         yield Offer(Ring(f, (), steps[0].atoms), local_bytes(v, source, plan.mesh))
     if [step.kind for step in steps] == [ALL_REDUCE]:
         count = plan.mesh.count(steps[0].atoms)
-        for n, atoms, factors in zip(v.shape, source.dims, e.rule.results[0], strict=True):
+        for n, atoms, factors in zip(v.shape, source.dims, e.operator_rule.results[0], strict=True):
             if len(factors) == 1 and n >= count * plan.mesh.count(atoms) and aligned(n, plan.mesh.count(atoms), count):
                 ring = Ring(factors[0], (), steps[0].atoms)
                 yield Offer(ring, local_bytes(v, source, plan.mesh), whole=True)
@@ -205,9 +188,8 @@ def together(a: Ring, b: Ring, equation: Equation, plan: Plan) -> Ring | None:
         {mesh.count(atoms[:k]): atoms[:k] for k in range(1, len(atoms) + 1)} for atoms in (*a.rotating, *b.rotating)
     ]
     common = max(set(atoms_by_count[0]) & set(atoms_by_count[1]), default=1)
-    assert equation.rule is not None
     factor_atoms = plan.splits[equation].get(a.factor, ())
-    if common < 2 or not aligned(equation.rule.factors[a.factor].size, mesh.count(factor_atoms), common):
+    if common < 2 or not aligned(equation.operator_rule.factors[a.factor].size, mesh.count(factor_atoms), common):
         return None
     first, second = (by_count[common] for by_count in atoms_by_count)
     operands = [(i, atoms) for ring, atoms in ((a, first), (b, second)) for i, _ in ring.operands]
@@ -341,12 +323,11 @@ class Chooser:
         If the result is scattered instead of all-reduced (``whole``), it is gathered afterwards.
         """
         plan, machine = self.plan, self.machine
-        assert e.rule is not None
         assert machine is not None
         mesh, split, steps = plan.mesh, plan.splits[e], ring.steps(plan.mesh)
         (result,) = e.outputs
         sizes = local_sizes(e, plan)
-        result_bytes = bytes_of(result, leaving(e.rule, split, ring, 0), mesh)
+        result_bytes = bytes_of(result, leaving(e.operator_rule, split, ring, 0), mesh)
         (atoms,) = ring.rotating
         if ring.result:
             sent = result_bytes
@@ -354,7 +335,7 @@ class Chooser:
             waited -= seconds("all_gather", sent, mesh, machine, atoms) if whole else 0.0
         else:
             i = ring.operands[0][0]
-            sent = bytes_of(e.inputs[i], entering(e.rule, split, ring, i), mesh)
+            sent = bytes_of(e.inputs[i], entering(e.operator_rule, split, ring, i), mesh)
             waited = self._stalls.get((e, i), 0.0)
         compute = self._step_compute(ring, e, sizes)
         links = _links(ring.rotating, ring.order, mesh, machine)
@@ -368,20 +349,19 @@ class Chooser:
     def _step_compute(self, ring: Ring, e: Equation, sizes: Sequence[float]) -> float:
         """The seconds in which a device computes one step of a ring, whose arrays have these bytes without it."""
         machine, mesh, steps = self.machine, self.plan.mesh, ring.steps(self.plan.mesh)
-        assert e.rule is not None
         assert machine is not None
         # The bytes that a step reads and writes: parts of arrays with the factor; whole arrays without it, for each
         # direction and turn. Sums are read as well.
         lanes = (1 + bool(ring.result)) * (1 + ring.both_ways)
         moved = [
             size / steps if any(ring.factor in f for f in dims) else size * lanes
-            for size, dims in zip(sizes, (*e.rule.operands, *e.rule.results), strict=True)
+            for size, dims in zip(sizes, (*e.operator_rule.operands, *e.operator_rule.results), strict=True)
         ]
-        is_summed = not any(ring.factor in f for f in e.rule.results[0])
+        is_summed = not any(ring.factor in f for f in e.operator_rule.results[0])
         if is_summed:  # sums of low precision are accumulated in float32
             moved[-1] *= max(1.0, itemsize(jnp.float32) / itemsize(e.outputs[0].dtype))
         moved[-1] *= 2 if is_summed or ring.result else 1
-        flops = e.rule.flops / parts(self.plan.splits[e], mesh)
+        flops = e.operator_rule.flops / parts(self.plan.splits[e], mesh)
         return kernel_roofline(machine, e, flops / steps, moved=sum(moved)).work + lanes * machine.launch
 
 

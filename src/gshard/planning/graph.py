@@ -100,11 +100,7 @@ def without_excess_in_loops(graph: Graph, chosen: Sequence[int] | Ints, classes:
     - for stacked values: ``SMALL`` of that array
     - for carried values, such as gradients: ``SMALL`` of that array, and the bytes of the values that are read whole
 
-    Args:
-        graph: the problem.
-        chosen: int64 [nodes], the chosen states.
-        classes: int64 [nodes], the classes of nodes in equal layers (``planning.propagate``). All nodes of a class are
-            limited, or none. None if every node stands alone.
+    All nodes of a class (of nodes in equal layers, ``planning.propagate``) are limited, or none.
     """
     shardings = graph.shardings(chosen)
     # For each loop, by kind and class: the extra bytes and the node of each value.
@@ -144,8 +140,7 @@ def largest_of_iteration(loop: Equation, shardings: Mapping[Value, Sharding], me
 
 def _split_of(e: Equation, sharding: Sharding, mesh: Mesh) -> Split:
     """The split of an equation whose arrays all have this sharding."""
-    rule = e.rule
-    assert rule is not None
+    rule = e.operator_rule
     split = project(rule.results[0], sharding.dims, rule.factors, mesh)
     every = frozenset(i for i, v in enumerate(e.inputs) if isinstance(v, Value))
     for k, (monoid, operands) in enumerate(rule.linear):

@@ -159,8 +159,7 @@ class Bytes(Moves):
         return kernel.equation.rule, kernel.writes[0].shape if kernel.writes else ()
 
     def split_costs(self, kernel: Kernel, splits: Sequence[Split], marked_share: float) -> Floats:
-        rule = kernel.equation.rule
-        assert rule is not None
+        rule = kernel.equation.operator_rule
         work = np.array([rule.flops * share(rule, split, self.mesh) for split in splits])
         # If the user permits unreduced values to pass, the marks give every device the work on its own parts.
         parts = np.array([self.mesh.count(permitted_atoms(rule, split)) for split in splits]) if rule.finite else 1
@@ -169,7 +168,9 @@ class Bytes(Moves):
         # To repeat an expensive operation beyond the share of the marks, with padding, costs more than it can save by
         # sending less. To run it less often saves what it takes on most machines.
         limit = WASTE * rule.flops * marked_share if rule.flops else 0.0
-        extra_price = PRODUCT if _takes_long(rule) else OTHER
+        # It is expensive if it is a product, or mixes elements along a dimension: a sort, a transform; no slice.
+        mixes = rule.index is None and any(f.kind in (COMMUNICATE, REPLICATE) for f in rule.factors)
+        extra_price = PRODUCT if is_product(rule) or mixes else OTHER
         saved_price = _SPARED if is_product(rule) else OTHER
         worked = extra_price * np.maximum(work_of_one - limit, 0) + saved_price * (
             np.minimum(work_of_one, limit) + with_parts
@@ -180,8 +181,7 @@ class Bytes(Moves):
         return ()
 
     def sharding_costs(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
-        rule, (v,) = kernel.equation.rule, kernel.writes
-        assert rule is not None
+        rule, (v,) = kernel.equation.operator_rule, kernel.writes
         parts = [math.prod(s.local_shape(self.mesh, v.shape)) / max(math.prod(v.shape), 1) for s in states]
         return rule.flops * OTHER * np.array(parts)
 
@@ -196,9 +196,3 @@ def permitted_atoms(rule: Rule, split: Split) -> Atoms:
     """The atoms over which unreduced values pass an equation by permission of the user (``tracing.permitted``)."""
     permitted = [-1 - k for k, linear in enumerate(rule.linear) if linear in rule.finite]
     return tuple(a for key in permitted for a in split.get(key, ()))
-
-
-def _takes_long(rule: Rule) -> bool:
-    """Whether an equation is a product, or mixes elements along a dimension: a sort, a transform; no slice."""
-    mixes = rule.index is None and any(f.kind in (COMMUNICATE, REPLICATE) for f in rule.factors)
-    return is_product(rule) or mixes

@@ -9,22 +9,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.extend.core import Literal, jaxpr_as_fun
+from jax.sharding import PartitionSpec
 
-from gshard.core.errors import ShardingError
-from gshard.core.jax_adapter import no_mesh_set, scan_counts, user_line
-from gshard.core.mark import Schedule, atoms_of_partitions
-from gshard.core.mesh import Mesh
+from gshard.core.errors import GShardError, ShardingError
+from gshard.core.jax_adapter import closed, jaxpr_without_dead_code, no_mesh_set, scan_counts, user_line
+from gshard.core.mark import Mark, Schedule, atoms_of_partitions
+from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import RUN_AS_PIPELINE, Block, Constant, Equation, Fired, Program, Value
+from gshard.language.kernel_loops import FunctionLoops, NotProven, Part, Shard, loops_of, on_shards
+from gshard.language.mark_primitive import bind_mark
 from gshard.language.region import Interpreter, value_of, with_edges
 from gshard.language.traits import traits_of
 from gshard.planning.layer_stacks import all_schedules, entering, hands_on, layers_handed_on, schedules_of
-from gshard.planning.micro_batches import Mixed, Rows, micro_body
-from gshard.planning.pipeline_loop import PipelinedLoop, StageLayout
 from gshard.rewrite.driver import recorded
 from gshard.rewrite.equation_graph import Array, common_key, is_pure, without_dead_code, written
 from gshard.rewrite.shard_scan import only_added_to, shard_scan
@@ -359,3 +364,465 @@ def _refusal(e: Equation, schedule: Schedule, mixed: Mixed) -> ShardingError:
         "A layer must compute each row of the batch alone. Compute what needs all rows before the loop, and pass it as "
         "an operand; or scan over the stack before it is marked.",
     )
+
+
+# The loop of a pipeline: a function of the operands of the scan, which JAX traces. A scan over turns runs all stages at
+# once, each on another micro-batch, as a vmap over the stages. After each turn a shift along the dimension of stages
+# hands the results on.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageLayout:
+    """The stages of a pipeline: cuts stacks and batches into stages, rounds and micro-batches, and joins them.
+
+    A stack of layers ``[length, ...]`` is ``[rounds, stages, layers, ...]``. Micro-batch ``m`` has the rows ``m, m +
+    micro_batches, ...``, so a batch that other mesh axes split stays where it is. A stack by turns ``[turns, stages,
+    layers, ...]`` has the slices for one micro-batch as a pipeline makes and reads them.
+    """
+
+    schedule: Schedule  # micro-batches and rounds
+    stages: int  # the number of stages
+    layers: int  # the number of layers of a stage in one round
+
+    @property
+    def items(self) -> int:
+        """The number of micro-batches that each stage processes, counted in each round."""
+        return self.schedule.micro_batches * self.schedule.rounds
+
+    def parted(self, x: Any, rows: Rows | None) -> Any:
+        """The micro-batches of an array: a new leading dimension."""
+        if rows is None:
+            return x
+        d, count = rows.dim, self.schedule.micro_batches
+        parts = x.reshape(*x.shape[:d], x.shape[d] // rows.inner // count, count, rows.inner, *x.shape[d + 1 :])
+        parts = jnp.moveaxis(parts, d + 1, 0)
+        return parts.reshape(count, *x.shape[:d], x.shape[d] // count, *x.shape[d + 1 :])
+
+    def joined(self, x: Any, rows: Rows) -> Any:
+        """The array of some micro-batches."""
+        d, count = rows.dim, self.schedule.micro_batches
+        parts = x.reshape(count, *x.shape[1 : d + 1], x.shape[d + 1] // rows.inner, rows.inner, *x.shape[d + 2 :])
+        return jnp.moveaxis(parts, 0, d + 1).reshape(*x.shape[1 : d + 1], x.shape[d + 1] * count, *x.shape[d + 2 :])
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """The leading dimensions of a stack by stages: stages, rounds if there are several, and layers."""
+        return (self.stages, *((self.schedule.rounds,) if self.schedule.rounds > 1 else ()), self.layers)
+
+    def by_stage(self, x: Any, slice_shape: Sequence[int]) -> Any:
+        """A stack by stages."""
+        if self.schedule.rounds == 1:
+            return x.reshape(*self.leading, *slice_shape)
+        return jnp.swapaxes(x.reshape(self.schedule.rounds, self.stages, self.layers, *slice_shape), 0, 1)
+
+    def by_layer(self, x: Any) -> Any:
+        """The stack ``[length, ...]`` of a stack by stages."""
+        x = x if self.schedule.rounds == 1 else jnp.swapaxes(x, 0, 1)
+        return x.reshape(-1, *x.shape[len(self.leading) :])
+
+    def by_item(self, x: Any, rows: Rows) -> Any:
+        """A stack by stages as ``[stages, items, layers, ...]``, each item with its micro-batch."""
+        parts = self.parted(x, Rows(rows.dim + len(self.leading), rows.inner))
+        parts = jnp.moveaxis(parts, 0, len(self.leading) - 1)  # micro-batches before layers
+        return parts.reshape(self.stages, self.items, *parts.shape[len(self.leading) :])
+
+    def from_turns(self, x: Any, rows: Rows) -> Any:
+        """The stack by stages of a stack by turns."""
+        turns = jnp.arange(self.stages, dtype=jnp.int32)  # stage ``s`` has item ``n`` in turn ``n + s``
+        items = jax.vmap(lambda own, t: lax.dynamic_slice_in_dim(own, t, self.items), (1, 0))(x, turns)
+        *outer, layers = self.leading
+        parts = items.reshape(*outer, self.schedule.micro_batches, layers, *items.shape[3:])
+        parts = jnp.moveaxis(parts, len(outer), 0)
+        return self.joined(parts, Rows(rows.dim + len(self.leading), rows.inner))
+
+    def pinned(self, x: Any, dim: int) -> Any:
+        """The array with its dimension of stages split over the mesh; the other dimensions stay open."""
+        spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+        spec[dim] = self.schedule.over
+        return bind_mark(x, Mark("spec", spec=tuple(spec), source_text=str(self.schedule)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PipelinedLoop:
+    """A scan that runs as a pipeline.
+
+        turn     0    1    2    3    4                           2 stages, 4 micro-batches
+        stage 0  m0   m1   m2   m3   (m3)
+        stage 1  (m0) m0   m1   m2   m3                          (m): repeated, and not used
+
+    In turn ``t`` stage ``s`` has the item ``n = t - s``: micro-batch ``n % micro_batches`` in round ``n //
+    micro_batches``. With several rounds, the last stage hands micro-batches back to the first one, which keeps them
+    until their next round begins. A loop over the layers in reverse, as a derivative has it, runs the turns in reverse,
+    so the same numbers hold. Therefore a stack that one loop writes turn by turn is what another loop reads turn by
+    turn: residuals of the forward loop are neither moved nor copied.
+    """
+
+    layout: StageLayout  # the stages
+    reverse: bool  # whether the scan begins with the last layer
+    counts: tuple[int, int]  # the numbers of constants and of carried values of the scan
+    body: MicroBody  # the body on one micro-batch
+    added: tuple[bool, ...]  # for each carried value whether iterations only add to it
+    by_turn: tuple[bool, ...]  # for each stacked operand whether it is a stack by turns, which another pipeline made
+    shapes: tuple[tuple[int, ...], ...]  # for each stacked operand the shape of the array of one layer
+
+    def __call__(self, *operands: Any) -> list[Any]:
+        """The results of the scan, followed by the stacks by turns."""
+        consts, carry = self.counts
+        stacks = operands[consts + carry :]
+        constants = [self.layout.parted(x, rows) for x, rows in zip(operands, self.body.inputs[:consts], strict=False)]
+        start = [self._entering(i, operands[consts + i]) for i in self._flowing]
+        by_item, fixed, by_turn = dict[int, Any](), dict[int, Any](), dict[int, Any]()
+        for i, (x, rows, shape) in enumerate(zip(stacks, self.body.inputs[consts + carry :], self.shapes, strict=True)):
+            if self.by_turn[i]:
+                by_turn[i] = self.layout.pinned(x, 1)
+                continue
+            fixed[i] = self.layout.pinned(self.layout.by_stage(x, shape), 0)
+            if rows is not None:
+                by_item[i] = self.layout.pinned(self.layout.by_item(fixed.pop(i), rows), 0)
+        left, sums, made = self._run(constants, start, by_item, fixed, by_turn)
+        flow = dict(zip(self._flowing, left, strict=True))
+        results = [self._leaving(i, operands[consts + i], flow, sums) for i in range(carry)]
+        stacked = iter(made)
+        for i, (rows, aval) in enumerate(zip(self.body.outputs[carry:], self._out_avals[carry:], strict=True)):
+            by_stage = sums[carry + i] if rows is None else self.layout.from_turns(next(stacked), rows)
+            results.append(self.layout.by_layer(by_stage.astype(aval.dtype)))  # what moves between stages is narrow
+        return [*results, *made]
+
+    @property
+    def _flowing(self) -> list[int]:
+        """The carried values that go from stage to stage."""
+        return [i for i, added in enumerate(self.added) if not added]
+
+    @property
+    def _entry(self) -> int:
+        """The stage that a micro-batch enters first."""
+        return self.layout.stages - 1 if self.reverse else 0
+
+    @property
+    def _out_avals(self) -> list[Any]:
+        return list(self.body.jaxpr.out_avals)
+
+    def _run(
+        self,
+        constants: Sequence[Any],
+        start: Sequence[Any],
+        by_item: dict[int, Any],
+        fixed: dict[int, Any],
+        by_turn: dict[int, Any],
+    ) -> tuple[list[Any], dict[int, Any], list[Any]]:
+        """Runs all turns."""
+        rounds, entry, turns = self.layout.schedule.rounds, self._entry, self.layout.schedule.turns(self.layout.stages)
+        numbers = np.arange(self.layout.stages, dtype=np.int32)
+        state = [self.layout.pinned(jnp.broadcast_to(x[0], (self.layout.stages, *x.shape[1:])), 0) for x in start]
+        waiting = (
+            [self.layout.pinned(jnp.broadcast_to(x, (self.layout.stages, *x.shape)), 0) for x in start]
+            if rounds > 1
+            else []
+        )
+
+        def turn(carried: Any, now: Any) -> Any:
+            (state, waiting, sums), (t, slices) = carried, now
+            item = t - numbers
+            is_used = (item >= 0) & (item < self.layout.items)
+            item = jnp.clip(item, 0, self.layout.items - 1)
+            first = jnp.clip(t - entry, 0, self.layout.items - 1) % self.layout.schedule.micro_batches
+            if rounds > 1:
+                waiting, state = self._handed_round(state, waiting, t, first)
+            else:
+                state = [self._handed_on(x, lax.dynamic_index_in_dim(new, first, 0)) for x, new in zip(state, start)]
+            state = [self.layout.pinned(x, 0) for x in state]
+
+            def stage(*own: Any) -> Any:
+                return self._stage(constants, *own)
+
+            state, sums, made = jax.vmap(stage)(item, is_used, state, slices, by_item, fixed, sums)
+            state = [self.layout.pinned(x, 0) for x in state]
+            return (state, waiting, sums), (state if rounds == 1 else [], made)
+
+        begin = state, waiting, self._zeros()
+        clock = jnp.arange(turns, dtype=jnp.int32)
+        (state, waiting, sums), (left, made) = lax.scan(turn, begin, (clock, by_turn), reverse=self.reverse)
+        last = 0 if self.reverse else self.layout.stages - 1
+        if rounds > 1:
+            waiting, _ = self._handed_round(state, waiting, jnp.int32(-1 if self.reverse else turns), jnp.int32(0))
+            return [x[entry] for x in waiting], sums, made
+        window = slice(last, last + self.layout.items)  # the turns in which the last stage has items
+        return [x[window, last] for x in left], sums, made
+
+    def _handed_on(self, x: Any, new: Any) -> Any:
+        """The values of all stages after they are handed on; ``new`` enters the first one."""
+        return jnp.concatenate([x[1:], new] if self.reverse else [new, x[:-1]])
+
+    def _handed_round(
+        self, state: Sequence[Any], waiting: Sequence[Any], t: Any, first: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """Hands on in a ring. The first stage keeps what it gets, and takes the micro-batch ``first``."""
+        got = t + 1 if self.reverse else t - self.layout.stages  # the item that the last stage had in the turn before
+        is_got = (got >= 0) & (got < self.layout.items)
+        place = jnp.clip(got, 0, self.layout.items - 1) % self.layout.schedule.micro_batches
+        is_entry = np.arange(self.layout.stages) == self._entry
+        kept, handed = list[Any](), list[Any]()
+        for x, held in zip(state, waiting, strict=True):
+            ring = self._handed_on(x, x[:1] if self.reverse else x[-1:])
+            before = lax.dynamic_index_in_dim(held, place, 1, keepdims=False)
+            held = lax.dynamic_update_index_in_dim(held, jnp.where(is_got, ring, before), place, 1)
+            new = lax.dynamic_index_in_dim(held, first, 1, keepdims=False)
+            kept.append(held)
+            handed.append(jnp.where(is_entry.reshape(-1, *[1] * (ring.ndim - 1)), new, ring))
+        return kept, handed
+
+    def _stage(
+        self,
+        constants: Sequence[Any],
+        item: Any,
+        is_used: Any,
+        state: Sequence[Any],
+        by_turn: dict[int, Any],
+        by_item: dict[int, Any],
+        fixed: dict[int, Any],
+        sums: dict[int, Any],
+    ) -> tuple[list[Any], dict[int, Any], list[Any]]:
+        """One turn of one stage: its layers on one micro-batch."""
+        consts, carry = self.counts
+        micro_batch, in_round = item % self.layout.schedule.micro_batches, item // self.layout.schedule.micro_batches
+        several = self.layout.schedule.rounds > 1
+
+        def of(x: Any, i: Any) -> Any:
+            return lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+
+        now = [x if rows is None else of(x, micro_batch) for x, rows in zip(constants, self.body.inputs, strict=False)]
+        slices = by_turn | {i: of(x, item) for i, x in by_item.items()}
+        slices |= {i: of(x, in_round) if several else x for i, x in fixed.items()}
+        flowing = iter(state)
+        begin = [
+            jnp.zeros(v.shape, v.dtype) if added else next(flowing)
+            for v, added in zip(self.body.jaxpr.in_avals[1 + consts :], self.added, strict=False)
+        ]
+
+        def layer(carried: Sequence[Any], own: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            out = jaxpr_as_fun(self.body.jaxpr)(micro_batch == 0, *now, *carried, *own)
+            return out[:carry], out[carry:]
+
+        xs = [slices[i] for i in sorted(slices)]
+        if self.layout.layers == 1:
+            end, ys = layer(begin, [x[0] for x in xs])
+            ys = [y[None] for y in ys]
+        else:
+            end, ys = lax.scan(layer, begin, xs, length=self.layout.layers, reverse=self.reverse)
+        new = dict(sums)
+        for i, y in enumerate([*end, *ys]):
+            if i not in sums:
+                continue
+            by_round = several and i >= carry
+            before = of(sums[i], in_round) if by_round else sums[i]
+            y = y.astype(before.dtype)
+            if self.body.sums[i]:
+                after = before + jnp.where(is_used, y, jnp.zeros_like(y))
+            else:  # equal for all micro-batches
+                after = jnp.where(is_used & (micro_batch == 0), y, before)
+            new[i] = lax.dynamic_update_index_in_dim(sums[i], after, in_round, 0) if by_round else after
+        made = [y for y, rows in zip(ys, self.body.outputs[carry:], strict=True) if rows is not None]
+        return [end[i] for i in self._flowing], new, made
+
+    def _zeros(self) -> dict[int, Any]:
+        """The initial sums, for each stage: of carried values that are only added to, and of stacks without a batch."""
+        _, carry = self.counts
+        zeros = dict[int, Any]()
+        for i, (aval, rows) in enumerate(zip(self._out_avals, self.body.outputs, strict=True)):
+            leading = self.layout.leading if i >= carry else (self.layout.stages,)
+            if rows is None and (i >= carry or self.added[i]):
+                dtype = _wide(aval.dtype) if self.body.sums[i] else aval.dtype
+                zeros[i] = self.layout.pinned(jnp.zeros((*leading, *aval.shape), dtype), 0)
+        return zeros
+
+    def _entering(self, i: int, x: Any) -> Any:
+        """Carried value ``i`` before the first layer, for each micro-batch."""
+        consts, _ = self.counts
+        rows, count = self.body.inputs[consts + i], self.layout.schedule.micro_batches
+        if rows is not None:
+            return self.layout.parted(x, rows)
+        copies = jnp.broadcast_to(x, (count, *jnp.shape(x)))
+        if not self.body.start_as_sums[consts + i]:
+            return copies
+        is_first = (np.arange(count) == 0).reshape(-1, *[1] * jnp.ndim(x))
+        return jnp.where(is_first, copies, jnp.zeros_like(copies))
+
+    def _leaving(self, i: int, start: Any, flow: dict[int, Any], sums: dict[int, Any]) -> Any:
+        """Carried value ``i`` after the last layer."""
+        consts, _ = self.counts
+        rows, dtype = self.body.inputs[consts + i], self._out_avals[i].dtype
+        if self.added[i]:
+            return (start + sums[i].sum(0)).astype(dtype)
+        if rows is not None:
+            return self.layout.joined(flow[i], rows)
+        if self.body.start_as_sums[consts + i]:
+            return flow[i].sum(0).astype(dtype)
+        return flow[i][0]
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype in which values of this dtype are added up."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+# Micro-batches: the batch dimensions of a loop, and its body on one micro-batch. If rows of a batch are one parallel
+# loop from carry to carry (language.kernel_loops), the body runs on some rows without communication. Sums over the
+# batch add up over micro-batches, and must be finite.
+
+
+_AXIS = "micro"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rows:
+    """The batch dimension of an array."""
+
+    dim: int  # the dimension
+    inner: int = 1  # the number of elements of the dimension for each row, if it is merged with other dimensions
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MicroBody:
+    """The body of a scan on one micro-batch."""
+
+    rows: int  # the number of rows of a micro-batch
+    # the body, a closed jaxpr. Its first argument is whether this is the first micro-batch: values that are equal for
+    # all micro-batches are added to a sum only there.
+    jaxpr: Any
+    # the batch dimension of each input of the body; None for one without a batch dimension
+    inputs: tuple[Rows | None, ...]
+    outputs: tuple[Rows | None, ...]  # the same for the outputs
+    # for each output whether it is a sum over the batch. The sum over all micro-batches is the output then.
+    sums: tuple[bool, ...]
+    # for each input whether it is a carry that is a sum. It starts with zeros, except for the first micro-batch.
+    start_as_sums: tuple[bool, ...]
+
+
+class Mixed(Exception):
+    """An iteration mixes rows of the batch, or its batch cannot be found."""
+
+    def __init__(self, equation: Any = None, rows: int = 0) -> None:
+        super().__init__()
+        # equation: the equation of a jaxpr that mixes them, or None; rows: the number of rows that the micro-batches do
+        # not divide; 0 if they do
+        self.equation, self.rows = equation, rows
+
+
+@no_mesh_set()
+def micro_body(loop: Equation, micro_batches: int, known: Mapping[int, Rows]) -> MicroBody:
+    """The body of a scan on one micro-batch."""
+    shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak) for v in loop.blocks[0].inputs]
+    jaxpr = jax.make_jaxpr(lambda *arrays: Interpreter().run(loop.blocks[0], arrays))(*shapes)
+    loops = loops_of(jaxpr)
+    first: Mixed | None = None
+    for leaf in _candidates(loop, loops, known):
+        try:
+            return _with_batch(loop, jaxpr, loops, leaf, micro_batches)
+        except Mixed as mixed:
+            first = first or mixed
+    raise first or Mixed()
+
+
+def _candidates(loop: Equation, loops: FunctionLoops, known: Mapping[int, Rows]) -> Iterator[int]:
+    """The loops that may be the batch, the likeliest first."""
+    for i, rows in known.items():
+        yield from loops.arguments[i][rows.dim][:1]
+        return
+    consts, carry = scan_counts(loop.params)
+    inputs = loop.blocks[0].inputs
+    tried = set[int]()
+    for i in sorted(range(consts, consts + carry), key=lambda i: -inputs[i].bytes):
+        for own in loops.arguments[i]:
+            if own and own[0] not in tried:
+                tried.add(own[0])
+                yield own[0]
+
+
+def _with_batch(loop: Equation, jaxpr: Any, loops: FunctionLoops, leaf: int, micro_batches: int) -> MicroBody:
+    """The body if this loop is the batch."""
+    whole, size = loops.table.whole(), loops.table.sizes[leaf]
+    if leaf in whole:
+        raise Mixed(whole[leaf])
+    inputs, outputs = (tuple(_rows(dims, leaf, loops) for dims in own) for own in (loops.arguments, loops.results))
+    consts, carry = scan_counts(loop.params)
+    if not any(inputs[consts : consts + carry]):
+        raise Mixed
+    if size % micro_batches:
+        raise Mixed(rows=size)
+    mesh = Mesh.abstract(**{_AXIS: micro_batches})
+    shapes = [
+        jax.ShapeDtypeStruct(_shape_of_part(v.shape, rows, micro_batches), v.dtype, weak_type=v.weak)
+        for v, rows in zip(loop.blocks[0].inputs, inputs, strict=True)
+    ]
+    flag = jax.ShapeDtypeStruct((), jnp.bool)
+    start_as_sums = [micro_batches > 1 and x for x in _carried_sums(jaxpr, inputs, consts, carry)]
+    found: list[Part] = []
+
+    def atoms_of_loop(loop: int) -> Atoms:
+        return mesh.atoms if leaf in loops.table.leaves(loop) else ()
+
+    def local(is_first: Any, *arrays: Any) -> list[Any]:
+        of_first = lambda x: jnp.where(is_first, x, jnp.zeros_like(x))  # noqa: E731
+        shard = Shard(mesh, atoms_of_loop, finite=True, as_part=of_first, rounds=True)
+        sum_over = dict.fromkeys(mesh.atoms, "add")
+        parts = [Part(x, sum_over if is_sum else {}) for x, is_sum in zip(arrays, start_as_sums, strict=True)]
+        found[:] = on_shards(jaxpr, parts, loops.steps, shard)
+        return [part.array for part in found]
+
+    try:
+        traced = jax.make_jaxpr(local, axis_env=list(mesh.atom_sizes.items()))(flag, *shapes)
+    except NotProven as error:
+        raise Mixed(error.equation) from None
+    except GShardError:
+        raise Mixed from None
+    sums = tuple(map(_is_sum, found))
+    if inputs[consts : consts + carry] != outputs[:carry] or sums[:carry] != tuple(start_as_sums[consts:][:carry]):
+        raise Mixed
+    _check_position_free(traced)
+    return MicroBody(size // micro_batches, traced, inputs, outputs, sums, tuple(start_as_sums))
+
+
+def _carried_sums(jaxpr: Any, inputs: Sequence[Rows | None], consts: int, carry: int) -> list[bool]:
+    """For each input of the body whether it is a carry without a batch dimension that depends on the batch: a sum."""
+    body, _ = closed(jaxpr)
+    carried = body.invars[consts : consts + carry]
+    depends = {v for v, rows in zip(body.invars, inputs, strict=True) if rows is not None}
+    while True:
+        for eqn in body.eqns:
+            if any(not isinstance(v, Literal) and v in depends for v in eqn.invars):
+                depends.update(eqn.outvars)
+        new = {v for v, w in zip(carried, body.outvars, strict=False) if not isinstance(w, Literal) and w in depends}
+        if new <= depends:
+            break
+        depends |= new
+    return [v in depends and rows is None for v, rows in zip(body.invars, inputs, strict=True)]
+
+
+def _rows(dims: Sequence[Sequence[int]], leaf: int, loops: FunctionLoops) -> Rows | None:
+    """The batch dimension of an array of these loops."""
+    found = [d for d, own in enumerate(dims) if leaf in own]
+    if not found:
+        return None
+    own = dims[found[0]]
+    if len(found) > 1 or own[0] != leaf or own.count(leaf) > 1:
+        raise Mixed
+    return Rows(found[0], math.prod(loops.table.sizes[other] for other in own[1:]))
+
+
+def _shape_of_part(shape: Sequence[int], rows: Rows | None, parts: int) -> tuple[int, ...]:
+    return tuple(n if rows is None or d != rows.dim else n // parts for d, n in enumerate(shape))
+
+
+def _is_sum(part: Part) -> bool:
+    """Whether a value is a part of a sum over the batch."""
+    if any(part.unreduced.get(a) != "add" for a in part.unreduced):
+        raise Mixed
+    return bool(part.unreduced)
+
+
+def _check_position_free(jaxpr: Any) -> None:
+    """Checks that a body on one micro-batch does not depend on the number of the micro-batch, and has no effects."""
+    body, _ = closed(jaxpr)
+    for eqn in jaxpr_without_dead_code(body).eqns:
+        if eqn.effects:  # those that read the number of a device have an effect, too
+            raise Mixed(eqn)

@@ -19,6 +19,7 @@ from gshard.core.phases import collected_seldom
 from gshard.core.plan import AS_MARKED, Boundary, Plan, Reason, manual_axes
 from gshard.core.planning_tables import tabulated, with_tables
 from gshard.core.program import Block, Equation, Program, Value, short_dtype
+from gshard.core.rule import UnionFind
 from gshard.core.sharding import Sharding
 from gshard.device.fusion_model import is_product
 from gshard.planning.choices import graph_of
@@ -145,27 +146,21 @@ def _signature(e: Equation) -> Hashable:
     return e.name, e.rule, arrays, e.mark is None, e.trip_count, bodies
 
 
-class _Classes:
-    """Classes of nodes, as a union-find structure. Nodes of one class have the same states."""
+class _Classes(UnionFind[int]):
+    """Classes of nodes. Nodes of one class have the same states."""
 
     def __init__(self, graph: Graph):
-        self.graph, self.tied = graph, False
-        self.parent = list(range(len(graph.problem.costs)))
+        super().__init__()
+        self.graph, self.tied, self.count = graph, False, len(graph.problem.costs)
         self.states: dict[int, object] = dict(enumerate(graph.states))
         for nodes in (graph.strategies, graph.shared_reshards, graph.leaves):
             self.states.update(nodes.values())
-
-    def root(self, node: int) -> int:
-        while self.parent[node] != node:
-            self.parent[node] = node = self.parent[self.parent[node]]
-        return node
 
     def tie(self, a: int, b: int) -> None:
         a, b = self.root(a), self.root(b)
         states = self.states.get(a), self.states.get(b)
         if a != b and (states[0] is states[1] or states[0] == states[1]):
-            self.parent[max(a, b)] = min(a, b)
-            self.tied = True
+            self.tied = self.join(min(a, b), max(a, b))
 
     def tie_values(self, v: object, w: object) -> None:
         if not (isinstance(v, Value) and isinstance(w, Value)):
@@ -193,7 +188,7 @@ class _Classes:
         self._tie_equal(self._outside)
         self._tie_equal(self._leaving)
         self._tie_equal(self._between)
-        roots = [self.root(node) for node in range(len(self.parent))]
+        roots = [self.root(node) for node in range(self.count)]
         return np.unique(roots, return_inverse=True)[1].astype(np.int64)
 
     def _tie_equal(self, keys: Callable[[], Iterator[tuple[Hashable, int]]]) -> None:
@@ -216,7 +211,7 @@ class _Classes:
     def _between(self) -> Iterator[tuple[Hashable, int]]:
         """Other nodes (copies that enter a region, windows), by the classes of their neighbours."""
         problem = self.graph.problem
-        near: dict[int, list[tuple[bool, int]]] = {i: [] for i in range(len(self.parent)) if i not in self.states}
+        near: dict[int, list[tuple[bool, int]]] = {i: [] for i in range(self.count) if i not in self.states}
         for u, v in problem.ends.tolist():
             for node, other in ((u, v), (v, u)):
                 if node in near:
@@ -369,7 +364,12 @@ def propagate(
     propagated = propagated or settled(program, mesh)
     choice = choose(propagated, objective, boundary)
     if choice is None:
-        return at_boundary(_replicated_plan(propagated), boundary)
+        manual = manual_axes(propagated.program.block, propagated.mesh)
+        rules = ((e, e.rule) for e in propagated.program.block.walk() if e.rule)
+        splits = {e: rule.fixed(propagated.mesh) if rule.fixed else manual.pinned(e) for e, rule in rules}
+        return at_boundary(
+            Plan(propagated.program, propagated.mesh, propagated.shardings, splits, {}, propagated.orders), boundary
+        )
     chosen = decided(choice.graph, choice.states, propagated)
     chosen = dataclasses.replace(chosen, gap=choice.gap, counted=choice.counted, is_limited=choice.is_limited)
     plan = at_boundary(chosen, boundary)
@@ -432,14 +432,6 @@ def choose(
         if not rounds or not costs.price(graph.splits(states)):
             return Choice(graph, states, gap, propagated, costs)
         rounds -= 1
-
-
-def _replicated_plan(propagated: Propagated) -> Plan:
-    """The plan of a program without a mark: every device runs the whole program, as with ``jax.jit``."""
-    manual = manual_axes(propagated.program.block, propagated.mesh)
-    rules = ((e, e.rule) for e in propagated.program.block.walk() if e.rule)
-    splits = {e: rule.fixed(propagated.mesh) if rule.fixed else manual.pinned(e) for e, rule in rules}
-    return Plan(propagated.program, propagated.mesh, propagated.shardings, splits, {}, propagated.orders)
 
 
 def _chosen(graph: Graph, propagated: Propagated) -> tuple[Graph, Ints, float]:

@@ -96,10 +96,9 @@ def on_mesh(program: Program, mesh: Mesh) -> Program:
 
 
 def _rule(e: Equation, mesh: Mesh) -> Rule:
-    assert e.rule is not None
-    assert e.rule.on_mesh is not None
+    assert e.operator_rule.on_mesh is not None
     try:
-        rule: Rule = e.rule.on_mesh(mesh)
+        rule: Rule = e.operator_rule.on_mesh(mesh)
     except RuleError as error:
         if error.where:
             raise

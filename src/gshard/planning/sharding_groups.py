@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from gshard.core.planning_tables import tabulated
 from gshard.core.program import Constant, Equation, Program, Value, itemsize
-from gshard.core.rule import PARALLEL, REDUCE, Rule
+from gshard.core.rule import PARALLEL, REDUCE, Rule, UnionFind
 
 _ADDED = frozenset({"add", "mul"})  # monoids that only numbers have
 _NONE: Mapping[Value, str] = MappingProxyType({})
@@ -48,27 +48,19 @@ def sharding_groups_of(
     """Finds the sharding groups of a program."""
     monoids = _possible_monoids(program, finished, unreduced)
     read_by_several = set() if fused else _read_by_several(program)
-    parent: dict[Value, Value] = {}
-
-    def root(v: Value) -> Value:
-        while parent.setdefault(v, v) is not v:
-            parent[v] = v = parent[parent[v]]
-        return v
-
+    classes = UnionFind[Value]()
     tied: list[Equation] = []
     in_place: set[Value] = set()  # results that are in a group with operands
-    for v in program.block.values():
-        root(v)
     for e in program.block.walk():
         together = _together(e, alone, monoids, read_by_several, in_place)
         for v in together[1:]:
-            parent[root(v)] = root(together[0])
+            classes.join(together[0], v)
         in_place.update(together[:1])
         if _has_no_choice(e, together, monoids):
             tied.append(e)
     members: dict[Value, list[Value]] = {}
     for v in program.block.values():
-        members.setdefault(root(v), []).append(v)
+        members.setdefault(classes.root(v), []).append(v)
     of = {v: k for k, group in enumerate(members.values()) for v in group}
     unreduced_groups: dict[int, tuple[str, ...]] = {}
     for k, group in enumerate(members.values()):
@@ -174,9 +166,8 @@ def _has_no_choice(e: Equation, together: Collection[Value], monoids: Mapping[Va
     """Whether all arrays of an equation are in one group, and unreduced values pass all operands together."""
     if not together or not all(isinstance(v, Constant) or v in together for v in e.inputs):
         return False
-    assert e.rule is not None
     every = frozenset(i for i, v in enumerate(e.inputs) if isinstance(v, Value))
-    return all((monoid, every) in e.rule.linear for v in together for monoid in monoids.get(v, ()))
+    return all((monoid, every) in e.operator_rule.linear for v in together for monoid in monoids.get(v, ()))
 
 
 def _possible_monoids(

@@ -130,7 +130,8 @@ def stacked_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: fro
     for pair in _pairs(liveness, peak, elsewhere):
         (body,) = pair.writer.bodies
         seconds_of_kernel = {k.equation: seconds(k) for k in body.kernels}
-        carries = _carries(pair.writer.equation)
+        consts, carry = scan_counts(pair.writer.equation.params)
+        carries = set(pair.writer.equation.blocks[0].inputs[consts : consts + carry])
         droppable = [v for v in pair.stacks if pair.inner(v) not in carries and _backward_slice(pair, {v}) is not None]
         together = _together(pair, droppable)
         groups = [(v,) for v in droppable] + ([together] if len(together) > 1 else [])
@@ -158,11 +159,6 @@ def _together(pair: _Pair, droppable: Sequence[Value]) -> tuple[Value, ...]:
         if _backward_slice(pair, {*found, v}) is not None:
             found.append(v)
     return tuple(found)
-
-
-def _carries(loop: Equation) -> set[Value]:
-    consts, carry = scan_counts(loop.params)
-    return set(loop.blocks[0].inputs[consts : consts + carry])
 
 
 def _backward_slice(pair: _Pair, dropped: set[Value]) -> tuple[list[Equation], set[Value]] | None:
@@ -632,7 +628,7 @@ def _noted(item: _Offer, liveness: Liveness) -> Recomputation:
         if isinstance(stacked, Value) and stacked in producers:
             producer = producers[stacked]
     shape = f"{largest.dtype_name}[{','.join(map(str, largest.shape))}]"
-    return Recomputation(producer.name, producer.line, shape, len(values), item.freed, item.seconds)
+    return Recomputation(producer.name, producer.line, shape, len(values), item.freed)
 
 
 def _largest(block: Block) -> int:

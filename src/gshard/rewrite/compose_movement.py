@@ -328,7 +328,13 @@ class _Movement:
             source, config, number = window
             if result is None and all(c == (0, 0) for c in config):
                 return source
-            return self._moved(x, source, config, number, e, out, result)
+            if number is not None:
+                params: dict[str, Any] = {"padding_config": tuple((low, high, 0) for low, high in config)}
+                return self._add(x, lax.pad_p, params, (source, number), source.dtype, e, out, result)
+            starts = tuple(-low for low, _ in config)
+            limits = tuple(n + high for n, (_, high) in zip(source.shape, config, strict=True))
+            params = {"start_indices": starts, "limit_indices": limits, "strides": None}
+            return self._add(x, lax.slice_p, params, (source,), source.dtype, e, out, result)
         along = [(axis, self.along(x, axis)) for axis in range(len(x.shape))]
         along = [(axis, segments) for axis, segments in along if segments[0].source != x]
         if any(all(p.is_number for p in segments) for _, segments in along):
@@ -381,16 +387,6 @@ class _Movement:
             if source == before:
                 return None
         return None if source is x else (source, config, None if number is None else number.source)
-
-    def _moved(self, x: Array | Window, source: Value, config: Sequence[tuple[int, int]], number: Array | None,
-               e: Equation, out: list[Equation], result: Value | None) -> Value:  # fmt: skip
-        if number is not None:
-            params: dict[str, Any] = {"padding_config": tuple((low, high, 0) for low, high in config)}
-            return self._add(x, lax.pad_p, params, (source, number), source.dtype, e, out, result)
-        starts = tuple(-low for low, _ in config)
-        limits = tuple(n + high for n, (_, high) in zip(source.shape, config, strict=True))
-        params = {"start_indices": starts, "limit_indices": limits, "strides": None}
-        return self._add(x, lax.slice_p, params, (source,), source.dtype, e, out, result)
 
     def _add(self, x: Array | Window, primitive: Any, params: dict[str, Any], inputs: Sequence[Array], dtype: Any,
              e: Equation, out: list[Equation], result: Value | None) -> Value:  # fmt: skip

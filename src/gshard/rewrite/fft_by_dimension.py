@@ -61,7 +61,9 @@ def _one_by_one(e: Equation, parts: Sequence[Mapping[int, int]]) -> Callable[[An
         return lambda x: _each(x, kind, lengths, first, *parts)
     count, n = max(cut.get(first, 1) for cut in parts), lengths[0]
     others = [m for cut in parts if first in cut for d, m in enumerate(x.shape[:first]) if d not in cut]
-    a = _first_factor(n, count)
+    # The factor of n next to its root that is divisible, as n / a is, by the number of parts.
+    sizes = [a for a in range(count, n // count + 1, count) if n % a == 0 and n // a % count == 0]
+    a = min(sizes, key=lambda a: abs(math.log(a * a / n)), default=None)
     if kind not in _COMPLEX or n < _LEAST or a is None or any(m % count == 0 for m in others):
         return None  # the dimension is short, or another dimension can be split instead
     return lambda x: _long(x, kind, a, n // a)
@@ -108,9 +110,3 @@ def _long(x: Any, kind: Any, a: int, b: int) -> Any:
     angle = turn.astype(real) * (2 * math.pi / (a * b) * (-1 if kind == _FFT else 1))
     x = lax.fft(x * lax.complex(jnp.cos(angle), jnp.sin(angle)), kind, (b,))
     return jnp.swapaxes(x, -1, -2).reshape(*x.shape[:-2], a * b)
-
-
-def _first_factor(n: int, parts: int) -> int | None:
-    """The factor ``a`` of ``n = a * b`` with ``a`` close to ``b`` and both divisible by ``parts``; None if none is."""
-    sizes = [a for a in range(parts, n // parts + 1, parts) if n % a == 0 and n // a % parts == 0]
-    return min(sizes, key=lambda a: abs(math.log(a * a / n)), default=None)

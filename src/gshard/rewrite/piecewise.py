@@ -171,25 +171,22 @@ class Touch:
 
     @property
     def kind(self) -> str:
-        assert self.equation.rule is not None
-        return self.equation.rule.factors[self.factor].kind
+        return self.equation.operator_rule.factors[self.factor].kind
 
     @property
     def monoid(self) -> str:
-        assert self.equation.rule is not None
-        return self.equation.rule.factors[self.factor].monoid or ""
+        return self.equation.operator_rule.factors[self.factor].monoid or ""
 
 
 def touched(e: Equation, factor: int) -> Touch | None:
     """The dimensions of a factor; None if the factor is a part of a dimension, or has two dimensions of one array."""
-    assert e.rule is not None
 
     def dims_of(dims: Sequence[Sequence[int]]) -> list[int]:
         return [d for d, factors in enumerate(dims) if factor in factors]
 
-    operands = [dims_of(dims) for dims in e.rule.operands]
-    results = [dims_of(dims) for dims in e.rule.results]
-    tensors = zip((*operands, *results), (*e.rule.operands, *e.rule.results), strict=True)
+    operands = [dims_of(dims) for dims in e.operator_rule.operands]
+    results = [dims_of(dims) for dims in e.operator_rule.results]
+    tensors = zip((*operands, *results), (*e.operator_rule.operands, *e.operator_rule.results), strict=True)
     if any(len(dims) > 1 or any(len(tensor[d]) > 1 for d in dims) for dims, tensor in tensors):
         return None
     operand_dims = tuple(dims[0] if dims else None for dims in operands)
@@ -480,10 +477,6 @@ def closed_regions(block: Block, split: PartsOf) -> list[Region]:
     return regions
 
 
-def _bytes(x: Array) -> int:
-    return x.bytes if isinstance(x, Value) else 0
-
-
 def _moving(e: Equation, dim: int, split: PartsOf) -> list[Value]:
     """The operands of an equation that are split along a dimension and would be redistributed."""
     if not may_begin(e) or dim >= len(e.outputs[0].shape) or 0 in e.outputs[0].shape:
@@ -501,19 +494,15 @@ def _moving(e: Equation, dim: int, split: PartsOf) -> list[Value]:
     return moving
 
 
-def _is_worth_it(region: Region, dim: int, split: PartsOf) -> bool:
-    """Whether a region saves more moved bytes than it moves: arrays that are cut into pieces or joined are moved."""
-    saved = sum(x.bytes for e in region.equations for x in _moving(e, dim, split) if x not in region.dims)
-    return 2 * sum(_bytes(x) for x in region.brought | region.joined) < saved
-
-
 def _region(graph: _Neighbours, first: Equation, dim: int, split: PartsOf) -> Region | None:
     """The region that begins at an equation; None if it is not closed or not useful."""
     choice = _Choice()
     while True:
         try:
             region = _Search(graph, choice).run(first, dim)
-            if _is_worth_it(region, dim, split):
+            # Arrays that are cut into pieces or joined are moved.
+            saved = sum(x.bytes for e in region.equations for x in _moving(e, dim, split) if x not in region.dims)
+            if 2 * sum(x.bytes if isinstance(x, Value) else 0 for x in region.brought | region.joined) < saved:
                 return region
             raise _OpenError
         except _AgainError:

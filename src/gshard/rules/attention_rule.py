@@ -327,7 +327,13 @@ def attention(call: Call) -> Rule:
             return shards.bind(*arrays.values(), params=params_of_part)
         wide = dataclasses.replace(params_of_part, wide=True)
         out, lse = shards.bind(*arrays.values(), params=wide)
-        return _merged(shards, key_atoms, out, lse)
+        largest = shards.all_reduce(lse, key_atoms, "max")
+        largest = jnp.where(largest == -jnp.inf, 0, largest)
+        weight = jnp.exp(lse - largest)[..., None]
+        sums = shards.all_reduce(jnp.concatenate([out * weight, weight], axis=-1), key_atoms, "add")
+        weighted, total = sums[..., :-1], sums[..., -1]
+        result = weighted / jnp.where(total == 0, 1, total)[..., None]
+        return [result.astype(shards.equation.outputs[0].dtype), largest + jnp.log(total)]
 
     def sends(mesh: Mesh, split: Split) -> int:
         if dims.together:
@@ -469,14 +475,3 @@ class _Dims:
             if n % shards.mesh.count(atoms):
                 x = mask(x, d, n, atoms, jnp.zeros((), x.dtype))
         return x
-
-
-def _merged(shards: Shards, atoms: Any, out: Any, lse: Any) -> list[Any]:
-    """Merges the results for parts of the keys, on all devices."""
-    largest = shards.all_reduce(lse, atoms, "max")
-    largest = jnp.where(largest == -jnp.inf, 0, largest)
-    weight = jnp.exp(lse - largest)[..., None]
-    sums = shards.all_reduce(jnp.concatenate([out * weight, weight], axis=-1), atoms, "add")
-    weighted, total = sums[..., :-1], sums[..., -1]
-    result = weighted / jnp.where(total == 0, 1, total)[..., None]
-    return [result.astype(shards.equation.outputs[0].dtype), largest + jnp.log(total)]

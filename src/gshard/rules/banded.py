@@ -104,15 +104,9 @@ def _pattern(starts: np.ndarray, width: int) -> tuple[int, int] | None:
 
 
 def _product(x: Any, nonfinite: Any, starts: Any, weights: Any, dim: int, dtype: Any) -> Any:
-    """The results that read a window.
+    """The results that read a window along a dimension, each with its start and its weights [m, k].
 
-    Args:
-        x: the window.
-        nonfinite: the number of elements of the whole array that are not finite; None for dtypes without them.
-        starts: int [m]; the start of each result in the window: a NumPy array, or a value of the program.
-        weights: [m, k]; the weights of each result.
-        dim: the dimension along which results read.
-        dtype: the dtype of the results.
+    ``nonfinite`` is the number of elements of the whole array that are not finite; None for dtypes without them.
     """
     m, width = weights.shape
     pattern = _pattern(starts, width) if isinstance(starts, np.ndarray) else None

@@ -12,18 +12,29 @@ without this sum. The results are then parts of sums, and the plan decides where
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+from jax.experimental.custom_partitioning import BATCHING, SdyShardingRule
+from jax.extend.core import ClosedJaxpr, Literal
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gshard.comm.collectives import collectives_of
 from gshard.comm.shards import Shards
-from gshard.core.errors import RuleError
-from gshard.core.mesh import Atoms, Mesh
+from gshard.comm.steps import PERMUTE
+from gshard.core.errors import GShardError, RuleError
+from gshard.core.jax_adapter import closed
+from gshard.core.jax_adapter_kernels import as_gspmd, ir_types, read_sharding_rule, spec_on
+from gshard.core.mark import Mark, axes_of_entry, entries_of, resolve
+from gshard.core.mesh import Atoms, Mesh, automatic_mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Factor, Rule, RuleMaker, Split, place, project
 from gshard.language.per_device import renamed
 from gshard.language.registry import Call, rule
-from gshard.language.user_partition import Arrays, DeviceProgram, Factors, OnMesh, Partitioned
 
 _MOST_TRIALS = 64  # sets of factors to try to split together with one factor
 _UNEVEN = "no axis of the mesh divides a dimension of it, and gshard gives a kernel no padded parts"
@@ -279,3 +290,436 @@ def _diagonally(left: Sequence[tuple[int, ...]], right: Iterator[tuple[int, ...]
         for k in range(len(seen)):
             if 0 <= n - k < len(left):
                 yield (*left[n - k], *seen[k])
+
+
+# Calls the functions and sharding rules of ``custom_partitioning(f).def_partition`` on a mesh of the equation.
+
+
+@dataclasses.dataclass(frozen=True)
+class Partitioned:
+    """The parameters of an equation of ``custom_partitioning``, without its jaxpr."""
+
+    # partition, infer, propagate: the user's functions; ``infer`` and ``propagate`` may be None
+    partition: Callable[..., Any]
+    infer: Callable[..., Any] | None
+    propagate: Callable[..., Any] | None
+    decoded: bool  # whether the functions receive ``NamedSharding`` objects
+    sharding_rule: Any  # the user's sharding rule, or None
+    static: tuple[Any, ...]  # the static arguments, which precede the others
+    kinds: tuple[type, ...]  # the types of the static arguments
+    in_tree: Any  # in_tree, out_tree: the pytree structures of operands and results
+    out_tree: Any
+    in_types: tuple[tuple[tuple[int, ...], Any], ...]  # in_types, out_types: shapes and dtypes of operands and results
+    out_types: tuple[tuple[tuple[int, ...], Any], ...]
+
+    @staticmethod
+    def of(params: Mapping[str, Any]) -> Partitioned:
+        """The relevant parameters of an equation."""
+        body, _ = closed(params["call"])
+        static = tuple(params["static_args"])
+        return Partitioned(
+            params["partition"],
+            params["infer_sharding_from_operands"],
+            params["propagate_user_sharding"],
+            bool(params["decode_shardings"]),
+            params["sharding_rule"],
+            static,
+            tuple(map(type, static)),
+            params["in_tree"],
+            params["out_tree"],
+            tuple((tuple(v.aval.shape), v.aval.dtype) for v in body.invars),
+            tuple((tuple(v.aval.shape), v.aval.dtype) for v in body.outvars),
+        )
+
+    @property
+    def types(self) -> tuple[tuple[tuple[int, ...], Any], ...]:
+        """Shapes and dtypes of operands, then of results."""
+        return (*self.in_types, *self.out_types)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DeviceProgram:
+    """The user's per-device program for some shardings."""
+
+    run: Callable[..., list[Any]]  # runs the program on one device's parts, with axes replaced by atoms
+    sent: int  # bytes that each device sends
+    over: frozenset[str]  # the atoms over which it communicates
+    # the program without its last collective, if this collective combines all results over the same atoms; otherwise
+    # None
+    unfinished: Unfinished | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unfinished:
+    """A per-device program with unreduced results."""
+
+    program: DeviceProgram  # the program
+    monoid: str  # the monoid that combines the results
+    atoms: frozenset[str]  # the atoms over which the results are unreduced
+
+
+# Converts sharding rules of ``jax.experimental.custom_partitioning`` to factors.
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Factors:
+    """The factors of an equation."""
+
+    sizes: tuple[int, ...]  # the size of each factor: the largest dimension that it stands for
+    # for each dimension of each operand, then of each result, its factors, major to minor
+    dims: tuple[tuple[tuple[int, ...], ...], ...]
+    whole: frozenset[int] = frozenset()  # the factors that cannot be split
+    communicated: frozenset[int] = frozenset()  # the factors along which devices communicate
+
+
+def independent(shapes: Shapes) -> Factors:
+    """A separate factor for each dimension of each array, for an equation without a sharding rule."""
+    sizes: list[int] = []
+    dims = []
+    for shape in shapes:
+        dims.append(tuple((len(sizes) + d,) for d in range(len(shape))))
+        sizes += shape
+    return Factors(tuple(sizes), tuple(dims))
+
+
+def factors_of(rule: SdyShardingRule, in_shapes: Shapes, out_shapes: Shapes) -> Factors:
+    """The factors of a sharding rule, for arrays of these shapes."""
+    mappings = (*rule.operand_mappings, *rule.result_mappings)
+    for what, mappings_of_rule, shapes_of_call in (
+        ("operands", rule.operand_mappings, in_shapes),
+        ("results", rule.result_mappings, out_shapes),
+    ):
+        if len(mappings_of_rule) != len(shapes_of_call):
+            raise _misfit(rule, f"is for {len(mappings_of_rule)} {what}, and there are {len(shapes_of_call)}")
+    shapes = (*in_shapes, *out_shapes)
+    names_of_arrays = list(_expand_ellipses(rule, mappings, shapes, len(in_shapes)))
+    size_of = {str(name): int(size) for name, size in rule.factor_sizes.items()}
+    for names, shape in zip(names_of_arrays, shapes, strict=True):
+        for (name, *others), n in zip(names, shape, strict=True):
+            if not others:
+                size_of[name] = max(n, size_of.get(name, n))
+    all_names = dict.fromkeys(name for names in names_of_arrays for dim in names for name in dim)
+    number_of = {name: i for i, name in enumerate(all_names)}
+    if missing := [name for name in number_of if name not in size_of]:
+        raise _misfit(rule, f"leaves the size of {missing[0]!r} open")
+    sizes = [size_of[name] for name in number_of]
+    dims_of_arrays = []
+    whole = {number_of[name] for name in rule.need_replication_factors}
+    for i, (names, shape) in enumerate(zip(names_of_arrays, shapes, strict=True)):
+        dims: list[tuple[int, ...]] = []
+        for d, (dim, n) in enumerate(zip(names, shape, strict=True)):
+            factors = tuple(number_of[name] for name in dim)
+            if len(dim) > 1 and math.prod(sizes[f] for f in factors) != n:
+                product = " * ".join(f"{name}={size_of[name]}" for name in dim)
+                raise _misfit(rule, f"has dimension {d} of {_array(i, len(in_shapes))} be {product}, and it is {n}")
+            if len(dim) == 1 and n == 1 < sizes[factors[0]]:  # a broadcast dimension stays whole
+                factors = (len(sizes),)
+                whole.add(len(sizes))
+                sizes.append(1)
+            dims.append(factors)
+        used = [f for factors in dims for f in factors]
+        if len(set(used)) != len(used):
+            raise _misfit(rule, f"names a factor twice in {_array(i, len(in_shapes))}")
+        dims_of_arrays.append(tuple(dims))
+    communicated = {number_of[name] for name in (*rule.reduction_factors, *rule.permutation_factors)}
+    return Factors(tuple(sizes), tuple(dims_of_arrays), frozenset(whole), frozenset(communicated))
+
+
+def _expand_ellipses(
+    rule: SdyShardingRule, mappings: Sequence[Any], shapes: Shapes, operands: int
+) -> Iterator[list[Any]]:
+    """For each array a tuple of factor names for each dimension. Dimensions of '...' get names of their own."""
+    ranks: dict[str, int] = {}
+    for i, (mapping, shape) in enumerate(zip(mappings, shapes, strict=True)):
+        names = [(dim,) if isinstance(dim, str) else tuple(dim) for dim in mapping]
+        if names and names[0][0].startswith(BATCHING):
+            group = names.pop(0)[0].removeprefix(BATCHING) or "0"
+            rank = len(shape) - len(names)
+            if ranks.setdefault(group, rank) != rank:
+                raise _misfit(rule, f"has '...' stand for {ranks[group]} dimensions and for {rank}")
+            names = [*((f"{BATCHING}{group}_{d}",) for d in range(rank)), *names]
+        if len(names) != len(shape):
+            raise _misfit(rule, f"gives {_array(i, operands)} {len(names)} dimensions, and it has {len(shape)}")
+        yield names
+
+
+def _array(i: int, operands: int) -> str:
+    return f"operand {i}" if i < operands else f"result {i - operands}"
+
+
+def _misfit(rule: SdyShardingRule, what: str) -> RuleError:
+    return RuleError(f"the sharding_rule of a custom_partitioning {what}.", got=str(rule))
+
+
+# The sharding of every operand, then of every result: for each dimension its atoms.
+Arrays = tuple[tuple[Atoms, ...], ...]
+_COMBINES = {"psum": "add", "pmax": "max", "pmin": "min"}
+_ROUNDS = 8  # largest number of calls of partition until its shardings no longer change
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Proposal:
+    """The return value of ``partition`` for some shardings, converted to atoms."""
+
+    axes: tuple[tuple[str, int], ...]
+    atoms_of: Mapping[str, Atoms]
+    lower: Callable[..., Any]
+    arrays: Arrays
+
+
+class OnMesh:
+    """Calls the functions of one equation on a mesh, and caches the resulting per-device programs."""
+
+    def __init__(self, parameters: Partitioned, mesh: Mesh):
+        self.parameters = parameters  # the parameters of the equation
+        self.mesh = mesh  # the mesh
+        self.refusal = ""  # the reason of the last refusal of shardings; empty if there was none
+        self._programs: dict[Arrays, DeviceProgram | None] = {}
+
+    def factors(self) -> Factors:
+        """The factors of the sharding rule; a separate factor for each dimension without a sharding rule."""
+        rule = self.parameters.sharding_rule
+        operands = len(self.parameters.in_types)
+        shapes = [shape for shape, _ in self.parameters.types]
+        if rule is None:
+            return independent(shapes)
+        if callable(rule):
+            types = [jax.ShapeDtypeStruct(*t) for t in self.parameters.types]
+            mesh, _, _ = self._named(tuple(((),) * len(shape) for shape in shapes))
+            try:
+                rule = rule(*self.parameters.static, mesh, ir_types(types[:operands]), ir_types(types[operands:]))
+                text, details = rule if isinstance(rule, (tuple, list)) and len(rule) == 2 else (rule, {})
+                rule = read_sharding_rule(text, **details) if isinstance(text, str) else text
+            except Exception as error:
+                raise RuleError(
+                    f"the sharding_rule of a custom_partitioning failed: {type(error).__name__}: {error}",
+                    got=f"sharding_rule: {self.parameters.sharding_rule}",
+                ) from error
+        if not isinstance(rule, SdyShardingRule):
+            raise RuleError(
+                "the sharding_rule of a custom_partitioning is neither text nor an SdyShardingRule.",
+                got=f"{type(rule).__name__}: {rule!r}"[:200],
+                hint="Give 'i j -> i j', an SdyShardingRule, or a function that returns one of these.",
+            )
+        return factors_of(rule, shapes[:operands], shapes[operands:])
+
+    def settled(self, arrays: Arrays) -> Arrays | None:
+        """The shardings that ``partition`` finally accepts, starting from some shardings; None if there are none."""
+        for _ in range(_ROUNDS):
+            proposal = self._proposal(arrays)
+            if proposal is None:
+                return None
+            if proposal.arrays == arrays:
+                return arrays
+            arrays = proposal.arrays
+        return None
+
+    def inferred(self, arrays: Arrays) -> Arrays:
+        """The shardings with those of the results from ``infer_sharding_from_operands``, if the user gave it."""
+        if self.parameters.infer is None:
+            return arrays
+        return self._following(arrays, self.parameters.infer, results=True)
+
+    def propagated(self, arrays: Arrays) -> Arrays:
+        """The shardings with those of the results from ``propagate_user_sharding``, if the user gave it."""
+        if self.parameters.propagate is None:
+            return arrays
+        return self._following(arrays, self.parameters.propagate, results=False)
+
+    def program(self, arrays: Arrays) -> DeviceProgram | None:
+        """The per-device program for these shardings; None if ``partition`` returns others, or if it fails."""
+        if arrays not in self._programs:
+            self._programs[arrays] = self._traced(arrays)
+        return self._programs[arrays]
+
+    def _traced(self, arrays: Arrays) -> DeviceProgram | None:
+        proposal = self._proposal(arrays)
+        if proposal is None or proposal.arrays != arrays:
+            return None
+        local = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self._local(arrays)]
+        operands = local[: len(self.parameters.in_types)]
+        results = local[len(self.parameters.in_types) :]
+        try:
+            traced = jax.make_jaxpr(proposal.lower, axis_env=list(proposal.axes))(
+                *self.parameters.in_tree.unflatten(operands)
+            )
+            jaxpr, _ = closed(traced)
+            result_types = [(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars]
+            if result_types != [(r.shape, r.dtype) for r in results]:
+                expected = ", ".join(f"{r.dtype}{list(r.shape)}" for r in results)
+                got = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in result_types)
+                self.refusal = f"the program of one device makes {got} where its shardings say {expected}"
+                return None
+            run = renamed(traced, proposal.atoms_of)
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_jax_mesh):
+                over_atoms = jax.make_jaxpr(run, axis_env=list(self.mesh.atom_sizes.items()))(*operands)
+        except Exception as error:  # a split whose program cannot run is not allowed
+            self.refusal = f"the program of one device raises {type(error).__name__}: {error}"
+            return None
+        sent = list(collectives_of(over_atoms, self.mesh.atom_sizes))
+        if any(kind == PERMUTE and not self._in_order(atoms) for kind, atoms, _, _ in sent):
+            # JAX 0.10 counts the positions of a ppermute in the order of the mesh, for any order of the named axes.
+            self.refusal = "the program of one device permutes over axes in another order than the mesh's"
+            return None
+        return dataclasses.replace(self._program(run, sent), unfinished=self._unfinished(over_atoms))
+
+    @staticmethod
+    def _program(run: Callable[..., list[Any]], sent: Sequence[tuple[str, Atoms, int, Any]]) -> DeviceProgram:
+        total_bytes = sum(sent_bytes for _, _, sent_bytes, _ in sent)
+        return DeviceProgram(run, total_bytes, frozenset(a for _, atoms, _, _ in sent for a in atoms))
+
+    def _unfinished(self, over_atoms: Any) -> Unfinished | None:
+        """A program over atoms without its last collective; None unless one collective combines all results."""
+        body, consts = closed(over_atoms)
+        last = [e for e in body.eqns if e.primitive.name in _COMBINES and not {*e.outvars}.isdisjoint(body.outvars)]
+        parts = {v: x for e in last for v, x in zip(e.outvars, e.invars, strict=True)}
+        kinds = {(e.primitive.name, frozenset(e.params["axes"])) for e in last}
+        read = {id(x) for e in body.eqns for x in e.invars}
+        if len(kinds) != 1 or any(e.params["axis_index_groups"] for e in last) or any(id(v) in read for v in parts):
+            return None
+        if any(isinstance(v, Literal) or v not in parts for v in body.outvars):
+            return None
+        ((name, atoms),) = kinds
+        body = body.replace(eqns=[e for e in body.eqns if e not in last], outvars=[parts[v] for v in body.outvars])
+        jaxpr = ClosedJaxpr(body, consts)
+        sent = list(collectives_of(jaxpr, self.mesh.atom_sizes))
+        run = renamed(jaxpr, {a: (a,) for a in self.mesh.atoms})
+        return Unfinished(self._program(run, sent), _COMBINES[name], atoms)
+
+    def _in_order(self, atoms: Atoms) -> bool:
+        return [a for a in self.mesh.atoms if a in atoms] == list(atoms)
+
+    def _local(self, arrays: Arrays) -> list[tuple[tuple[int, ...], Any]]:
+        count = self.mesh.count
+        return [
+            (tuple(n // count(atoms) for n, atoms in zip(shape, dims, strict=True)), dtype)
+            for (shape, dtype), dims in zip(self.parameters.types, arrays, strict=True)
+        ]
+
+    def _proposal(self, arrays: Arrays) -> _Proposal | None:
+        pairs = zip(self.parameters.types, arrays, strict=True)
+        if any(n % self.mesh.count(atoms) for (shape, _), dims in pairs for n, atoms in zip(shape, dims, strict=True)):
+            return None  # the user's functions do not handle padding
+        mesh, atoms_of, shardings = self._named(arrays)
+        operand_tree, result_tree = self._trees(shardings)
+        try:
+            returned = self.parameters.partition(*self.parameters.static, mesh, operand_tree, result_tree)
+        except Exception as error:  # it refuses these shardings
+            self.refusal = f"partition raises {type(error).__name__}: {error}"
+            return None
+        try:
+            returned_mesh, lower, results, operands = returned
+            flat = [*self.parameters.in_tree.flatten_up_to(operands), *self.parameters.out_tree.flatten_up_to(results)]
+            axes = tuple((str(name), int(size)) for name, size in returned_mesh.shape.items())
+        except Exception as error:
+            raise RuleError(
+                f"the partition of a custom_partitioning returned what is not asked of it: {error}",
+                got=f"partition: {self.parameters.partition}; it returned {type(returned).__name__}",
+                hint="Return mesh, lower_fn, the shardings of the results and a tuple of those of the operands.",
+            ) from error
+        if axes != tuple(mesh.shape.items()):
+            atoms_of = self._atoms_of(axes)
+        placed = tuple(
+            self._placed(s, len(t[0]), mesh, atoms_of) for s, t in zip(flat, self.parameters.types, strict=True)
+        )
+        return _Proposal(axes, atoms_of, lower, placed)
+
+    def _following(self, arrays: Arrays, function: Callable[..., Any], *, results: bool) -> Arrays:
+        """The shardings with those of the results from a user's function; unchanged if the function raises."""
+        mesh, atoms_of, shardings = self._named(arrays)
+        operand_tree, result_tree = self._trees(shardings)
+        operands = len(self.parameters.in_types)
+        result_shapes = self.parameters.out_tree.unflatten(
+            [jax.ShapeDtypeStruct(*t) for t in self.parameters.out_types]
+        )
+        arguments = (operand_tree, result_shapes) if results else (result_tree,)
+        try:
+            returned = function(*self.parameters.static, mesh, *arguments)
+            flat = self.parameters.out_tree.flatten_up_to(returned)
+            return (
+                *arrays[:operands],
+                *(self._placed(s, len(t[0]), mesh, atoms_of) for s, t in zip(flat, self.parameters.out_types)),
+            )
+        except GShardError:
+            raise
+        except Exception:  # the function does not support these shardings
+            return arrays
+
+    def _trees(self, shardings: Sequence[Any]) -> tuple[Any, Any]:
+        types = [jax.ShapeDtypeStruct(*t, sharding=s) for t, s in zip(self.parameters.types, shardings, strict=True)]
+        operands = len(self.parameters.in_types)
+        return self.parameters.in_tree.unflatten(types[:operands]), self.parameters.out_tree.unflatten(types[operands:])
+
+    def _named(self, arrays: Arrays) -> tuple[Any, Mapping[str, Atoms], list[jax.sharding.Sharding]]:
+        """The mesh for the user's functions, the atoms of its axes, and the shardings over this mesh."""
+        split_dims = [atoms for dims in arrays for atoms in dims if atoms]
+        axes: list[tuple[str, int, Atoms]] = []
+        for name, size in self.mesh.axes:
+            atoms_of_axis = self.mesh.atoms_of[name]
+            if all(_has_whole(atoms, atoms_of_axis) for atoms in split_dims):
+                axes.append((name, size, atoms_of_axis))
+            else:
+                axes += [(a, self.mesh.atom_sizes[a], (a,)) for a in atoms_of_axis]
+        mesh = automatic_mesh({name: size for name, size, _ in axes}, self.mesh.devices)
+        axis_at_atom = {atoms[0]: (name, len(atoms)) for name, _, atoms in axes if atoms}
+
+        def entry(atoms: Atoms) -> Any:
+            names: list[str] = []
+            i = 0
+            while i < len(atoms):
+                name, length = axis_at_atom[atoms[i]]
+                names.append(name)
+                i += length
+            if not names:
+                return None
+            return tuple(names) if len(names) > 1 else names[0]
+
+        shardings: list[jax.sharding.Sharding] = []
+        for dims in arrays:
+            sharding = NamedSharding(mesh, PartitionSpec(*map(entry, dims)))
+            as_named = self.parameters.decoded or self.mesh.devices is None
+            shardings.append(sharding if as_named else as_gspmd(sharding, len(dims), self.mesh.devices or ()))
+        return mesh, {name: atoms for name, _, atoms in axes}, shardings
+
+    def _placed(self, sharding: Any, ndim: int, mesh: Any, atoms_of: Mapping[str, Atoms]) -> tuple[Atoms, ...]:
+        """The atoms of each dimension of a sharding that a user's function has returned."""
+        if not isinstance(sharding, jax.sharding.Sharding):
+            raise RuleError(
+                "the functions of a custom_partitioning return shardings.",
+                got=f"{type(sharding).__name__}: {sharding!r}"[:200],
+                hint="Return a jax.sharding.NamedSharding for each operand and each result.",
+            )
+        if isinstance(sharding, NamedSharding):
+            spec, mesh_of_spec = sharding.spec, sharding.mesh
+        else:
+            spec, mesh_of_spec = spec_on(mesh, sharding, ndim), mesh
+        entries = [None if e is PartitionSpec.UNCONSTRAINED else e for e in entries_of(spec)]
+        axes = tuple((str(name), int(size)) for name, size in mesh_of_spec.shape.items())
+        if axes == tuple((name, self.mesh.count(atoms)) for name, atoms in atoms_of.items()):
+            names_of_dims = [axes_of_entry(e) for e in entries]
+            dims = [tuple(a for name in names for a in atoms_of[name]) for names in names_of_dims]
+            if any(dims[ndim:]):
+                raise RuleError(
+                    "a function of a custom_partitioning returned a sharding of more dimensions than its array has.",
+                    got=f"{spec} for an array of {ndim} dimensions",
+                    hint="Return a spec with at most one entry for each dimension.",
+                )
+            return (*dims[:ndim], *((),) * (ndim - len(dims)))
+        demand = resolve(Mark("spec", spec=tuple(entries), axes=axes), self.mesh, (self.mesh.size,) * ndim, "")
+        return demand.dims
+
+    def _atoms_of(self, axes: tuple[tuple[str, int], ...]) -> Mapping[str, Atoms]:
+        """The atoms of each axis of another mesh over the same devices."""
+        atoms_of = {}
+        for name, _ in axes:
+            mark = Mark("spec", spec=(name,), axes=axes)
+            (atoms_of[name],) = resolve(mark, self.mesh, (self.mesh.size,), "").dims
+        return atoms_of
+
+
+def _has_whole(atoms: Atoms, atoms_of_axis: Atoms) -> bool:
+    """Whether a dimension is split over all atoms of an axis, in order, or over none of them."""
+    positions = [i for i, a in enumerate(atoms) if a in atoms_of_axis]
+    return not positions or atoms[positions[0] : positions[0] + len(atoms_of_axis)] == atoms_of_axis

@@ -143,7 +143,9 @@ def slice_(call: Call) -> Rule:
         in_parts = [d for d in single if shards.atoms(dims[d][0])]
         whole = [d for d in range(x.ndim) if (moved[d] or d in single) and d not in (*windows, *in_parts)]
         for d in in_parts:
-            x = _element(x, d, starts[d], shards.atoms(dims[d][0]))
+            holder, at = divmod(starts[d], x.shape[d])
+            is_holder = lax.axis_index(shards.atoms(dims[d][0])) == holder
+            x = jnp.where(is_holder, lax.slice_in_dim(x, at, at + 1, axis=d), jnp.zeros((), x.dtype))
         if whole:
             x = lax.slice(
                 x,
@@ -170,13 +172,6 @@ def slice_(call: Call) -> Rule:
 def taken_spans(n: int, start: int, count: int, step: int = 1) -> tuple[Span, ...]:
     """The spans of a cut dimension of the first operand; () if the cut is the whole dimension."""
     return () if (start, count, step) == (0, n, 1) else (Span(0, start, count, step),)
-
-
-def _element(x: Any, dim: int, index: int, atoms: Atoms) -> Any:
-    """One element along a dimension that is split over some atoms; zero on devices that do not hold it."""
-    holder, at = divmod(index, x.shape[dim])
-    is_holder = lax.axis_index(atoms) == holder
-    return jnp.where(is_holder, lax.slice_in_dim(x, at, at + 1, axis=dim), jnp.zeros((), x.dtype))
 
 
 def _pad_merged(a: Maker, e: Equation) -> bool:

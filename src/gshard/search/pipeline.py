@@ -18,7 +18,7 @@ from gshard.device.cost import WORTH, Cost, cost
 from gshard.device.machine import Machine, machine_to_order
 from gshard.emit.partition import partition
 from gshard.planning.batched import batched
-from gshard.planning.collective_matmuls import CollectiveMatmul, Policy, windowed
+from gshard.planning.collective_matmuls import CollectiveMatmul, windowed
 from gshard.planning.objective import Objective, bytes_on
 from gshard.planning.propagate import propagate
 from gshard.planning.propagated import Propagated
@@ -110,7 +110,9 @@ class Settings:
     donated: tuple[int, ...] = ()  # arguments (counted without captured arrays) whose memory results may take
     # makes the plan of a traced program, if it is saved or searched; None chooses one
     given: Callable[[Program, Mesh, Boundary], Plan] | None = None
-    windowed: Policy | None = None  # selects contractions that may run as collective matmuls; None selects none
+    windowed: CollectiveMatmul | None = (
+        None  # selects contractions that may run as collective matmuls; None selects none
+    )
     faster: bool = False  # use collective matmuls only if they make a call faster, by the cost model
     memory_limit: int | None = None  # bytes that a device may hold; the machine's memory if None
     recomputes: bool = False  # recompute values to keep within the memory limit

@@ -40,11 +40,6 @@ def device_groups(axis_sizes: AxisSizes, axes: tuple[str, ...], index_groups: Gr
     return tuple(tuple(group) for group in groups)
 
 
-def run_collective(name: str, params: dict[str, Any], axis_sizes: AxisSizes, operands: list[PerDevice]) -> PerDevice:
-    """The results of a collective on all devices. The name is a key of ``COLLECTIVES``."""
-    return COLLECTIVES[name](params, axis_sizes, *operands)
-
-
 def _groups(params: dict[str, Any], axis_sizes: AxisSizes) -> Groups:
     axes = params.get("axis_name", params.get("axes"))
     axes = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
@@ -385,7 +380,8 @@ def _place(operations: list[tuple[Operation, bool]], needed: set[int]) -> Placed
 
 def compiled(run: Run) -> Callable[..., list[Any]]:
     """A run as a compiled function of its operands. Equal runs share it."""
-    platform = _platform()
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    platform = jax.default_backend() if device is None else getattr(device, "platform", device)
     try:
         return _COMPILED.get((run, platform), lambda: _compiled(run, platform))  # type: ignore[no-any-return]
     except TypeError:  # a parameter without a hash
@@ -406,12 +402,6 @@ def _compiled(run: Run, platform: str) -> Callable[..., list[Any]]:
 
     # Without the simplifier, XLA:GPU ends the process when it compiles a sort of one element.
     return jax.jit(call, compiler_options=AS_WRITTEN if platform == "cpu" else None)
-
-
-def _platform() -> str:
-    """The platform on which JAX runs arrays that are on no particular device."""
-    device = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return jax.default_backend() if device is None else getattr(device, "platform", device)
 
 
 def unknown_collective(eqn: core.JaxprEqn) -> TraceError:
@@ -520,7 +510,7 @@ def _communicate(
 ) -> list[PerDevice]:
     name, params = step.eqn.primitive.name, step.eqn.params
     if name in COLLECTIVES:
-        return [run_collective(name, params, axis_sizes, operands)]
+        return [COLLECTIVES[name](params, axis_sizes, *operands)]
     region = _REGIONS.get(name)
     if region is None:
         raise unknown_collective(step.eqn)

@@ -23,12 +23,7 @@ class Forest:
         self._groups = [(edges[g], child[g], parent[g]) for g in groups]
 
     def improve(self, costs: Floats, states: Ints) -> Ints:
-        """The best states of the nodes inside, given those of the others. No worse than allowed given states.
-
-        Args:
-            costs: float64 [all states], the costs of nodes.
-            states: int64 [nodes], the present states.
-        """
+        """The best states of the nodes inside, given those of the others. No worse than allowed given states."""
         flat = self.flat
         belief = np.append(flat.given_outside(costs, states, self.inside), 0.0)
         steps = []
@@ -102,12 +97,7 @@ class Prices:
         return self.flat.priced(self.values)
 
     def start(self, usage: Floats, value: float) -> None:
-        """Sets the first prices, from above.
-
-        Args:
-            usage: float64 [moments], the memory of the best states without prices.
-            value: the cost of these states.
-        """
+        """Sets the first prices, from above, by the memory of the best states without prices, and their cost."""
         fullness = usage / max(self.flat.limit, 1.0)
         self.values = np.where(fullness > 1, fullness - 1, 0.02)
         self.values *= ABOVE * value / max(self.flat.limit, 1.0) / self.values.sum()
@@ -120,11 +110,9 @@ class Prices:
         return own_bound
 
     def follow(self, usage: Floats, bound: float) -> None:
-        """Raises prices where memory exceeds the limit and lowers them where there is room.
+        """Raises prices where the memory of the chosen states exceeds the limit, and lowers them where there is room.
 
-        Args:
-            usage: float64 [moments], the memory of the states chosen at these prices.
-            bound: a bound of the priced problem; it sets the size of a price that rises from 0.
+        The bound of the priced problem sets the size of a price that rises from 0.
         """
         self._rounds += 1
         step = 1.0 / (1.0 + self._rounds / COOLING)

@@ -154,12 +154,7 @@ class Flat:
 
 
 def least(tables: Floats, costs: Floats) -> Floats:
-    """float64 [edges, states of b]: the minimum of tables plus costs over the states of a.
-
-    Args:
-        tables: float64 [states of a, edges, states of b], from ``Flat.padded``.
-        costs: float64 [edges, states of a].
-    """
+    """float64 [edges, b]: the minimum over a of tables [a, edges, b] (``Flat.padded``) plus costs [edges, a]."""
     return (costs.T[:, :, None] + tables).min(0)  # type: ignore[no-any-return]
 
 
@@ -210,11 +205,10 @@ class Batch:
 
 
 class Messages:
-    """The messages of a problem, between sweeps.
+    """The messages of a problem, between sweeps in the order of ``rank`` (int [nodes]).
 
-    Args:
-        flat: the problem. Some state of every neighbour must allow each state, as ``reduce`` guarantees.
-        rank: int [nodes], the order. A random order has few levels, however long the paths of the problem are.
+    Some state of every neighbour must allow each state, as ``reduce`` guarantees. A random order has few levels,
+    however long the paths of the problem are.
     """
 
     def __init__(self, flat: Flat, rank: Ints):
@@ -252,13 +246,10 @@ class Messages:
         return np.append(costs, 0.0) + np.bincount(self.into, self.sent, costs.size + 1)
 
     def sweep(self, costs: Floats, forward: bool, choose: bool = False) -> tuple[float, Ints]:
-        """One sweep.
+        """One sweep, in order or backwards, with costs (float64 [all states]) that may change from sweep to sweep.
 
-        Args:
-            costs: float64 [all states]. They may change from sweep to sweep.
-            forward: visit nodes in order; otherwise backwards.
-            choose: also choose states, each by the choices of the neighbours visited before and the messages of those
-                visited later.
+        If ``choose``, it also chooses states, each by the choices of the neighbours visited before and the messages of
+        those visited later.
         """
         flat, belief = self.flat, self.sums(costs)
         chosen = np.zeros(flat.size.size, dtype=np.int64)

@@ -185,12 +185,7 @@ class Reduced:
         return np.array(indices, dtype=np.int64)
 
     def lift_alternatives(self, values: Sequence[Floats], least: float) -> list[Floats]:
-        """Lower bounds of the value with each state of each node of ``whole``, from those of ``problem``.
-
-        Args:
-            values: for each node of ``problem``, float64 [states].
-            least: a lower bound of all values.
-        """
+        """Lower bounds of the value with each state of each node of ``whole``, from those of ``problem`` and of all."""
         bounds = [np.full(cost.size, np.inf) for cost in self.whole.costs]
         for node, kept, value in zip(self.nodes, self.kept, values):
             if node >= 0:

@@ -77,11 +77,9 @@ def _memory_only(problem: Problem) -> Problem:
 
 
 def tied(problem: Problem, classes: Ints) -> Problem:
-    """The problem with one node for each class. Its states ``s`` cost as much as ``s[classes]`` in the whole problem.
+    """The problem (without loads) with one node for each class, whose nodes have equally many states.
 
-    Args:
-        problem: a problem without loads.
-        classes: int64 [nodes], numbers from 0; nodes of one class have equally many states.
+    Its states ``s`` cost as much as ``s[classes]`` in the whole problem.
     """
     costs: dict[int, Floats] = {}
     for group, cost in zip(classes.tolist(), problem.costs, strict=True):

@@ -11,7 +11,7 @@
 """
 
 from gshard.testing.asserted_collectives import assert_collectives as assert_collectives
-from gshard.testing.collectives_baseline import assert_no_more_collectives as assert_no_more_collectives
+from gshard.testing.asserted_collectives import assert_no_more_collectives as assert_no_more_collectives
 from gshard.testing.rule_checks import check_kernel as check_kernel
 from gshard.testing.rule_checks import check_rule as check_rule
 

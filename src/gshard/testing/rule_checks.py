@@ -102,14 +102,14 @@ def check_rule(
         )
     checked: list[str] = []
     for equation in found:
-        assert equation.rule is not None
-        if not equation.rule.known and all(factor.kind == REPLICATE for factor in equation.rule.factors):
+        if not equation.operator_rule.known and all(
+            factor.kind == REPLICATE for factor in equation.operator_rule.factors
+        ):
             raise RuleError(
                 f"primitive '{equation.name}' has no rule.", equation.line, hint="Register one: gshard.rule(...)."
             )
         alone = Alone.of(program, equation, jax.tree.leaves(args)).of_finite()
-        rule = alone.equation.rule
-        assert rule is not None
+        rule = alone.equation.operator_rule
         for split in (*splits_of(rule, devices, most), *alone.passing(devices)):
             spmd = emit(plan_of(alone.program, alone.equation, split, devices))
             alone.compare_sent(spmd, split)
@@ -160,8 +160,7 @@ class Alone:
 
     def passing(self, mesh: Mesh) -> list[Split]:
         """Every way in which the rule lets values pass that are still to be combined, over one atom."""
-        rule = self.equation.rule
-        assert rule is not None
+        rule = self.equation.operator_rule
         return [
             {-1 - k: mesh.atoms[-1:]}
             for k, (monoid, operands) in enumerate(rule.linear)
@@ -194,18 +193,16 @@ class Alone:
         """Compares what the devices send with what the rule's ``local`` reports of it."""
         sent, said = emitted(spmd.jaxpr, spmd.mesh.atom_sizes), reported(spmd.collectives)
         if sent != said:
-            assert self.equation.rule is not None
             raise RuleError(
                 f"the rule of '{self.equation.name}' sends what it does not report.",
                 self.equation.line,
-                f"rule: {self.equation.rule}; split {split_text(self.equation.rule, split, spmd.mesh)}\n"
+                f"rule: {self.equation.rule}; split {split_text(self.equation.operator_rule, split, spmd.mesh)}\n"
                 f"  bytes sent by each device: {dict(sent)}, reported: {dict(said)}",
                 "Tell shards.note, or move data by shards.all_gather and shards.window, which do.",
             )
 
     def _lie(self, split: Split, mesh: Mesh, difference: str) -> RuleError:
-        rule, name = self.equation.rule, self.equation.name
-        assert rule is not None
+        rule, name = self.equation.operator_rule, self.equation.name
         factors = [f for f, atoms in split.items() if atoms and f >= 0]
         ways = [f"{monoid} in operands {sorted(i)}" for monoid, i, _ in passing(rule, split)]
         words = " and ".join([*(f"factor '{rule.names[f]}'" for f in factors), *ways])
@@ -261,13 +258,12 @@ def split_text(rule: Rule, split: Split, mesh: Mesh) -> str:
 
 def plan_of(program: Program, equation: Equation, split: Split, mesh: Mesh) -> Plan:
     """A plan in which one equation is split, and everything else is whole on every device."""
-    assert equation.rule is not None
     shardings = {v: Sharding.replicated(len(v.shape)) for v in program.block.inputs}
     for e in program.block.walk():
         shardings |= {v: Sharding.replicated(len(v.shape)) for v in e.outputs}
     for i, value in enumerate(equation.inputs):
         if isinstance(value, Value) and value in program.block.inputs:
-            shardings[value] = operand_sharding(equation.rule, i, split)
+            shardings[value] = operand_sharding(equation.operator_rule, i, split)
     splits = {e: split if e is equation else {} for e in program.block.walk()}
     return Plan(program, mesh, shardings, splits, {})
 

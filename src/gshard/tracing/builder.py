@@ -79,13 +79,8 @@ def demanded(eqn: Any) -> Any | None:
 # Opens a primitive without a rule: replaces it by the equations of its lowering function.
 
 
-def may_be_opened(primitive: Any, params: dict[str, Any]) -> bool:
-    """Whether an equation has no rule and is neither a loop nor a branch."""
-    return primitive.name not in REGIONS and not has_rule(primitive.name, params)
-
-
 def opened(primitive: Any, params: dict[str, Any], in_avals: Sequence[Any], out_avals: Sequence[Any]) -> Any | None:
-    """The jaxpr that replaces an equation for which ``may_be_opened`` is true; None if the equation stays."""
+    """The jaxpr that replaces an equation without a rule that is no loop and no branch; None if the equation stays."""
     function = function_of(primitive)
     if function is None:
         return None
@@ -363,7 +358,7 @@ class Builder:
 
     def _opened(self, eqn: Any) -> tuple[Any, tuple[Any, ...]] | None:
         """The jaxpr of a primitive without a rule, which equal equations (of equal layers) share; None without one."""
-        if eqn.effects or not may_be_opened(eqn.primitive, eqn.params):
+        if eqn.effects or eqn.primitive.name in REGIONS or has_rule(eqn.primitive.name, eqn.params):
             return None
         avals = tuple(v.aval for v in eqn.invars), tuple(v.aval for v in eqn.outvars)
         key = (eqn.primitive, tuple(eqn.params.items()), avals)

@@ -12,7 +12,7 @@ import jax
 
 from gshard.core.errors import TraceError
 from gshard.core.jax_adapter import ShardingTypeError, line_of_exception, user_line
-from gshard.core.jax_adapter_transformations import arrays_alone
+from gshard.core.jax_adapter_retracing import arrays_alone
 
 
 def closed_of(f: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:

@@ -32,7 +32,7 @@ from gshard.core.memory_kinds import is_in_host_space, is_on_host
 from gshard.core.program import Block, Edge, Equation, Value
 from gshard.core.sharding import Sharding
 from gshard.language.mark_primitive import bind_mark
-from gshard.language.region import REGIONS, Crossing, Emitter, Region, ShardingOf, crossing, edge, moved_to
+from gshard.language.region import REGIONS, Crossing, Interpreter, Region, ShardingOf, crossing, edge, moved_to
 from gshard.language.transfer import is_transfer, transferred
 from gshard.rules.callback import WITH_A_DEVICE
 from gshard.rules.sort import sorted_search
@@ -159,7 +159,7 @@ def _crossings(equation: Equation) -> list[Crossing]:
     return [c for of_values in crossings for c in of_values]
 
 
-def _emit(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequence[Any]:
+def _emit(equation: Equation, emitter: Interpreter, arrays: Sequence[Any]) -> Sequence[Any]:
     (body,), consts = equation.blocks, equation.params["consts"]
     carried = body.inputs[consts:]
     flags = carried[0]

@@ -74,8 +74,7 @@ def _of_mark(e: Equation) -> _Ways:
 
 
 def _from_marks(e: Equation, reached: Mapping[Value, Axes]) -> _Ways:
-    assert e.rule is not None
-    ways = ((way, _axes_of(e, way, reached)) for way in e.rule.finite)
+    ways = ((way, _axes_of(e, way, reached)) for way in e.operator_rule.finite)
     return tuple((way, axes) for way, axes in ways if axes)
 
 

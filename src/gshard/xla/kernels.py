@@ -498,7 +498,10 @@ def _buffers(
         case "tuple":
             return tuple(b for buffers in operands for b in buffers)
         case "get-tuple-element":
-            return _elements(computation, made, operands[0])
+            source = computation.instructions[made.operands[0]]
+            if len(operands[0]) <= 1 or "((" in source.type:
+                return operands[0][-1:]
+            return operands[0][made.number : made.number + 1]
         case "while" | "bitcast" | "opt-barrier" | "add-dependency" | "domain" | "copy-done" | "async-update":
             return operands[0]
         case "constant" | "after-all" | "partition-id" | "replica-id":
@@ -521,14 +524,6 @@ def _buffers(
             held.append(Held(Array(name, made.name, i if len(kept) > 1 else None), array.bytes, str(array)))
             found.append(len(held) - 1)
     return tuple(found)
-
-
-def _elements(computation: Computation, made: Instruction, buffers: _Buffers) -> _Buffers:
-    """Those of one element of a tuple, which may be a tuple itself."""
-    source = computation.instructions[made.operands[0]]
-    if len(buffers) <= 1 or "((" in source.type:
-        return buffers[-1:]
-    return buffers[made.number : made.number + 1]
 
 
 def _updated(module: Module, made: Instruction) -> dict[int, int]:

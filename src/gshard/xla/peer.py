@@ -87,16 +87,15 @@ class _Turned(_Marked):
     def equation(self, e: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
         """Runs an equation; what is split along other dimensions on its way in or out is constrained twice."""
         assert self.plan is not None
-        assert e.rule is not None
         split, arrays = self.plan.splits.get(e, {}), list(inputs)
         for i, v in enumerate(e.inputs):
-            enters = self.plan.sharding(e.outputs[0]) if e.mark else operand_sharding(e.rule, i, split)
+            enters = self.plan.sharding(e.outputs[0]) if e.mark else operand_sharding(e.operator_rule, i, split)
             arrays[i] = self._turned(arrays[i], v, self.plan.sharding(v), enters)
         results = super().equation(e, arrays)
         if e.mark:
             return results
         return [
-            self._turned(x, v, result_sharding(e.rule, i, split), self.plan.sharding(v))
+            self._turned(x, v, result_sharding(e.operator_rule, i, split), self.plan.sharding(v))
             for i, (x, v) in enumerate(zip(results, e.outputs, strict=True))
         ]
 
