@@ -328,10 +328,7 @@ def test_random_bits_are_those_of_the_setting_that_they_are_drawn_in(where):
             a = jax.random.normal(key, x.shape)
         return x + a + jax.random.normal(key, x.shape)
 
-    f = {
-        "straight": drawn,
-        "jit": jax.jit(drawn),
-    }[where]
+    f = {"straight": drawn, "jit": jax.jit(drawn)}[where]
     mesh = mesh_of(8)
     x = placed(mesh)
     expected = jax.jit(f)(np.asarray(x))

@@ -66,13 +66,7 @@ def gradient(x, ws, again=True):
     return jax.value_and_grad(loss)(ws)
 
 
-CASES = {
-    "forwards": pairs,
-    "one product": single,
-    "converted": converted,
-    "in a loop": nested,
-    "gradient": gradient,
-}
+CASES = {"forwards": pairs, "one product": single, "converted": converted, "in a loop": nested, "gradient": gradient}
 ARGUMENTS = f32(256, 128), (f32(5, 128, 128), f32(5, 128, 128))
 
 
