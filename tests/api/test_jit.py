@@ -30,13 +30,6 @@ def test_shardings_of_arguments_are_marks(mesh_2x4):
     assert lowered.plan.format(lowered.program.block.outputs[0]) == "f32[8@model,4@data]"
 
 
-def test_inside_another_gshard_function_marks_count():
-    inner = gshard.jit(lambda x: split(x, 0, 8).sum(), mesh=8)
-    outer = gshard.jit(lambda x: inner(x * 2), mesh=8)
-    assert [c.kind for c in outer.lower(jnp.ones(8)).spmd.collectives] == ["all_reduce"]
-    assert outer(jnp.ones(8)) == 16
-
-
 def test_strict_refuses_what_has_no_rule():
     def f(x):
         return invented(split(x, 0, 8))
@@ -92,16 +85,6 @@ def test_uneven_results_may_stay_where_they_are(rng):
         gshard.jit(step, mesh=8, uneven="padded")
 
 
-def test_an_uneven_argument_may_be_needed_otherwise(rng):
-    x = rng.standard_normal((11, 10), np.float32)
-    rows = gshard.jit(lambda x: split(x, 0, 8) + 0, mesh=8, uneven="keep")(x)
-    columns = gshard.jit(lambda x: split(x, 1, 8) + 0, mesh=8, uneven="keep")
-    np.testing.assert_array_equal(columns(rows), x)
-    given = gshard.jit(lambda x: x + 0, mesh=8, uneven="keep", in_shardings=P(None, "devices"))
-    assert given(rows).partitioning.dims == columns(rows).partitioning.dims
-    np.testing.assert_array_equal(given(rows), x)
-
-
 @pytest.mark.parametrize("parts", [4, 8])
 def test_a_donated_state_comes_as_it_leaves(parts, mesh_2x4, rng):
     """6 rows over 4 or 8 devices leave in halves. So they come, and one program serves all steps, the first too."""
@@ -137,20 +120,6 @@ def test_values_where_only_shapes_are_known():
         gshard.jit(lambda x, sizes: x, mesh=8, static_argnums=1)(jnp.ones(3), [1, 2])
     with pytest.raises(TypeError, match="unsupported operand"):
         gshard.jit(lambda x: x + "a", mesh=8)(jnp.ones(3))
-
-
-# The same call gets the same program: what belongs to the key of what is kept, and what is kept no longer.
-
-
-def test_a_state_that_goes_round_is_compiled_once():
-    """The first state is placed nowhere, later ones as the program left them; their plans are the same."""
-    step = gshard.jit(lambda w, x: (w - 0.1 * split(x, 0, 8).sum(0), x.mean()), mesh=8, donate_argnums=0)
-    w, x = jnp.zeros(4), jnp.ones((16, 4))
-    first = step.lower(w, x)
-    moved, _ = step(w, x)
-    again = step.lower(moved, x)
-    assert again is first
-    assert moved.sharding.spec == P()
 
 
 def several(count, *xs, key=None):

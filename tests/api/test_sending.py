@@ -186,12 +186,6 @@ def test_a_narrow_row_is_gathered_as_it_is_if_that_sends_less(x):
     assert found.total_bytes <= SIZE * 4 * 7 // 8
 
 
-def test_bfloat16_weights_are_sent_as_int8(w, x):
-    half, same = w.astype(jnp.bfloat16), x.astype(jnp.bfloat16)
-    assert gathered_bytes(lambda w, x: product(w, x, "int8"), half, same) == SIZE * (SIZE + 4) * 7 // 8
-    assert gathered_bytes(lambda w, x: product(w, x, None), half, same) == SIZE * SIZE * 2 * 7 // 8
-
-
 @pytest.mark.parametrize("send", SENT)
 def test_an_open_mark_rounds_what_a_layout_shards(send, stack, x):
     is_open = P(P.UNCONSTRAINED, P.UNCONSTRAINED)
@@ -236,24 +230,6 @@ def test_layers_inside_of_a_loop_over_micro_batches(send, stack, x):
 
 
 @pytest.mark.optimised
-@pytest.mark.parametrize("send", SENT)
-@pytest.mark.parametrize("f", [
-    lambda ws, send: jax.vmap(lambda w: gshard.split(w, 0, "data", send=send))(ws),
-    lambda ws, send: jax.vmap(lambda w: gshard.split(w, 1, "data", send=send) * 2, in_axes=2)(ws),
-    lambda ws, send: jax.vmap(lambda w: gshard.shard(w, np.arange(8).reshape(4, 2), send=send))(ws),
-    lambda ws, send: jax.lax.map(lambda w: gshard.shard(w, P(None, "data"), send=send), ws),
-    lambda ws, send: jax.lax.fori_loop(0, 3, lambda i, ws: gshard.split(ws, 1, "data", send=send) * 3, ws),
-    lambda ws, send: jax.lax.cond(ws[0, 0, 0] > 0, lambda: gshard.split(ws, 1, "data", send=send), lambda: ws * 2),
-])  # fmt: skip
-@pytest.mark.one_in(4)
-def test_inside_of_transformations(f, send, rng):
-    ws = rng.standard_normal((6, 16, 24)).astype(np.float32)
-    mesh = mesh_of(data=8)
-    for got in in_every_way(gshard.jit(lambda ws: f(ws, send), mesh=mesh), (ws,), mesh):
-        np.testing.assert_array_equal(got, f(ws, send))
-
-
-@pytest.mark.optimised
 def test_marks_that_differ_in_precision_only(w):
     """No cache takes one for the other."""
 
@@ -268,15 +244,6 @@ def test_marks_that_differ_in_precision_only(w):
         assert len({v.tobytes() for v in want}) == 3
         for got in (jax.jit(g)(w), gshard.jit(g, mesh={"data": 8})(w)):
             assert [np.asarray(v).tobytes() for v in got] == [v.tobytes() for v in want]
-
-
-@pytest.mark.parametrize("send", SENT)
-def test_the_derivative_of_a_partitioned_function(send, w, x):
-    def f(w, x):
-        return product(w, x, send).sum()
-
-    got = jax.grad(gshard.jit(f, mesh={"data": 8}))(w, x)
-    np.testing.assert_allclose(got, jax.grad(f)(w, x), rtol=1e-4, atol=1e-4)
 
 
 # -- pytrees ---------------------------------------------------------------------------------------------------------

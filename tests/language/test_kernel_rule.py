@@ -81,6 +81,11 @@ CASES = {
     "norm": (norm, ((4, 6, 8), (8,)), "a b c, c -> a b c; replicate c",
              "a b c, c, a b c -> a b c, c; add over a=4; add over b=6; replicate c"),
     "sum": (lambda x: x.sum(0), ((4, 6),), "a b -> b; add over a=4", "a b, b -> a b"),
+    "largest": (lambda x: x.max(1), ((4, 6),), "a b -> a; max over b=6", ""),
+    "own word of a vocabulary": (
+        lambda x, labels, words: jnp.sum(jnp.where(words[None] == labels[:, None], x, 0), 1), ((4, 6), (4,), (6,)),
+        "a b, a, b -> a; add over b=6", "",
+    ),
     "number of rows": (lambda x: x / x.shape[0], ((4, 6),), "a b -> a b; replicate a", "a b, a b -> a b; replicate a"),
     "mean of rows": (lambda x: x.mean(0), ((4, 6),), "a b -> b; replicate a", "a b, b -> a b; replicate a"),
     "square of a sum": (lambda x: x.sum(0) ** 2, ((4, 6),), "a b -> b; replicate a", "a b, b -> a b; replicate a"),
