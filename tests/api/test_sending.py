@@ -186,6 +186,12 @@ def test_a_narrow_row_is_gathered_as_it_is_if_that_sends_less(x):
     assert found.total_bytes <= SIZE * 4 * 7 // 8
 
 
+def test_bfloat16_weights_are_sent_as_int8(w, x):
+    half, same = w.astype(jnp.bfloat16), x.astype(jnp.bfloat16)
+    assert gathered_bytes(lambda w, x: product(w, x, "int8"), half, same) == SIZE * (SIZE + 4) * 7 // 8
+    assert gathered_bytes(lambda w, x: product(w, x, None), half, same) == SIZE * SIZE * 2 * 7 // 8
+
+
 @pytest.mark.parametrize("send", SENT)
 def test_an_open_mark_rounds_what_a_layout_shards(send, stack, x):
     is_open = P(P.UNCONSTRAINED, P.UNCONSTRAINED)

@@ -14,7 +14,6 @@ import gshard
 from gshard import Layout, name
 from gshard.core.errors import PlanError, ShardingError
 from gshard.core.layout import Names
-from gshard.core.mesh import Mesh
 
 U = P.UNCONSTRAINED
 MESH = {"data": 2, "model": 4}
@@ -89,16 +88,6 @@ def test_without_a_layout_names_are_nothing(arguments):
     assert shardings_of(found) == shardings_of(expected)
 
 
-def test_names_that_the_layout_does_not_mention_leave_no_trace(arguments):
-    layout = Layout(batch="data")
-    f = lambda p, x: name(name(x, "batch embed") @ p["w1"], "_ hidden")  # noqa: E731
-    lowered = gshard.jit(f, mesh=MESH, layout=layout).lower(*arguments)
-    assert said(lowered) == ["name(x, 'batch embed') by batch='data'"]
-    assert (
-        "hidden" not in gshard.explain(gshard.jit(f, mesh=MESH, layout=layout), *arguments).format().split("layout")[0]
-    )
-
-
 def test_open_closed_and_split(rng):
     """``length`` is not mentioned, so the mark that comes after may split it; ``embed`` is closed."""
     x = rng.standard_normal((6, 8, 10)).astype(np.float32)
@@ -153,15 +142,6 @@ def test_the_cotangent_has_the_same_names(arguments):
     close(gshard.jit(f, mesh=MESH, layout=LAYOUT, names=NAMES)(*arguments), f(*arguments))
 
 
-@pytest.mark.parametrize("transformed", [jax.grad, lambda f: jax.jit(f), lambda f: jax.checkpoint(f)])
-def test_transformations_around_take_the_layout_along(transformed, arguments):
-    def loss(params, x):
-        return jnp.sum(jnp.sin(mlp(params, x)))
-
-    step = gshard.jit(loss, mesh=MESH, layout=LAYOUT, names=NAMES)
-    close(transformed(step)(*arguments), transformed(loss)(*arguments), 1e-4)
-
-
 def test_a_derivative_from_outside_is_split_as_the_layout_says(rng):
     """Also where only one of its halves has what the layout names, and ``strict`` is asked for."""
     w, x = (rng.standard_normal(s).astype(np.float32) for s in ((8, 16), (12, 8)))
@@ -189,21 +169,6 @@ def test_a_layout_under_vmap_leaves_the_new_dimension_open(arguments):
     close(gshard.jit(f, mesh=MESH, layout=LAYOUT)(xs), f(xs))
     around = jax.vmap(gshard.jit(mlp, mesh=MESH, layout=LAYOUT, names=NAMES), (None, 0))
     close(around(params, xs), jax.vmap(mlp, (None, 0))(params, xs))
-
-
-def test_inside_of_loops(rng):
-    w, x = (rng.standard_normal(s).astype(np.float32) for s in ((3, 12, 12), (10, 12)))
-
-    def f(w, x):
-        def body(x, w):
-            return name(jnp.tanh(x @ name(w, "embed hidden")), "batch _"), x.sum()
-
-        return jax.lax.scan(body, x, w)
-
-    lowered = gshard.jit(f, mesh=MESH, layout=LAYOUT).lower(w, x)
-    assert len(said(lowered)) == 2
-    assert {d.names.dims for d in lowered.program.named} == {("embed", "hidden"), ("batch", None)}
-    close(gshard.jit(f, mesh=MESH, layout=LAYOUT)(w, x), f(w, x))
 
 
 def test_a_function_inside_keeps_its_own_layout(arguments):
@@ -416,14 +381,14 @@ def test_what_is_not_used_is_told_and_refused(arguments):
 # -- ordered rules of other libraries --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(4))
 def test_any_rules_are_read_as_flax_reads_them(seed):
     spmd = pytest.importorskip("flax.linen.spmd")
     rng = np.random.default_rng(seed)
     axes = [None, "x", "y", "z", ("x", "y"), ("z", "x"), ()]
     rules = [("abcdef"[rng.integers(6)], axes[rng.integers(len(axes))]) for _ in range(rng.integers(1, 9))]
     layout = Layout.of(rules)
-    for _ in range(20):
+    for _ in range(50):
         names = tuple(np.array([*"abcdefg"])[rng.permutation(7)[: rng.integers(1, 5)]].tolist())
         theirs = spmd.logical_to_mesh_axes(names, rules)
         expected = tuple((a,) if isinstance(a, str) else tuple(a) or None if a is not None else None for a in theirs)
@@ -448,14 +413,6 @@ def test_a_program_under_ordered_rules(rng):
     assert decided(Names(("length", "embed"))) == decided(Names(("embed",))) == ()
     with pytest.raises(ShardingError, match=r"(?s)called 'a', which ordered rules do not allow.*test_layout.py"):
         gshard.jit(lambda x: name(x, "a a"), mesh=MESH, layout=Layout.of([("a", "data")]))(x)
-
-
-def test_axes_are_looked_up_in_the_mesh_that_is_set(arguments):
-    step = gshard.jit(mlp, layout=LAYOUT, names=NAMES)
-    with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)):
-        close(step(*arguments), mlp(*arguments))
-    with pytest.raises(ShardingError, match="no axis 'data'"):
-        step.on(Mesh.abstract(a=4)).lower(*arguments)
 
 
 def test_names_that_come_with_flax():

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from jax.experimental import pallas
 from jax.experimental.pallas import tpu
-from jax.experimental.pallas.ops.tpu import megablox
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.sharding import PartitionSpec as P
 
 import gshard
@@ -127,33 +125,3 @@ def test_a_kernel_names_axes_of_the_mesh(shape, rng):
     f = jax.shard_map(part, mesh=mesh, in_specs=P(("a", "b")), out_specs=P(("a", "b")), check_vma=False)
     x = rng.standard_normal((16, 6), np.float32)
     same(gshard.jit(f, mesh=mesh)(x), jax.jit(f)(x))
-
-
-@pytest.mark.slow
-def test_splash_attention_and_grouped_products(rng):
-    """JAX's own kernels for TPU, in interpret mode: mapped, and in ``shard_map``, with gradients."""
-    mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
-    size = {f"block_{x}": 128 for x in ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")}
-    causal = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((256, 256))] * 2)
-    attend = jax.vmap(
-        splash_attention_kernel.make_splash_mha_single_device(
-            mask=causal, interpret=True, block_sizes=splash_attention_kernel.BlockSizes(**size)
-        )
-    )
-    by_hand = jax.shard_map(attend, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False)
-    q = jax.device_put(rng.standard_normal((8, 2, 256, 128), np.float32), jax.sharding.NamedSharding(mesh, P("a")))
-    for f in (attend, by_hand):
-        for g in (f, jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), (0, 1, 2))):
-            partitioned = gshard.jit(g, mesh=mesh)
-            got, want = partitioned(q, q, q), jax.jit(g)(q, q, q)
-            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
-            assert not partitioned.lower(q, q, q).spmd.collectives
-    x, w = rng.standard_normal((512, 128), np.float32), rng.standard_normal((4, 128, 1024), np.float32)
-    sizes = np.array([128, 128, 0, 256], np.int32)
-    product = lambda x, w, sizes: megablox.gmm(x, w, sizes, interpret=True)  # noqa: E731
-    columns = jax.shard_map(
-        product, mesh=mesh, in_specs=(P(), P(None, None, "a"), P()), out_specs=P(None, "a"), check_vma=False
-    )
-    for f in (columns, lambda x, w, sizes: product(gshard.split(x, 0, 8), w, sizes)):
-        got, want = gshard.jit(f, mesh=mesh)(x, w, sizes), jax.jit(product)(x, w, sizes)
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)

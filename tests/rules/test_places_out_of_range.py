@@ -32,8 +32,6 @@ def added_windows(mode):
 
 LOOKED_UP = {
     "columns": lambda mode: lambda x: x.at[:, COLUMNS].get(mode=mode),
-    "one column": lambda mode: lambda x: x.at[:, np.array([11])].get(mode=mode),
-    "rows": lambda mode: lambda x: x.at[ROWS].get(mode=mode),
     "both": lambda mode: lambda x: x.at[ROWS, COLUMNS].get(mode=mode),
     "vmap": lambda mode: (
         lambda x: jax.vmap(lambda row, at: row.at[at].get(mode=mode))(
@@ -41,21 +39,13 @@ LOOKED_UP = {
         )
     ),
     "scan": lambda mode: lambda x: lax.scan(lambda s, row: (s + row.at[COLUMNS].get(mode=mode), s), jnp.ones(5), x),
-    "cond": lambda mode: (
-        lambda x: lax.cond(
-            x[0, 0] < 0, lambda y: y.at[:, COLUMNS].get(mode=mode), lambda y: y.at[:, COLUMNS - 1].get(mode=mode), x
-        )
-    ),
     "unsigned": lambda mode: lambda x: x.at[:, np.array([2, 250], np.uint8)].get(mode=mode),
     "windows": windows,
 }
 WRITTEN = {
     "set": lambda mode: lambda x: x.at[:, COLUMNS].set(np.arange(5.0), mode=mode),
-    "set one": lambda mode: lambda x: x.at[:, np.array([11])].set(9.0, mode=mode),
     "set one element": lambda mode: lambda x: x.at[np.array(3), np.array(11)].set(9.0, mode=mode),
     "add both": lambda mode: lambda x: x.at[ROWS, COLUMNS].add(np.arange(5.0) - 2, mode=mode),
-    "mul rows": lambda mode: lambda x: x.at[ROWS].mul(3.0, mode=mode),
-    "max": lambda mode: lambda x: x.at[ROWS, COLUMNS].max(1.5, mode=mode),
     "vmap": lambda mode: (
         lambda x: jax.vmap(lambda row, at: row.at[at].add(2.0, mode=mode))(
             x, np.stack([COLUMNS, COLUMNS + 1, COLUMNS - 3, -COLUMNS])

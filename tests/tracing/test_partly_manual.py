@@ -69,22 +69,6 @@ def pipeline(mesh, size=16):
     return f, (put(mesh, normal(2, size, size), "a", "c"), put(mesh, normal(4, 8, size), None, "c"))
 
 
-def experts():
-    """Tokens go to experts by a manual all-to-all; each expert is split over an automatic axis."""
-    mesh = mesh_of(expert=4, model=2)
-
-    def part(x, w1, w2):
-        y = lax.all_to_all(x, "expert", 1, 0, tiled=True)
-        h = jax.nn.relu(jnp.einsum("ecd,edf->ecf", y.reshape(1, -1, 16), w1))
-        o = jnp.einsum("ecf,efd->ecd", h, w2).reshape(y.shape)
-        return lax.all_to_all(o, "expert", 0, 1, tiled=True)
-
-    f = manual(part, mesh, (P("expert"),) * 3, P("expert"), ["expert"])
-    shards = (("expert",), ("expert", None, "model"), ("expert", "model"))
-    sizes = ((4, 8, 16), (4, 16, 32), (4, 32, 16))
-    return mesh, f, tuple(put(mesh, normal(*n), *spec) for n, spec in zip(sizes, shards, strict=True))
-
-
 def collectives(x):
     y = lax.with_sharding_constraint(x, P(None, "c"))
     return (
@@ -136,7 +120,6 @@ def cases():
         CUBE, (P("a"), P()), P(), "a",
     )  # fmt: skip
     stages, staged = pipeline(WIDE)
-    mesh, moe, moved = experts()
     nested = manual(in_the_other, CUBE, (P("a"), P()), P("a"), "a", False)
     stacked = (put(WIDE, normal(8, 8), "c"), put(WIDE, normal(3, 8, 8), None, "a", "c"))
     uneven = manual(
@@ -147,8 +130,6 @@ def cases():
         "constraint": (CUBE, constrained, (tall, weights)),
         "pipeline": (WIDE, stages, staged),
         "pipeline, gradient": (WIDE, jax.value_and_grad(total(stages), (0, 1)), staged),
-        "experts": (mesh, moe, moved),
-        "experts, gradient": (mesh, jax.grad(total(moe), (0, 1, 2)), moved),
         "collectives": (CUBE, manual(collectives, CUBE, P(("a", "b")), P(("a", "b")), "ab", False), (tall,)),
         "nested": (CUBE, nested, (tall, weights)),
         "in a scan": (WIDE, layers, stacked),

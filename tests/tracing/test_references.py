@@ -114,25 +114,6 @@ def mapped(x):
     return jax.vmap(f)(x)
 
 
-@jax.custom_vjp
-def tripled(x):
-    r = jax.new_ref(x)
-    r[...] *= 3
-    return r[...]
-
-
-def in_region(x):
-    r = jax.new_ref(x)
-
-    def body(r):
-        own = jax.new_ref(r[...])
-        own[...] *= 2
-        r[...] = own[...]
-
-    jax.shard_map(body, mesh=LINE, in_specs=P("d"), out_specs=None)(r)
-    return r[...]
-
-
 def beside_a_kernel(x):
     """The references of a kernel are its own."""
     r = jax.new_ref(x)
@@ -145,18 +126,15 @@ def beside_a_kernel(x):
     return r[...] + row
 
 
-INSIDE = (whole, places, in_scan, in_loops, in_calls, gradient, mapped)
-
-
 def same(a, b):
     assert jax.tree.structure(a) == jax.tree.structure(b)
     jax.tree.map(lambda p, q: np.testing.assert_allclose(p, q, rtol=1e-5, atol=1e-5), a, b)
 
 
-SLOW = [pytest.param(f, marks=pytest.mark.slow) for f in (beside_a_kernel, in_region)]
+INSIDE = (whole, places, in_scan, in_loops, in_calls, gradient, mapped, beside_a_kernel)
 
 
-@pytest.mark.parametrize("f", (*INSIDE, *SLOW), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("f", INSIDE, ids=lambda f: f.__name__)
 @pytest.mark.one_in(3)
 def test_references_inside_are_values(f):
     wanted = jax.jit(f)(X)
