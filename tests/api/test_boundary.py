@@ -146,9 +146,6 @@ def test_what_is_no_array_names_the_leaf(mesh):
         gshard.jit(lambda x: {"l": {"name": "text", "w": x}}, mesh=mesh, out_shardings=P())(A)
 
 
-# -- sizes that do not divide ----------------------------------------------------------------------------------------
-
-
 def test_marks_of_results_may_ask_for_equal_parts(mesh):
     def f(x):
         return {"w": x}

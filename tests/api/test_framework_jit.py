@@ -198,8 +198,6 @@ def test_the_mesh_of_its_arguments_is_searched():
 
 
 # Steps that frameworks jit are partitioned in a block of instead_of_jit: equal losses, state as it came.
-
-
 X = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
 
 

@@ -166,8 +166,6 @@ def test_names_reach_the_compiled_program():
 
 
 # The log tells why a function is planned again.
-
-
 MESH = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 X = jnp.ones((16, 8))
 

@@ -35,9 +35,6 @@ def is_sharded(x, mesh, *spec):
     return x.sharding.is_equivalent_to(NamedSharding(mesh, P(*spec)), x.ndim)
 
 
-# -- two marks in a row ----------------------------------------------------------------------------------------------
-
-
 def by_constraints(x):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AUTO, AUTO))
     for spec in (P(("data", "model")), P(None, ("data", "model"))):
@@ -76,9 +73,6 @@ def test_a_mark_inside_against_one_at_the_boundary_is_a_reshard(x, mesh):
     assert is_sharded(into(x), mesh, None, both)
 
 
-# -- scalars and literals --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("f", [
     lambda x: replicate(3.0) * x,
     lambda x: replicate({"a": x, "lr": 0.1})["lr"] * x,
@@ -106,9 +100,6 @@ def test_outside_a_mark_on_a_scalar_changes_nothing(value, mark):
         assert found.tobytes() == expected.tobytes()
 
 
-# -- pytrees ---------------------------------------------------------------------------------------------------------
-
-
 def test_leaves_without_the_dimension_stay_open(x, mesh):
     """An optimizer's state: moments, a scalar count, None, a key."""
     state = {"m": x, "b": x[0], "count": np.int32(3), "none": None, "key": jax.random.key(1), "lr": 0.5}
@@ -130,9 +121,6 @@ def test_gradients_of_integers_pass(x):
 
 def test_a_pytree_without_arrays_is_left_alone():
     assert split({"a": None, "b": ()}, 3, "data") == replicate({"a": None, "b": ()}) == {"a": None, "b": ()}
-
-
-# -- in JAX's words --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("said", "spec"), [
@@ -193,9 +181,6 @@ def test_a_table_counts_without_the_dimension_of_vmap(x, mesh):
     assert is_sharded(out, mesh, None, "data", "model")
     assert out.tobytes() == y.tobytes()
     np.testing.assert_array_equal(jax.grad(lambda y: (f(y) ** 2).sum())(y), 2 * y)
-
-
-# -- wrongly ---------------------------------------------------------------------------------------------------------
 
 
 def tree_of(x):

@@ -259,8 +259,6 @@ def test_explain_takes_the_options_of_jit():
 
 
 # What ``explain`` takes: stages of functions from ``gshard.jit`` and ``jax.jit``, and shardings on abstract meshes.
-
-
 NAMES = ("data", "model")
 DEVICES = jax.make_mesh((2, 4), NAMES, axis_types=(AxisType.Auto,) * 2)
 ABSTRACT = AbstractMesh((2, 4), NAMES)

@@ -232,8 +232,6 @@ def test_a_transfer_guard_refuses_what_it_refuses_of_jit(place, donated):
 
 
 # A given plan runs in every call, wherever the arguments are, on meshes of both types of axes.
-
-
 RNG = np.random.default_rng(3)
 W = RNG.standard_normal((16, 24)).astype(np.float32)
 BATCH = RNG.standard_normal((8, 16)).astype(np.float32)

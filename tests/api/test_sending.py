@@ -78,8 +78,6 @@ def gathered_bytes(f, *args):
     return sum(c.total_bytes for c in compiled(f, *args) if c.kind == "all_gather")
 
 
-# -- the numbers -----------------------------------------------------------------------------------------------------
-
 MARKS = {
     "rows": lambda w, send: gshard.split(w, 0, "data", send=send),
     "columns": lambda w, send: gshard.split(w, 1, ("data", "model"), send=send),
@@ -138,9 +136,6 @@ def test_the_gradient_is_that_of_the_rounded_weights(w, x):
         _, got = jax.jit(step_of(product, send))(w, x)
         _, want = jax.jit(step_of(product, None))(gshard.replicate(w, send=send), x)
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-
-
-# -- what is sent ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("send", [None, *SENT])
@@ -252,9 +247,6 @@ def test_marks_that_differ_in_precision_only(w):
             assert [np.asarray(v).tobytes() for v in got] == [v.tobytes() for v in want]
 
 
-# -- pytrees ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("send", [*SENT, jnp.int8, np.dtype("int8"), jnp.bfloat16])
 @pytest.mark.one_in(2)
 def test_of_a_pytree_floats_are_rounded_and_nothing_else(rng, send):
@@ -299,9 +291,6 @@ def test_by_path(w):
         gshard.shard_by_path(params, {"layers/*": P("data")}, send="int7")
 
 
-# -- reports ---------------------------------------------------------------------------------------------------------
-
-
 def test_explain_names_the_array_the_dtype_and_the_error(w, x):
     found = gshard.explain(lambda w, x: product(w, x, "int8"), w, x, mesh={"data": 8})
     (line,) = found.low_precision
@@ -318,9 +307,6 @@ def test_explain_names_the_array_the_dtype_and_the_error(w, x):
     assert not gshard.explain(lambda w, x: product(w, x, None), w, x, mesh={"data": 8}).low_precision
     assert "marked split(x, 0, 'data'" in found.why("w")
     assert "marked split(x, 0, 'data', send='bfloat16')" in half.why("w")
-
-
-# -- mistakes --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("x", "send", "what", "hint"), [

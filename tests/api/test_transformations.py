@@ -156,8 +156,6 @@ def test_a_reducer_can_be_partitioned(wrapped):
 
 
 # A partitioned function inside ``jax.jit`` is planned for operands as they are split there.
-
-
 X = np.random.default_rng(0).standard_normal((64, 16)).astype(np.float32)
 W = np.random.default_rng(1).standard_normal((16, 16)).astype(np.float32) / 4
 

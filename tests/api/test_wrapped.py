@@ -162,8 +162,6 @@ def test_a_device_is_refused():
 
 
 # Options of a ``gshard.jit`` that another one calls: kept where both have the same, else listed with the line.
-
-
 H100 = "h100:1x8"
 OPTIONS = {
     "machine": {"machine": H100},

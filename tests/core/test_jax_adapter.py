@@ -106,8 +106,6 @@ def test_jax_switches_it_off(name, request):
 
 
 # With ``jax.debug_nans`` a NaN is a ``FloatingPointError`` wherever the function is called from, never a result.
-
-
 ONES = np.ones((16, 8), np.float32)
 
 
@@ -151,8 +149,6 @@ def test_a_nan_in_the_padding_is_none():
 
 
 # Lines: those that the user wrote, also where a framework's layer stands between them and the operation.
-
-
 def test_layers_of_a_framework_are_at_the_lines_that_call_them():
     nnx = pytest.importorskip("flax.nnx")
     up, down = nnx.Linear(16, 32, rngs=nnx.Rngs(0)), nnx.Linear(32, 8, rngs=nnx.Rngs(1))

@@ -57,9 +57,6 @@ def close(found, expected, tolerance=1e-5):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance * largest)
 
 
-# -- what a layout means ---------------------------------------------------------------------------------------------
-
-
 def test_a_layout_is_the_marks_it_stands_for(arguments):
     named = gshard.jit(mlp, mesh=MESH, layout=LAYOUT, names=NAMES)
     marked = gshard.jit(marked_mlp, mesh=MESH, in_shardings=SPECS)
@@ -131,9 +128,6 @@ def test_a_row_for_some_arguments_goes_before_one_for_all(arguments):
     close(gshard.jit(mlp, mesh=MESH, layout=layout, names=NAMES)(*arguments), mlp(*arguments))
 
 
-# -- under transformations -------------------------------------------------------------------------------------------
-
-
 def test_the_cotangent_has_the_same_names(arguments):
     f = jax.grad(lambda params, x: jnp.sum(jnp.sin(mlp(params, x))))
     lowered = gshard.jit(f, mesh=MESH, layout=LAYOUT, names=NAMES).lower(*arguments)
@@ -187,9 +181,6 @@ def test_a_function_inside_keeps_its_own_layout(arguments):
     g = lambda p, x: unsaid(p, x) * 2  # noqa: E731
     assert len(said(gshard.jit(g, mesh=MESH, layout=Layout(batch="data")).lower(*arguments))) == 2
     close(gshard.jit(f, mesh=MESH, layout=Layout(batch="data"))(*arguments), f(*arguments))
-
-
-# -- pytrees, names of arguments, the cache --------------------------------------------------------------------------
 
 
 def test_pytrees_and_prefixes(arguments):
@@ -267,9 +258,6 @@ def test_the_layout_and_the_names_belong_to_the_cache(arguments):
     assert (swapped, hash(swapped)) == (LAYOUT, hash(LAYOUT))
     assert Layout(batch="data") != LAYOUT
     close([make()(*arguments) for make in makers], [mlp(*arguments)] * 4)
-
-
-# -- mistakes --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("names", "layout", "words"), [
@@ -378,9 +366,6 @@ def test_what_is_not_used_is_told_and_refused(arguments):
     assert not gshard.explain(mlp, *arguments, mesh=MESH).layout
 
 
-# -- ordered rules of other libraries --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_any_rules_are_read_as_flax_reads_them(seed):
     spmd = pytest.importorskip("flax.linen.spmd")
@@ -438,7 +423,6 @@ def test_names_that_come_with_flax():
     }
     kernel = lowered.program.block.inputs[1]
     assert lowered.plan.sharding(kernel).dims == ((), lowered.mesh.atoms_of["model"])
-
     w = nnx.Param(jnp.ones((10, 22)), out_sharding=("embed", "mlp"), eager_sharding=False)
     state = nnx.State({"w": w})
     g = gshard.jit(

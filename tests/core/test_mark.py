@@ -176,8 +176,6 @@ def test_devices_hold_what_jax_itself_would_give_them():
 
 
 # A bare ``PartitionSpec`` in a function means the mesh of ``gshard.jit``, where no mesh is set.
-
-
 X = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
 PLAN_MESH = gshard.Mesh.abstract(data=4, model=2)
 

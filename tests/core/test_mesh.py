@@ -225,8 +225,6 @@ def test_bad_meshes_are_refused(make, text):
 
 
 # Orders of devices: every part goes from the device that holds it to one that should, and to no other.
-
-
 MESHES = (Mesh.abstract(devices=8), Mesh.abstract(a=2, b=6), Mesh.abstract(a=3, b=2, c=2), Mesh.abstract(a=1, b=5))
 
 

@@ -71,8 +71,6 @@ def test_a_partitioned_function_inside_jax_jit_is_logged_too(caplog):
 
 
 # Python looks for cycles less often for a while, and as before afterwards.
-
-
 @pytest.fixture(autouse=True)
 def as_it_was():
     before = gc.get_threshold()
@@ -132,8 +130,6 @@ def test_every_stage_does_so():
 
 
 # Tables: results are kept while something is planned, by its thread alone, and not longer.
-
-
 computed = []
 
 

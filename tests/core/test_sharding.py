@@ -109,8 +109,6 @@ def test_names_of_dtypes():
 
 
 # Numbers as text: no exponent, few digits, and no more than a unit holds.
-
-
 SIZES = {"s": 1, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9, "FLOP": 1}
 SIZES |= {f"{prefix}FLOP": 1000**k for k, prefix in enumerate("kMGTP", 1)}
 SIZES |= {unit: 1024**k for k, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))}

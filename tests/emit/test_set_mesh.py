@@ -178,8 +178,6 @@ def test_nothing_of_gshards_is_traced_on_the_users_mesh(monkeypatch):
 
 
 # Devices in any order: every device gets the part that the mark gives it, and nothing is sent but for a real move.
-
-
 X = np.random.default_rng(0).standard_normal((8, 24)).astype(np.float32)
 W = np.random.default_rng(1).standard_normal((24, 16)).astype(np.float32)
 OF_FOUR = [np.array(order) for order in itertools.permutations(range(4))]

@@ -251,7 +251,6 @@ def test_one_after_the_other_sends_nothing(n, method):
 @pytest.mark.parametrize("method", ["expand_dims", "broadcast_all"])
 def test_with_more_dimensions_it_is_told_until_there_is_a_rule(method):
     x = matrices(8)
-
     partitioned = gshard.jit(lambda x: jax.vmap(lambda x: factor(x, method))(gshard.split(x, 0, 8)), mesh=8)
     check(partitioned, x)
     assert gshard.explain(partitioned, x).gathered

@@ -70,7 +70,6 @@ def matmul(**details):
 
     def partition(mesh, operands, result):
         (i, k), (_, j) = operands[0].sharding.spec, operands[1].sharding.spec
-
         shardings = NamedSharding(mesh, P(i, k)), NamedSharding(mesh, P(k, j))
         return mesh, (lambda x, y: lax.psum(x @ y, k) if k else x @ y), NamedSharding(mesh, P(i, j)), shardings
 

@@ -19,14 +19,12 @@ def windows(mode):
     numbers = lax.GatherDimensionNumbers((1, 2), (), (1,))
     at = np.array([[3], [9], [-2], [8], [50]], np.int32)
     mode = "fill" if mode == "drop" else mode
-
     return lambda x: lax.gather(x, at, numbers, (4, 3), mode=mode)
 
 
 def added_windows(mode):
     numbers = lax.ScatterDimensionNumbers((1, 2), (), (1,))
     at, new = np.array([[3], [9], [-2], [8], [50]], np.int32), np.arange(-30, 30).reshape(5, 4, 3)
-
     return lambda x: lax.scatter_add(x, at, jnp.asarray(new, x.dtype), numbers, mode=mode)
 
 

@@ -89,7 +89,6 @@ def run(folder, *options, sums=1):
 def test_a_baseline_is_written_kept_and_failed(folder):
     (folder / "tests" / "test_steps.py").write_text(STEPS)
     baselines = folder / "tests" / "collectives"
-
     code, text = run(folder)
     assert code == 1
     assert "1 passed" in text
@@ -97,7 +96,6 @@ def test_a_baseline_is_written_kept_and_failed(folder):
     assert text.count("there is no baseline of f") >= 4
     assert "pytest --gshard-update" in text
     assert not baselines.exists()
-
     code, text = run(folder, "--gshard-update")
     assert code == 0, text
     written = {path.name: path.read_text() for path in baselines.iterdir()}
@@ -109,11 +107,9 @@ def test_a_baseline_is_written_kept_and_failed(folder):
         "test_steps.test_twice.txt",
     ]
     assert re.search(r"^all_reduce +x1 +224  over data +in all$", written["test_steps.test_several.txt"], re.M)
-
     code, text = run(folder)
     assert code == 0, text
     assert {path.name: path.read_text() for path in baselines.iterdir()} == written
-
     code, text = run(folder, sums=2)
     assert code == 1
     assert "5 failed" in text
@@ -124,7 +120,6 @@ def test_a_baseline_is_written_kept_and_failed(folder):
     assert "test_steps.py:" in text
     assert "src/gshard" not in text, "the traceback ends in the test"
     assert {path.name: path.read_text() for path in baselines.iterdir()} == written
-
     code, text = run(folder, "--gshard-update", sums=2)
     assert code == 1, "a limit is not a baseline"
     assert "1 failed, 4 passed" in text

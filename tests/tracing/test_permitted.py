@@ -46,9 +46,6 @@ def sent(f, *arguments, mesh=8, **options):
     return sorted((row.kind, row.times, row.bytes) for row in found.collectives)
 
 
-# -- what is sent ----------------------------------------------------------------------------------------------------
-
-
 def chain(u, v, w):
     return replicate((split(u, 1, 8) @ v) @ w)
 
@@ -126,9 +123,6 @@ def test_large_products_are_not_repeated_to_send_less():
     mesh = gshard.Mesh.abstract(devices=8)
     costs = [gshard.explain(f, *shapes, mesh=mesh, finite=finite).cost("h100:1x8").flops for finite in (False, True)]
     assert costs[1] == costs[0]
-
-
-# -- the same numbers, wherever the mark stands ----------------------------------------------------------------------
 
 
 def accumulated(v, xs, w):
@@ -248,9 +242,6 @@ def test_the_cotangent_of_a_reduced_value_is_in_parts():
     close(gshard.jit(f, mesh=8)(w, x), jax.jit(f)(w, x))
 
 
-# -- the option ------------------------------------------------------------------------------------------------------
-
-
 def test_programs_with_and_without_it_share_nothing():
     arguments = FEWER["U V W"][1]
     for finite in (False, True, False):
@@ -275,9 +266,6 @@ def test_it_reaches_derivatives_and_a_program_around_it():
     assert sum(row[2] for row in sent(lambda u, v, w: inner(u, v, w) + 1, u, v, w)) == 2 * 64 * 2 * 4 * 7 // 8
     with pytest.raises(ArgumentError, match="finite for a plain function"):
         gshard.explain(gshard.jit(chain, mesh=8), u, v, w, finite=True)
-
-
-# -- types of JAX's --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

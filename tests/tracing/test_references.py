@@ -29,9 +29,6 @@ def put(x, where, *spec):
     return jax.device_put(x, NamedSharding(where, P(*spec)))
 
 
-# -- inside ----------------------------------------------------------------------------------------------------------
-
-
 def whole(x):
     r = jax.new_ref(x)
     r[...] += 1
@@ -159,9 +156,6 @@ def test_transformations_around_a_function_that_uses_references_inside():
     same(jax.jit(gshard.jit(whole, mesh=LINE))(X), (X + 1) * 2)
 
 
-# -- from outside ----------------------------------------------------------------------------------------------------
-
-
 def step(r, y):
     r[...] = r[...] * 2 + y
     return r[0:2].sum()
@@ -228,9 +222,6 @@ def test_a_reference_that_is_closed_over_is_written(where):
     np.testing.assert_array_equal(r[...], np.ones_like(X))
     assert int(count[...]) == 4
     assert r.sharding.is_equivalent_to(NamedSharding(where, P("d")), 2)
-
-
-# -- refused ---------------------------------------------------------------------------------------------------------
 
 
 def test_one_reference_is_given_once():
