@@ -7,38 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard import split
-from invented import invented
-
-
-def test_every_stage_can_be_had_and_printed(mesh_2x4):
-    lowered = gshard.jit(lambda x: jnp.tanh(split(x, 0, "data")).sum(), mesh=mesh_2x4).lower(jnp.ones((4, 6)))
-    assert "tanh" in str(lowered.program)
-    assert "f32[4@data,6]" in str(lowered.plan)
-    assert "shard_map" in str(lowered.spmd)
-    assert "all-reduce" in str(lowered.executable)
-
-
-def test_shardings_of_arguments_are_marks(mesh_2x4):
-    x = jax.device_put(jnp.arange(32.0).reshape(8, 4), NamedSharding(mesh_2x4, P("model", "data")))
-    lowered = gshard.jit(lambda x: jnp.sin(x), mesh=mesh_2x4).lower(x)
-    assert lowered.plan.format(lowered.program.block.inputs[0]) == "f32[8@model,4@data]"
-    assert lowered.plan.format(lowered.program.block.outputs[0]) == "f32[8@model,4@data]"
-
-
-def test_strict_refuses_what_has_no_rule():
-    def f(x):
-        return invented(split(x, 0, 8))
-
-    loose = gshard.jit(f, mesh=8)
-    x = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
-    np.testing.assert_allclose(loose(x), np.cumsum(x[::-1], axis=0), atol=1e-5)
-    with pytest.raises(gshard.PlanError, match="'invented' has no rule"):
-        gshard.jit(f, mesh=8, strict=True)(x)
 
 
 def test_a_planned_mesh_explains_but_does_not_run():

@@ -174,15 +174,6 @@ def test_two_dimensions_are_split_by_one_mark(by, x, mesh):
     assert f"split(x, {by!r})" in str(f.lower(x).program)
 
 
-def test_a_table_counts_without_the_dimension_of_vmap(x, mesh):
-    y = np.stack([x, 2 * x])
-    f = gshard.jit(jax.vmap(lambda x: split(x, {0: "data", 1: "model"})), mesh=mesh)
-    out = f(y)
-    assert is_sharded(out, mesh, None, "data", "model")
-    assert out.tobytes() == y.tobytes()
-    np.testing.assert_array_equal(jax.grad(lambda y: (f(y) ** 2).sum())(y), 2 * y)
-
-
 def tree_of(x):
     return {"l1": {"w": x, "b": x[0]}, "count": jnp.int32(3)}
 

@@ -217,17 +217,11 @@ def test_layers_inside_of_a_loop_over_micro_batches(send, stack, x):
         batches = gshard.split(x.reshape(2, -1, SIZE), 1, "data")
         return jax.lax.scan(add, jnp.float32(0), batches)[0]
 
-    step = jax.value_and_grad(lambda w, x: accumulated(w, x, send))
     sizes = {
         s: gathered_bytes(jax.value_and_grad(lambda w, x, s=s: accumulated(w, x, s)), stack, x) for s in (send, None)
     }
     narrow = ELEMENT[send] + SCALE[send] / SIZE
     assert sizes[send] <= sizes[None] * narrow / 4 * 1.01
-    want_value, want = jax.jit(step)(stack, x)
-    mesh = mesh_of(data=8)
-    for value, gradient in in_every_way(gshard.jit(step, mesh=mesh), (stack, x), mesh):
-        np.testing.assert_allclose(value, want_value, rtol=1e-5)
-        np.testing.assert_allclose(gradient, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.optimised

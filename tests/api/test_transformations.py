@@ -61,14 +61,6 @@ def test_transformations_of_a_partitioned_function(name, arguments):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=3e-5, atol=3e-5), got, want)
 
 
-def test_a_derivative_is_partitioned_too(arguments):
-    """What backward needs of the forward half comes sharded as it is: one all-reduce of the gradients, no gather."""
-    w, x, _ = arguments
-    compiled = jax.jit(jax.grad(gshard.jit(loss, mesh=8))).lower(w, x).compile()
-    kinds = {c.kind for c in collectives(compiled.as_text())}
-    assert kinds == {"all_reduce"}
-
-
 def test_a_derivative_is_planned_once(arguments):
     w, x, _ = arguments
     traced = 0
@@ -264,14 +256,6 @@ def test_a_program_planned_at_partitioning_can_be_serialized():
     compiled = jax.jit(PLACES["nested jit"](gshard.jit(mean_square, mesh=mesh))).lower(x, w).compile()
     loaded = deserialize_and_load(*serialize(compiled))
     assert loaded(x, w) == compiled(x, w)
-
-
-def test_what_explain_tells_of_a_call_runs():
-    mesh = MESHES[AxisType.Auto]
-    f = jax.jit(gshard.jit(mean_square, mesh=mesh))
-    x, w = jax.device_put(X, NamedSharding(mesh, P("d"))), jax.device_put(W, NamedSharding(mesh, P()))
-    assert gshard.explain(f, x, w).bytes_by_kind == {"all_reduce": 7}
-    assert [c.kind for c in collectives(f.lower(x, w).compile().as_text())] == ["all_reduce"]
 
 
 def test_where_operands_cannot_be_seen_the_log_is_told_and_strict_refuses(caplog):

@@ -149,20 +149,6 @@ def holders(x):
     return {s.device.id: tuple(range(n)[i] for i, n in zip(s.index, x.shape)) for s in x.addressable_shards}
 
 
-@pytest.mark.parametrize(
-    "ids",
-    [np.arange(8).reshape(4, 2), np.arange(8).reshape(2, 4).T, np.arange(8).reshape(8, 1), np.arange(2).reshape(1, 2)],
-    ids=lambda ids: str(ids.tolist()),
-)  # fmt: skip
-def test_devices_hold_the_parts_that_the_assignment_gives_them(ids):
-    x = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
-    out = gshard.jit(lambda x: shard(x, ids), mesh=8)(x)
-    copies, size = 8 // ids.size, tuple(n // p for n, p in zip(x.shape, ids.shape, strict=True))
-    for device, index in holders(out).items():
-        at = np.argwhere(ids == device // copies)[0]
-        assert index == tuple(range(i * n, (i + 1) * n) for i, n in zip(map(int, at), size, strict=True))
-
-
 def test_devices_hold_what_jax_itself_would_give_them():
     """The same names on a mesh of permuted devices: every device holds the slice that NamedSharding gives it."""
     devices = np.array(jax.devices())[[3, 1, 7, 5, 0, 2, 6, 4]].reshape(2, 4)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax import P, lax
 from jax._src.effects import Effect
-from jax.extend.core import Primitive
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 import gshard
@@ -17,7 +16,7 @@ from gshard.core.errors import PlanError, ShardingError, TraceError
 from gshard.core.jax_adapter_context import names_of_settings
 from gshard.language import ledger
 from gshard.language.ledger import EFFECTS, LEDGER, SETTINGS, check_arrays, dropped, unclassified
-from jax_primitives import is_of_kernels, keywords_of, parameters
+from jax_primitives import is_of_kernels, parameters
 
 X = jnp.arange(32.0).reshape(8, 4)
 
@@ -48,16 +47,6 @@ def test_a_parameter_that_is_new_is_found(monkeypatch, found):
     monkeypatch.setattr(ledger, "LEDGER", {**others, "scan": rows})
     assert missing(found) == {"scan": ("unroll",), "cumsum": "no row"}
     assert missing({"add": {"accuracy", "speed"}}) == {"add": ("speed",)}
-
-
-def test_keywords_of_a_primitive_are_read_off_its_rules():
-    made_up = Primitive("made_up")
-
-    @made_up.def_abstract_eval
-    def _(x, *, speed, where):
-        return x
-
-    assert keywords_of(made_up) == {"speed", "where"}
 
 
 def test_contexts_and_effects_are_classified():

@@ -1,7 +1,5 @@
 """Rules that users register, for primitives, calls of other languages and callbacks."""
 
-import gc
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +18,7 @@ Y = np.random.default_rng(3).standard_normal((5, 6)).astype(np.float32)
 @pytest.fixture(autouse=True)
 def _forgotten():
     yield
-    for name in ("custom_outer", "ffi_call", "pure_callback", "tanh", "center_of_tests"):
+    for name in ("custom_outer", "ffi_call", "pure_callback", "tanh"):
         unregister(name)
 
 
@@ -62,11 +60,6 @@ def test_a_function_of_the_equation_with_its_own_local():
     result = gshard.jit(lambda x, y: outer(gshard.split(x, 0, 7), y), mesh=7)(X, Y)
     np.testing.assert_allclose(result, X @ np.tanh(Y), rtol=1e-5, atol=1e-5)
     assert ((1, 5), (5, 6), (1, 6)) in seen
-
-
-def test_text_with_a_local():
-    gshard.rule("custom_outer")("a b, b c -> a c; add over b", local=lambda shards, x, y: [x @ jnp.tanh(y)])
-    assert gshard.testing.check_rule(outer, X, Y, primitive=outer_p)
 
 
 def test_a_rule_of_ones_own_is_replaced_and_one_of_ours_only_if_asked():
@@ -173,32 +166,6 @@ def test_callbacks_have_rules_by_function():
     assert set(sizes) == {(1, 5)}
 
 
-def test_a_rule_that_stands_for_another_is_taken_by_every_later_call():
-    """Also by functions that were called before, by ``jax.jit`` around them, and after garbage collection."""
-    x = np.arange(16.0, dtype=np.float32).reshape(16, 1) - 3
-    center = primitive_of("center_of_tests", lambda x: x - jnp.mean(x, 0, keepdims=True))
-    want = x - x.mean(0)
-
-    def f(x):
-        return center.bind(gshard.split(x, 0, 8))
-
-    ours = gshard.jit(f, mesh=8)
-    around = jax.jit(ours)
-    for _ in range(4):
-        gshard.rule("center_of_tests")("a b -> a b")  # wrong: each device takes the mean of its part
-        for call in (ours, around, gshard.jit(f, mesh=8)):
-            for given in (x, jnp.asarray(x), x):
-                assert not np.allclose(call(given), want)
-        gc.collect()
-        gshard.rule("center_of_tests")("a b -> a b; replicate a")
-        for call in (ours, around, gshard.jit(f, mesh=8)):
-            for given in (x, jnp.asarray(x), x):
-                np.testing.assert_allclose(call(given), want, rtol=1e-5)
-    unregister("center_of_tests")
-    for _ in range(3):
-        np.testing.assert_allclose(ours(x), want, rtol=1e-5)
-
-
 TARGET = "lapack_spotrf_ffi"  # the Cholesky factor of a matrix, in place; of the last two dimensions
 
 
@@ -227,15 +194,6 @@ def check(partitioned, x):
     made, failed = partitioned(x)
     np.testing.assert_allclose(made, np.linalg.cholesky(x), rtol=1e-4, atol=1e-4)
     assert not np.any(failed)
-
-
-def test_alone_it_is_gathered_and_told():
-    x = matrices(8)
-    partitioned = gshard.jit(lambda x: factor(gshard.split(x, 0, 8)), mesh=8)
-    check(partitioned, x)
-    assert "ffi_call at test_users_rules.py" in gshard.explain(partitioned, x).gathered[0]
-    with pytest.raises(gshard.PlanError, match="'ffi_call' has no rule"):
-        gshard.jit(lambda x: factor(gshard.split(x, 0, 8)), mesh=8, strict=True)(x)
 
 
 @pytest.mark.parametrize("method", ["sequential", "sequential_unrolled"])

@@ -37,10 +37,6 @@ def sums(x, peak):
     return jnp.sum(jnp.exp(x - peak[:, None]), axis=1), x.max(1)
 
 
-def tokens_of_experts(x, w):
-    return jax.nn.gelu(jnp.einsum("etm,emh->eth", x, w))
-
-
 def recurrent(x, w):
     """Dimension 1 is time; each step has a product."""
     step = lambda h, row: (jnp.tanh(row + h @ w), h)  # noqa: E731
@@ -53,14 +49,12 @@ def gated(a, b):
 
 KERNELS = {
     "attention, shared keys": (fast_attention, attention, ((3, 4, 4, 3), (3, 4, 2, 3), (3, 4, 2, 3))),
-    "attention, 6 heads, batch of 5": (fast_attention, attention, ((5, 4, 6, 3), (5, 4, 6, 3), (5, 4, 6, 3))),
     "product": (lambda x, w: (x.T * 1.0).T @ w, lambda x, w: x @ w, ((4, 6), (6, 7))),
     "norm": (norm, norm, ((4, 5, 6), (6,))),
     "sums": (sums, sums, ((5, 6), (5,))),
     "adam": (adam, adam, ((4, 7),) * 3 + ((4, 7),)),
     "recurrent": (recurrent, recurrent, ((6, 3, 4), (4, 4))),
     "gated": (gated, gated, ((4, 6, 4), (4, 6, 4))),
-    "experts": (tokens_of_experts, tokens_of_experts, ((6, 5, 4), (6, 4, 2))),
 }  # fmt: skip
 
 

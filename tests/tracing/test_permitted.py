@@ -54,19 +54,9 @@ def marked_chain(u, v, w):
     return replicate(shard(split(u, 1, 8) @ v, P(None, None, unreduced={"devices"})) @ w)
 
 
-def chain_into_rows(u, v, w):
-    return split((split(u, 1, 8) @ v) @ w, 0, 8)
-
-
 def low_rank(x, w, a, b):
     x = split(x, 1, 8)
     return replicate(x @ w + ((x @ a) @ b) * 0.5)
-
-
-def values(p, v, o):
-    """Attention with its keys split: weights times values, and the projection of all heads."""
-    heads = jnp.einsum("bhqk,bhkd->bqhd", split(p, 3, 8), split(v, 2, 8))
-    return replicate(jnp.einsum("bqhd,hdf->bqf", heads, o))
 
 
 def loss_scaled(w, xs, scale):
@@ -80,17 +70,9 @@ def loss_scaled(w, xs, scale):
 
 FEWER = {
     "U V W": (chain, (normal(64, 128), normal(128, 96), normal(96, 8)), [("all_reduce", 1, 2 * 64 * 8 * 4 * 7 // 8)]),
-    "U V W into rows": (
-        chain_into_rows, (normal(64, 512), normal(512, 256), normal(256, 8)),
-        [("reduce_scatter", 1, 64 * 8 * 4 * 7 // 8)],
-    ),
     "low rank": (
         low_rank, (normal(64, 128), normal(128, 64), normal(128, 4), normal(4, 64)),
         [("all_reduce", 1, 2 * 64 * 64 * 4 * 7 // 8)],
-    ),
-    "values": (
-        values, (normal(2, 4, 8, 64), normal(2, 4, 64, 32), normal(4, 32, 16)),
-        [("all_reduce", 1, 2 * 2 * 8 * 16 * 4 * 7 // 8)],
     ),
     "scaled losses": (
         loss_scaled, (normal(32, 32), normal(4, 64, 32), np.float32(1024)),
@@ -157,45 +139,6 @@ def test_a_mark_changes_no_number(name):
     want, mesh = jax.jit(f)(*arguments), mesh_of(b=2, a=4)
     for got in three_calls(gshard.jit(f, mesh=mesh), mesh, *arguments):
         close(got, want)
-
-
-def test_both_factors_may_be_in_parts_over_different_axes():
-    """A sum over ``a`` times a sum over ``b`` is a sum over both; over the same axis it is not."""
-    mesh = {"a": 4, "b": 2}
-
-    def f(x, y, v):
-        over_a = parts(jnp.sum(split(x, 0, "a"), 0), "a")
-        over_b = parts(jnp.sum(split(y, 0, "b"), 0), "b")
-        return replicate(jnp.sum(over_a[:, None] * over_b[None, :] * v, 1))
-
-    def same(x, y, v):
-        over_a, also = (parts(jnp.sum(split(z, 0, "a"), 0), "a") for z in (x, y))
-        return replicate(jnp.sum(over_a[:, None] * also[None, :] * v, 1))
-
-    arguments = normal(64, 6), normal(64, 40), normal(6, 40)
-    for g in (f, same):
-        close(gshard.jit(g, mesh=mesh)(*arguments), jax.jit(g)(*arguments))
-    program = gshard.jit(f, mesh=mesh).lower(*arguments).plan
-    (mul, *_) = (e for e in program.program.block.walk() if e.name == "mul")
-    assert {a.split(".")[0] for a, _ in program.sharding(mul.outputs[0]).unreduced} <= {"a", "b"}
-
-
-def test_a_mark_permits_its_own_axes_only():
-    """Of a sum over two axes, one is finished before the product."""
-    mesh = {"data": 2, "model": 4}
-    x, v, w = normal(64, 256), normal(256, 128), normal(128, 2)
-
-    def f(x, v, w):
-        y = shard(split(x, 1, ("data", "model")) @ v, P(None, None, unreduced={"model"}))
-        return replicate(y @ w)
-
-    plan = gshard.jit(f, mesh=mesh).lower(x, v, w).plan
-    (mark,) = (e for e in plan.program.block.walk() if e.mark is not None and e.mark.unreduced)
-    assert {a.split(".")[0] for a, _ in plan.sharding(mark.outputs[0]).unreduced} == {"model"}
-    for e in plan.program.block.walk():
-        for axes in e.rule.over if e.rule is not None else ():
-            assert axes == {"model"}
-    close(gshard.jit(f, mesh=mesh)(x, v, w), (x @ v) @ w)
 
 
 def test_a_value_that_is_whole_is_kept_by_one_device():
