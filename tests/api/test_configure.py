@@ -79,7 +79,7 @@ def check_runs(configuration, arguments):
     return state
 
 
-def test_the_best_is_optimal_and_runs(found, rng):
+def test_the_best_is_optimal(found):
     best = found.best
     # To compute a layer again takes less time than to write its residuals into stacks, and to copy them out of these.
     assert best.keywords == {"micro_batches": 1, "recompute": "full"}
@@ -87,7 +87,6 @@ def test_the_best_is_optimal_and_runs(found, rng):
     assert best.examples_per_second == pytest.approx(BATCH / best.seconds)
     assert best.found is not None
     assert best.found.gap == pytest.approx(0, abs=1e-6)
-    check_runs(best, numbers(rng))
 
 
 @pytest.mark.slow
@@ -115,13 +114,6 @@ def test_bounds_are_below_what_was_found(found):
         assert text in str(found)
 
 
-@pytest.mark.parametrize("micro_batches", [2, 4])
-def test_micro_batches_accumulate_to_the_same_numbers(micro_batches, rng):
-    some = configured(choices={"micro_batches": [micro_batches], "recompute": ["full"]}, offload=False)
-    assert len(some) == 1
-    check_runs(some.best, numbers(rng))
-
-
 def test_the_state_is_on_the_host_where_memory_is_short(rng, tmp_path):
     choices = {"micro_batches": [1], "recompute": ["full"]}
     some = configured(choices=choices, memory_limit="400KiB")
@@ -137,15 +129,6 @@ def test_the_state_is_on_the_host_where_memory_is_short(rng, tmp_path):
     loaded = Configuration.load(tmp_path / "best.json", build)
     assert loaded.built.host == best.built.host
     check_runs(loaded, numbers(rng))
-
-
-@pytest.mark.slow
-def test_the_host_is_used_only_where_it_is_faster():
-    choices = {"micro_batches": [1], "recompute": ["full"]}
-    some, kept = (configured(choices=choices, memory_limit="400KiB", offload=offload) for offload in (True, False))
-    assert not kept.best.built.host
-    assert kept.best.recomputes
-    assert kept.best.seconds > some.best.seconds
 
 
 def test_saved_configurations(found, tmp_path, rng):
@@ -205,13 +188,6 @@ def test_a_signal_ends_it_with_the_best_so_far():
     assert "Ctrl-C ended the search" in str(some)
 
 
-def test_progress_names_the_configuration():
-    lines = []
-    configured(choices={"micro_batches": [1], "recompute": ["none"]}, progress=lines.append, offload=False)
-    assert any(line.startswith("gshard.configure") and "micro_batches=1, recompute='none'" in line for line in lines)
-    assert any("best so far: micro_batches=1" in line for line in lines)
-
-
 def test_machines_without_a_figure_of_the_link_keep_the_state():
     some = configured(choices={"micro_batches": [1], "recompute": ["full"]}, machine="v5e:2x4")
     assert any("no figure of the link to the host of v5e:2x4" in note for note in some.notes)
@@ -219,20 +195,15 @@ def test_machines_without_a_figure_of_the_link_keep_the_state():
 
 
 def test_steps_that_are_jitted(rng):
-    def jitted(**keywords):
-        step, *arguments = build(**keywords)
+    def jitted(micro_batches):
+        step, *arguments = build(BATCH, micro_batches, "full")
         return gshard.jit(step, donate_argnums=0), *arguments
 
-    choices = {"micro_batches": [1], "recompute": ["none"]}
-    some = configured(lambda micro_batches, recompute: jitted(
-        global_batch=BATCH, micro_batches=micro_batches, recompute=recompute
-    ), choices=choices, donate_argnums=None)  # fmt: skip
+    some = configured(jitted, choices={"micro_batches": [4]}, donate_argnums=None)
     assert any("returns a jitted step" in note for note in some.notes)
     check_runs(some.best, numbers(rng))
     with pytest.raises(gshard.ArgumentError):
-        configured(lambda micro_batches: jitted(
-            global_batch=BATCH, micro_batches=micro_batches, recompute="none"
-        ), choices={"micro_batches": [1]})  # fmt: skip
+        configured(jitted, choices={"micro_batches": [1]})
 
 
 def test_steps_of_a_framework():
@@ -286,7 +257,10 @@ def test_mistakes_about_devices():
 
 
 def test_places_to_run_on(found, rng):
-    abstract = configured(choices={"micro_batches": [1], "recompute": ["none"]}, mesh=Mesh.abstract(data=8))
+    lines, choices = [], {"micro_batches": [1], "recompute": ["none"]}
+    abstract = configured(choices=choices, mesh=Mesh.abstract(data=8), progress=lines.append)
+    assert any(line.startswith("gshard.configure") and "micro_batches=1, recompute='none'" in line for line in lines)
+    assert any("best so far: micro_batches=1" in line for line in lines)
     with pytest.raises(gshard.ArgumentError, match="no devices to place arguments on"):
         abstract.best.place(*numbers(rng))
     placed = abstract.best.place(*numbers(rng), mesh={"data": 8})

@@ -196,15 +196,6 @@ def test_eager_operations_are_left_to_jax():
             assert len(found.sharding.device_set) == 1
 
 
-def test_layouts_are_refused():
-    layout = jax.experimental.layout.Layout((1, 0))
-    with_layout = jax.experimental.layout.Format(layout, NamedSharding(mesh_of("8"), P()))
-    f = jax.jit(lambda x: x + 1, out_shardings=with_layout)
-    with gshard.instead_of_jit(mesh=mesh_of("8")), pytest.raises(gshard.ShardingError, match="layout in memory"):
-        f(X)
-    assert_same(f(X), X + 1)
-
-
 def test_no_mesh():
     with gshard.instead_of_jit(), pytest.raises(gshard.MeshError):
         jax.jit(lambda x: x + 1)(X)

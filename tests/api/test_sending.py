@@ -13,6 +13,7 @@ from gshard.core.errors import ShardingError
 from gshard.language.mark_primitive import SENT
 from gshard.xla.hlo_collectives import collectives
 from placed import in_every_way, mesh_of
+from sampled import crossed
 
 BATCH, SIZE, LAYERS = 512, 64, 5
 ELEMENT = {None: 4, "bfloat16": 2, "int8": 1}  # bytes
@@ -91,10 +92,7 @@ MARKS = {
 
 
 @pytest.mark.optimised
-@pytest.mark.parametrize("send", SENT)
-@pytest.mark.parametrize("mark", MARKS)
-@pytest.mark.parametrize("shape", [(16, 24), (13, 9), (3, 5)])
-@pytest.mark.one_in(4)
+@pytest.mark.parametrize("mark, send, shape", crossed(list(MARKS), list(SENT), [(16, 24), (13, 9), (3, 5)], one_in=8))
 def test_the_mark_has_the_same_bits_on_any_mesh(rng, mark, send, shape):
     w = rng.standard_normal(shape).astype(np.float32)
     w[1] = 0
@@ -317,14 +315,11 @@ def test_explain_names_the_array_the_dtype_and_the_error(w, x):
     (np.ones(8, np.float16), "bfloat16", "float16 has no wider elements than bfloat16", "Leave out"),
     ({"a": np.ones(8, np.float16)}, "bfloat16", "float16 has no wider elements", "Leave out"),
 ])  # fmt: skip
-@pytest.mark.parametrize("mark", [
-    lambda x, send: gshard.split(x, 0, "data", send=send) if np.ndim(x) else gshard.replicate(x, send=send),
-    lambda x, send: gshard.shard(x, P("data") if np.ndim(x) else P(), send=send),
-    lambda x, send: gshard.replicate(x, send=send),
-])  # fmt: skip
-@pytest.mark.one_in(4)
-def test_a_mistake_is_an_error_with_the_line(mark, x, send, what, hint):
-    for call in (lambda: mark(x, send), lambda: gshard.jit(lambda x: mark(x, send), mesh={"data": 8})(x)):
+def test_a_mistake_is_an_error_with_the_line(x, send, what, hint):
+    for call in (
+        lambda: gshard.split(x, 0, "data", send=send) if np.ndim(x) else gshard.replicate(x, send=send),
+        lambda: gshard.jit(lambda x: gshard.shard(x, P("data") if np.ndim(x) else P(), send=send), mesh={"data": 8})(x),
+    ):
         with pytest.raises(ShardingError) as error:
             call()
         assert what in error.value.what

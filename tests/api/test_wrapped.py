@@ -41,7 +41,7 @@ def step(x):
 
 
 @pytest.mark.parametrize("side", ["in_shardings", "out_shardings"])
-@pytest.mark.parametrize(("container", "axes"), zip(CONTAINERS, ["ab", "d"] * 2, strict=True))
+@pytest.mark.parametrize(("container", "axes"), list(zip(CONTAINERS, ["ab", "d"] * 2, strict=True)))
 def test_shardings_of_a_nested_jit_are_constraints(container, axes, side):
     around, sharding = CONTAINERS[container], SHARDINGS[axes]
     constrained = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
@@ -196,7 +196,7 @@ def dropped(container, inner, outer):
     return [line for line in map(str, explained.dropped) if "inner gshard.jit" in line]
 
 
-@pytest.mark.parametrize(("option", "container"), zip(OPTIONS, [*AROUND, *AROUND], strict=False))
+@pytest.mark.parametrize(("option", "container"), list(zip(OPTIONS, [*AROUND, *AROUND], strict=False)))
 def test_an_option_that_the_outer_one_does_not_have_is_listed(option, container):
     listed = dropped(container, OPTIONS[option], {})
     assert any(f"{option} of an inner gshard.jit is" in line for line in listed), listed

@@ -42,16 +42,6 @@ def loop(ws, x):
     return jnp.mean(jax.lax.scan(body, gshard.split(x, 0, 8), ws)[0] ** 2)
 
 
-def accumulated(ws, x):
-    """Loops inside a loop, as where gradients of parts of a batch are added up."""
-
-    def part(total, x):
-        return jax.tree.map(jnp.add, total, jax.grad(loop)(ws, x)), None
-
-    parts = gshard.split(x, 0, 8).reshape(-1, 4, 64).swapaxes(0, 1)
-    return jax.lax.scan(part, jnp.zeros_like(ws), parts)[0]
-
-
 def gathered_loop(ws, x):
     return loop(gshard.split(ws, 1, 8), x)
 
@@ -69,7 +59,6 @@ def turned_loop(ws, x):
 SMALL = {
     "layers": (jax.grad(layers), ([f32(64, 64)] * 12, f32(4096, 64))),
     "loop": (jax.grad(loop), (f32(12, 64, 64), f32(4096, 64))),
-    "accumulated": (accumulated, (f32(12, 64, 64), f32(8192, 64))),
 }
 BEHIND_COLLECTIVES = {
     "gathered loop": (jax.grad(gathered_loop), (f32(12, 64, 64), f32(4096, 64))),

@@ -275,15 +275,6 @@ def test_another_mesh_is_refused_with_the_line(names):
         gshard.jit(f, mesh=WIDE)(normal(8, 8))
 
 
-def test_what_cuts_nothing_may_stand_in_a_region_without_automatic_axes():
-    def part(x):
-        return lax.psum(gshard.replicate(lax.with_sharding_constraint(x, P())), "a")
-
-    f = manual(part, WIDE, P("a"), P(), "ac", False)
-    x = normal(8, 8)
-    agree(gshard.jit(f, mesh=WIDE)(x), x[:4] + x[4:])
-
-
 def ragged(names):
     """Each of two devices sends two rows to the first and one to the second."""
 

@@ -194,7 +194,7 @@ GRADIENTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "checked"), zip(GRADIENTS, (True, False, True), strict=True))
+@pytest.mark.parametrize(("name", "checked"), list(zip(GRADIENTS, (True, False, True), strict=True)))
 def test_gradients_of_whole_weights_are_scattered(name, checked, rng):
     mesh = mesh_of(**LINE)
     of_layer, times = GRADIENTS[name]
