@@ -50,11 +50,6 @@ def in_scan(x):
     return lax.scan(body, x, None, length=3)[0]
 
 
-def around_scan(x):
-    with set_xla_metadata(tag=1):
-        return lax.scan(lambda c, _: (jnp.sin(c @ W), None), x, None, length=3)[0]
-
-
 def in_cond(x):
     def true(x):
         with set_xla_metadata(tag=1):
@@ -93,10 +88,6 @@ def three_times(x):
     return a + b + c + jnp.sin(x)
 
 
-def annotated(x):
-    return set_xla_metadata(x @ W, tag=7) + 1
-
-
 def nested(x):
     with set_xla_metadata(tag=1, outer=2):
         return jax.jit(straight)(x)
@@ -113,13 +104,8 @@ def host_in_scan(x):
     return lax.scan(lambda c, _: (on_the_host(c), None), x, None, length=2)[0]
 
 
-def host_in_grad(x):
-    return jax.grad(lambda x: on_the_host(x).sum())(x)
-
-
 ALL = [
-    straight, in_scan, around_scan, in_cond, in_remat, in_custom_vjp, annotated, nested, on_the_host, host_in_scan,
-    host_in_grad,
+    straight, in_scan, in_cond, in_remat, in_custom_vjp, nested, on_the_host, host_in_scan,
 ]  # fmt: skip
 
 

@@ -124,29 +124,6 @@ def _rule_of_scaled(scale, mesh, operands, results):
 scaled_and_summed.def_partition(partition=_partition_scaled, sharding_rule=_rule_of_scaled)
 
 
-def attention():
-    """Keys, values and biases have factors of their own, as in JAX's rule for cuDNN; ``partition`` wants them alike."""
-
-    def whole(q, k, v, bias):
-        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k) + bias, -1), v)
-
-    def partition(mesh, operands, result):
-        q, k, v, bias = (x.sharding.spec for x in operands)
-        if not q == k == v:
-            raise ValueError("queries, keys and values are to be sharded alike")
-        if q[1] or q[3] or bias[2] or bias[3]:
-            raise ValueError("sequences are to be whole")
-        if (bias[0] and bias[0] != q[0]) or (bias[1] and bias[1] != q[2]):
-            raise ValueError("the bias is to be sharded as the queries are")
-        return mesh, whole, operands[0].sharding, tuple(x.sharding for x in operands)
-
-    op = custom_partitioning(whole)
-    own = tuple(ArrayMapping(f"{BATCHING}{i}") for i in (1, 2, 3))
-    rule = SdyShardingRule((ArrayMapping("b", "t", "n", "h"), *own), (ArrayMapping("b", "t", "n", "h"),))
-    op.def_partition(partition=partition, sharding_rule=rule)
-    return op
-
-
 def normal(*shape, seed=0):
     return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
 
@@ -156,8 +133,6 @@ def same(got, want, tolerance=1e-5):
 
 
 SIN = {
-    "text": {"sharding_rule": "i j -> i j"},
-    "dots": {"sharding_rule": "... j -> ... j"},
     "object": {"sharding_rule": SdyShardingRule((ArrayMapping(BATCHING, "j"),), (ArrayMapping(BATCHING, "j"),))},
     "function": {"sharding_rule": lambda mesh, operands, results: "i j -> i j"},
     "function with details": {
@@ -223,9 +198,8 @@ def identity(x):
         (combined(lax.psum, jnp.sum, identity), {"reduce_scatter"}),
         (combined(lax.pmax, jnp.max, identity), {"all_reduce"}),  # XLA scatters sums only
         (combined(lax.psum, jnp.sum, jnp.sin), {"all_reduce"}),  # a sum that is read is finished where it is
-        (combined(lax.psum, jnp.sum, lambda x: x + 0 * x), {"all_reduce"}),
     ],
-    ids=["sum", "max", "sine of a sum", "read twice"],
+    ids=["sum", "max", "sine of a sum"],
 )
 @pytest.mark.one_in(2)
 def test_results_that_a_program_combines_last_are_combined_where_the_plan_says(op, expected):
@@ -269,16 +243,6 @@ def test_programs_that_permute_and_trees_and_static_arguments():
     assert set(found) == {"a@a", "b@a"}
 
 
-def test_what_partition_wants_together_is_split_together():
-    arrays, bias = [normal(4, 3, 2, 5, seed=i) for i in range(3)], (1, 2, 3, 3)
-    assert set(check_rule(attention(), *arrays, normal(*bias), mesh={"a": 2}, tolerance=1e-5)) == {"a@a", "c@a"}
-    mesh = mesh_of((2, 2))
-    partitioned = gshard.jit(attention(), mesh=mesh)
-    given = [put(arrays[0], mesh, "a", None, "b"), *arrays[1:], normal(*bias)]
-    same(partitioned(*given), attention()(*arrays, normal(*bias)))
-    assert not partitioned.lower(*given).spmd.collectives
-
-
 def test_partition_may_demand_shardings():
     def partition(mesh, operands, result):
         own, turned = NamedSharding(mesh, P("a", "b")), NamedSharding(mesh, P("b", "a"))
@@ -292,15 +256,14 @@ def test_partition_may_demand_shardings():
     np.testing.assert_array_equal(gshard.jit(op, mesh=mesh)(x, y), np.asarray(x) + y.T)
 
 
-@pytest.mark.parametrize("decoded", [True, False])
-def test_without_shardy_the_callbacks_tell(decoded):
+def test_without_shardy_the_callbacks_tell():
     jax.config.update("jax_use_shardy_partitioner", False)
     try:
         op = as_it_comes(
             jnp.sin,
             infer_sharding_from_operands=lambda mesh, operands, result: operands[0].sharding,
             propagate_user_sharding=lambda mesh, result: result.sharding,
-            decode_shardings=decoded,
+            decode_shardings=True,
         )
         mesh = mesh_of((2, 4))
         x = put(normal(16, 8), mesh, "a", "b")

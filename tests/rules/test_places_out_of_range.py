@@ -56,29 +56,6 @@ def test_look_ups_their_gradients_and_updates(mode, dim, x):
         same_in_three_calls(marked(dim, f), want, x)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_of_joined_arrays(mode, x):
-    """Arrays that are joined along the split dimension are looked up in, and written to, in pieces."""
-    more = np.arange(3.0, dtype=np.float32) - 1
-
-    def found(x):
-        joined = jnp.concatenate([more, gshard.split(x.reshape(-1), 0, 8)])
-        return joined.at[np.array([0, 2, 46, 47, 99, -60])].get(mode=MODES[mode])
-
-    def written(x):
-        joined = jnp.concatenate([jnp.asarray(more), gshard.split(x.reshape(-1), 0, 8)])
-        return joined.at[np.array([0, 2, 46, 47, 99, -60])].add(5.0, mode=MODES[mode]).sum()
-
-    def loss(x):
-        y = found(x)
-        return jnp.sum(jnp.where(jnp.isfinite(y), y, 0) ** 2)
-
-    with jax.disable_jit():
-        want = found(x), written(jnp.asarray(x)), jax.grad(loss)(jnp.asarray(x))
-    for f, right in zip((found, written, jax.grad(loss)), want, strict=True):
-        same_in_three_calls(f, right, x)
-
-
 def written(x, updates, *starts):
     return lax.dynamic_update_slice(gshard.split(x, 0, 8), updates, starts)
 

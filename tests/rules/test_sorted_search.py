@@ -9,6 +9,7 @@ import pytest
 
 import gshard
 from placed import in_every_way, mesh_of
+from sampled import crossed
 
 RNG = np.random.default_rng(0)
 SORTED = np.sort(np.round(RNG.standard_normal(45) * 4) / 2).astype(np.float32)
@@ -95,9 +96,9 @@ FORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("method", ["scan", "scan_unrolled", "sort", "compare_all"])
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    "name, method", crossed(list(FORMS), ["scan", "scan_unrolled", "sort", "compare_all"], one_in=4)
+)
 def test_every_form_is_a_search(name, method):
     """A loop of bisections has six rounds for 45 elements, each with a look-up."""
     form, array, numbers, dim = FORMS[name]

@@ -49,26 +49,6 @@ CUBE = mesh_of(a=2, b=2, c=2)
 WIDE = mesh_of(a=2, c=4)
 
 
-def pipeline(mesh, size=16):
-    """Two stages; each passes its batch on to the next, while weights and batch are split over the other axis."""
-
-    def stages(w, xs):
-        stage, n = lax.axis_index("a"), xs.shape[0]
-
-        def step(carry, i):
-            came, out = carry
-            y = jnp.tanh(jnp.where(stage == 0, xs[jnp.minimum(i, n - 1)], came) @ w[0])
-            out = jnp.where((stage == 1) & (i >= 1), out.at[jnp.maximum(i - 1, 0)].set(y), out)
-            return (lax.ppermute(y, "a", [(0, 1), (1, 0)]), out), None
-
-        start = lax.pcast((jnp.zeros_like(xs[0]), jnp.zeros_like(xs)), "a", to="varying")
-        (_, out), _ = lax.scan(step, start, jnp.arange(n + 1))
-        return lax.psum(jnp.where(stage == 1, out, 0), "a")
-
-    f = manual(stages, mesh, (P("a"), P()), P(), "a")
-    return f, (put(mesh, normal(2, size, size), "a", "c"), put(mesh, normal(4, 8, size), None, "c"))
-
-
 def collectives(x):
     y = lax.with_sharding_constraint(x, P(None, "c"))
     return (
@@ -119,7 +99,6 @@ def cases():
         lambda x, w: lax.psum(lax.with_sharding_constraint(jnp.tanh(x @ w), P(None, "c")), "a"),
         CUBE, (P("a"), P()), P(), "a",
     )  # fmt: skip
-    stages, staged = pipeline(WIDE)
     nested = manual(in_the_other, CUBE, (P("a"), P()), P("a"), "a", False)
     stacked = (put(WIDE, normal(8, 8), "c"), put(WIDE, normal(3, 8, 8), None, "a", "c"))
     uneven = manual(
@@ -128,8 +107,6 @@ def cases():
     )  # fmt: skip
     return {
         "constraint": (CUBE, constrained, (tall, weights)),
-        "pipeline": (WIDE, stages, staged),
-        "pipeline, gradient": (WIDE, jax.value_and_grad(total(stages), (0, 1)), staged),
         "collectives": (CUBE, manual(collectives, CUBE, P(("a", "b")), P(("a", "b")), "ab", False), (tall,)),
         "nested": (CUBE, nested, (tall, weights)),
         "in a scan": (WIDE, layers, stacked),
@@ -141,7 +118,7 @@ def cases():
 
 
 CASES = cases()
-FAST = ("constraint", "pipeline", "collectives", "nested", "branches", "marks", "uneven")
+FAST = ("constraint", "collectives", "nested", "branches", "marks", "uneven")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES])
