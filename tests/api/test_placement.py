@@ -215,8 +215,7 @@ def test_what_a_function_closes_over_is_freed_with_its_programs():
     np.testing.assert_array_equal(scaled(x), x @ weights)
 
 
-@pytest.mark.parametrize("donated", [(), (0,)])
-@pytest.mark.parametrize("place", ["numpy", "not committed", "one device", "whole"])
+@pytest.mark.parametrize(("place", "donated"), [("numpy", 0), ("not committed", ()), ("one device", 0), ("whole", ())])
 def test_a_transfer_guard_refuses_what_it_refuses_of_jit(place, donated):
     """Moves among the devices of the mesh are no transfers, as in a compiled program."""
     jitted = gshard.jit(lambda x: x * 2, mesh=MESH, in_shardings=P("a"), out_shardings=P("a"), donate_argnums=donated)

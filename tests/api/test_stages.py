@@ -102,10 +102,6 @@ SAVED = {
     "captured": (lambda x, y: (gshard.split(x, 0, "a") @ jnp.asarray(W) + y, y), {"donate_argnums": 0}),
     "captured key": (lambda x, y: (gshard.split(x, 0, "a") + jax.random.normal(KEY, x.shape), y), {}),
     "order of devices": (lambda x, y: (gshard.shard(x, P(("b", "a"))) * 2 + y, y), {}),
-    "one order there, one here": (
-        lambda x, y: (gshard.shard(x * 2, P(("b", "a"))), gshard.shard(x + y, P(("a", "b")))),
-        {},
-    ),
 }
 
 

@@ -188,23 +188,6 @@ def test_placed_arguments_stay_split(place, kind):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), ours(x, w), theirs(x, w))
 
 
-def integers(x, at):
-    return jnp.take(jnp.cumsum(x * 3, 0), at, axis=0).at[at].add(x) + jnp.arange(x.shape[1], dtype=x.dtype)
-
-
-def test_the_same_bits_wherever_arguments_are():
-    mesh = mesh_of(a=2, b=4)
-    with jax.enable_x64(True):
-        x, at = np.arange(24 * 12).reshape(24, 12) * 2**20, np.arange(24)[::-1].copy()
-        partitioned = gshard.jit(integers, mesh=mesh)
-        f = jax.jit(lambda x, at: jax.lax.map(lambda k: partitioned(x + k, at), jnp.arange(3)))
-        expected = jax.jit(lambda x, at: jax.lax.map(lambda k: integers(x + k, at), jnp.arange(3)))(x, at)
-        for spec in (P("a"), P(None, "a")):
-            found = f(jax.device_put(x, NamedSharding(mesh, spec)), at)
-            assert found.dtype == expected.dtype
-            assert (np.asarray(found) == np.asarray(expected)).all()
-
-
 def residual(x, w):
     for _ in range(40):
         x = jnp.tanh(x @ w) / 4 + x

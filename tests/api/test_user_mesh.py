@@ -105,17 +105,6 @@ def test_explain_lists_the_results_in_fewer_shards(auto):
     assert even.total_bytes == 0
 
 
-def test_what_is_in_place_is_passed_on(auto, monkeypatch):
-    x = jax.device_put(jnp.arange(8.0), NamedSharding(auto, P("data")))
-    step = gshard.jit(lambda x: x + 1, mesh=auto)
-    moved = []
-    put = jax.device_put
-    monkeypatch.setattr(jax, "device_put", lambda x, *a, **k: moved.append(x) or put(x, *a, **k))
-    for _ in range(3):
-        assert step(x).sharding == x.sharding
-    assert not moved
-
-
 def test_explicit_arrays_come_and_go(explicit):
     w = jax.device_put(jnp.arange(32.0).reshape(8, 4), NamedSharding(explicit, P("data", "model")))
     step = gshard.jit(lambda x: (x * 2, x.sum()), mesh=explicit)

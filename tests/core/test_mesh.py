@@ -78,16 +78,8 @@ def test_everything_that_names_devices_is_read(mesh_2x4):
     assert Mesh.of(jax.devices()[2:5]).devices == tuple(jax.devices()[2:5])
     mesh = Mesh.abstract(a=3)
     assert Mesh.of(mesh) is mesh
-
-
-def test_a_mesh_of_one_device_has_a_mesh_of_jax():
-    mesh = Mesh.of(1)
-    assert mesh.atoms == ()
-    assert mesh.jax_mesh.size == 1
-    assert Mesh.abstract(a=1, b=1).abstract_jax_mesh.size == 1
-
-
-def test_axes_and_sizes_alone_are_a_mesh_over_the_first_devices():
+    one = Mesh.of(1)
+    assert (one.atoms, one.jax_mesh.size, Mesh.abstract(a=1, b=1).abstract_jax_mesh.size) == ((), 1, 1)
     mesh = Mesh.of({"data": 3, "model": 2})
     assert str(mesh) == "data=3 model=2"
     assert mesh.devices == tuple(jax.devices()[:6])

@@ -112,14 +112,13 @@ def masks(rng):
     segments = [jnp.asarray(rng.integers(0, 3, (1, n)), jnp.int32) for n in (QUERIES, KEYS)]
     positions = [jnp.asarray(rng.integers(0, 900, (1, n)), jnp.int32) for n in (QUERIES, KEYS)]
     return {
-        "causal": Mask(causal=True),
+        "causal, segments": Mask(causal=True, q_segments=segments[0], k_segments=segments[1]),
         "window": Mask(window=(100, 30)),
-        "segments": Mask(q_segments=segments[0], k_segments=segments[1]),
         "positions": Mask(causal=True, window=(400, None), q_positions=positions[0], k_positions=positions[1]),
     }
 
 
-@pytest.mark.parametrize("name", ["causal", "window", "segments", "positions"])
+@pytest.mark.parametrize("name", ["causal, segments", "window", "positions"])
 def test_blocks_compute_the_whole(name, rng):
     assert QUERIES * KEYS > WHOLE
     mask = masks(rng)[name]

@@ -61,6 +61,7 @@ FIRST = {"prefetched": (prefetched, np.array([3, 1, 0, 2, 7, 6, 5, 4], np.int32)
 
 @pytest.mark.parametrize("name", FIRST)
 def test_operands_without_blocks_come_first(name, rng):
+    """Alone they are gathered; mapped they send nothing."""
     call, first = FIRST[name]
     x = rng.standard_normal((16, 6), np.float32)
 
@@ -71,11 +72,6 @@ def test_operands_without_blocks_come_first(name, rng):
     assert "pallas_call at test_kernel.py" in gshard.explain(gshard.jit(alone, mesh=8), first, x).gathered[0]
     with pytest.raises(gshard.PlanError, match="'pallas_call' has no rule"):
         gshard.jit(alone, mesh=8, strict=True)(first, x)
-
-
-@pytest.mark.parametrize("name", FIRST)
-def test_mapped_they_send_nothing(name, rng):
-    call, first = FIRST[name]
     x = rng.standard_normal((8, 16, 6), np.float32)
 
     def mapped(first, x):

@@ -109,7 +109,6 @@ def cases():
         "constraint": (CUBE, constrained, (tall, weights)),
         "collectives": (CUBE, manual(collectives, CUBE, P(("a", "b")), P(("a", "b")), "ab", False), (tall,)),
         "nested": (CUBE, nested, (tall, weights)),
-        "in a scan": (WIDE, layers, stacked),
         "in a scan, gradient": (WIDE, jax.grad(total(layers), (0, 1)), stacked),
         "branches": (WIDE, manual(branches, WIDE, (P("a"), P()), P("a"), "a"), (square, normal(8, 8))),
         "marks": (WIDE, manual(marked, WIDE, (P("a"), P()), (P(), *(P("a"),) * 3), "a"), (normal(8, 8), normal(8, 8))),
@@ -118,10 +117,9 @@ def cases():
 
 
 CASES = cases()
-FAST = ("constraint", "collectives", "nested", "branches", "marks", "uneven")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_the_same_numbers_and_what_is_counted_is_emitted(name):
     mesh, f, args = CASES[name]
     lowered = gshard.jit(f, mesh=mesh).lower(*args)

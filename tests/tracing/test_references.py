@@ -138,13 +138,9 @@ def test_references_inside_are_values(f):
     g = gshard.jit(f, mesh=LINE)
     for x in (put(X, LINE, "d"), X):
         same(g(x), wanted)
-    if f is not beside_a_kernel:
-        assert gshard.explain(g, put(X, LINE, "d")).gathered == ()
-
-
-def test_what_is_computed_along_a_split_dimension_sends_nothing():
-    for f in (whole, mapped):
-        assert gshard.explain(gshard.jit(f, mesh=LINE), put(X, LINE, "d")).bytes_by_kind == {}
+    explained = gshard.explain(g, put(X, LINE, "d"))
+    assert f is beside_a_kernel or explained.gathered == ()
+    assert f not in (whole, mapped) or explained.bytes_by_kind == {}, "along a split dimension nothing is sent"
 
 
 def test_transformations_around_a_function_that_uses_references_inside():
