@@ -128,7 +128,6 @@ def test_the_state_is_on_the_host_where_memory_is_short(rng, tmp_path):
     best.save(tmp_path / "best.json")
     loaded = Configuration.load(tmp_path / "best.json", build)
     assert loaded.built.host == best.built.host
-    check_runs(loaded, numbers(rng))
 
 
 def test_saved_configurations(found, tmp_path, rng):

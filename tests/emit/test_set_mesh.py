@@ -180,7 +180,7 @@ def test_nothing_of_gshards_is_traced_on_the_users_mesh(monkeypatch):
 # Devices in any order: every device gets the part that the mark gives it, and nothing is sent but for a real move.
 X = np.random.default_rng(0).standard_normal((8, 24)).astype(np.float32)
 OF_FOUR = [np.array(order) for order in itertools.permutations(range(4))]
-OF_EIGHT = [np.random.default_rng(i).permutation(8) for i in range(24)]
+OF_EIGHT = [np.random.default_rng(i).permutation(8) for i in range(10)]
 
 
 def in_its_place(x, whole, ids):
@@ -202,7 +202,7 @@ def arrays_of(orders, shapes):
 
 @pytest.mark.parametrize("devices", [4, 8])
 def test_every_device_holds_what_the_mark_says(devices):
-    orders = OF_FOUR if devices == 4 else OF_EIGHT
+    orders = OF_FOUR[::3] if devices == 4 else OF_EIGHT
     shapes = [(2, 2), (4, 1), (1, 4)] if devices == 4 else [(2, 4), (4, 2), (8, 1), (1, 8)]
     for ids in arrays_of(orders, shapes):
         jitted = gshard.jit(lambda x, ids=ids: shard(x, ids) * 2, mesh=devices)

@@ -87,6 +87,7 @@ CASES = {
     "square of a sum": (lambda x: x.sum(0) ** 2, ((4, 6),), "a b -> b; replicate a", "a b, b -> a b; replicate a"),
     "merged dimensions": (lambda x: jnp.sin(x).reshape(-1), ((4, 6),), "a b -> (a b)", "a b, (a b) -> a b"),
     "with itself": (lambda x: x @ x.T, ((4, 6),), "a b -> a a; add over b=6; replicate a", ""),
+    "neighbours": (lambda x: jnp.roll(x, 1, 0), ((4, 6),), "a b -> a b; replicate a", "a b, a b -> a b; replicate a"),
     "halves": (
         lambda x: jnp.concatenate([x[:, :3] * 2, x[:, 3:]], 1), ((4, 6),), "a (b c) -> a (b c); replicate b c", ""
     ),

@@ -1,6 +1,7 @@
 """Loops that fetch ahead: the same bits and bytes, the gather beside a product, and only where that is faster."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +62,11 @@ CASES = {"forwards": pairs, "one product": single, "in a loop": nested, "gradien
 ARGUMENTS = f32(256, 128), (f32(5, 128, 128), f32(5, 128, 128))
 
 
-def lowered(f, machine=SLOW, **options):
-    return gshard.jit(f, mesh=8, machine=machine, collective_matmul=False, **options).lower(*ARGUMENTS)
+def lowered(f, machine=SLOW):
+    return gshard.jit(f, mesh=8, machine=machine, collective_matmul=False).lower(*ARGUMENTS)
+
+
+on_slow = functools.cache(lowered)  # several tests read the plan of one program
 
 
 def waited(found):
@@ -72,7 +76,7 @@ def waited(found):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.one_in(2)
 def test_the_same_bits_and_bytes_in_less_time(name, rng):
-    made = lowered(CASES[name])
+    made = on_slow(CASES[name])
     kept, ahead = made._all_kept, made.spmd
     before, after = cost(kept, SLOW), cost(ahead, SLOW)
     assert ahead.prefetched is not None
@@ -110,10 +114,10 @@ def test_uneven_weights_and_one_of_two_axes(mesh, n, rng):
 
 def test_the_gather_of_the_next_round_is_beside_a_product():
     """What is waited for is the first, before the loop."""
-    explained = str(gshard.explain(gshard.jit(pairs, mesh=8, machine=SLOW, collective_matmul=False), *ARGUMENTS))
+    explained = str(gshard.explain(on_slow(pairs)))
     _, _, line = explained.partition("gathered one iteration early, beside the products of the previous iteration")
     assert "test_prefetch.py:" in line
-    found = cost(lowered(pairs).spmd, SLOW)
+    found = cost(on_slow(pairs).spmd, SLOW)
     gathers = [k for k in found.kernels if k.name == "all_gather"]
     assert [(k.times, k.overlapped > 0, k.seconds == 0) for k in gathers] == [
         (1, False, False), (5, True, True), (5, True, True),
@@ -122,9 +126,9 @@ def test_the_gather_of_the_next_round_is_beside_a_product():
 
 def test_a_product_that_reads_what_is_held_is_written_out_twice():
     """Otherwise what arrives is copied to where the other one was."""
-    (loop,) = (e for e in device_program(lowered(single).spmd).block.walk() if e.name == "scan")
+    (loop,) = (e for e in device_program(on_slow(single).spmd).block.walk() if e.name == "scan")
     assert loop.params["unroll"] == 2
-    (loop,) = (e for e in device_program(lowered(pairs).spmd).block.walk() if e.name == "scan")
+    (loop,) = (e for e in device_program(on_slow(pairs).spmd).block.walk() if e.name == "scan")
     assert loop.params["unroll"] == 1
 
 
@@ -154,7 +158,7 @@ def test_what_a_round_makes_is_not_stacked_beside_a_gather():
 
 def test_a_limit_of_memory_is_kept():
     """What is held once more does not fit."""
-    made = lowered(single)
+    made = on_slow(single)
     held = cost(made.spmd, SLOW).peak
     assert prefetched(made._all_kept, SLOW, limit=held).prefetched is not None
     assert prefetched(made._all_kept, SLOW, limit=held - 1).prefetched is None

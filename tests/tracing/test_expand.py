@@ -71,19 +71,16 @@ def test_solves(name):
     check(*SOLVES[name], 2e-4)
 
 
-def sums_of_trees(x):
-    return lax.psum({"a": x, "b": x * 2}, "i")
-
-
-@pytest.mark.parametrize("f", [
-    lambda x: (lax.psum(x, "i"), lax.pmax(x, "i"), lax.pmin(x, "i"), lax.pmean(x, "i"), lax.psum(1, "i")),
-    sums_of_trees,
-    lambda x: (lax.all_gather(x, "i"), lax.ppermute(x, "i", [(j, (j + 1) % 8) for j in range(8)]), lax.axis_index("i")),
-])  # fmt: skip
-def test_collectives_over_an_axis_that_vmap_named(f):
-    lowered = check(jax.vmap(f, axis_name="i"), (X,), 1e-6)
-    if f is sums_of_trees:  # they stay split until they are combined
-        assert {c.kind for c in lowered.spmd.collectives} == {"all_reduce"}
+def test_collectives_over_an_axis_that_vmap_named():
+    for f in (
+        lambda x: (lax.psum(x, "i"), lax.pmax(x, "i"), lax.pmin(x, "i"), lax.pmean(x, "i"), lax.psum(1, "i")),
+        lambda x: lax.psum({"a": x, "b": x * 2}, "i"),
+        lambda x: (lax.all_gather(x, "i"), lax.ppermute(x, "i", [(j, (j + 1) % 8) for j in range(8)])),
+        lambda x: x + lax.axis_index("i"),
+    ):
+        check(jax.vmap(f, axis_name="i"), (X,), 1e-6)
+    centred = check(jax.vmap(lambda x: x - lax.pmean(x, "i"), axis_name="i"), (X,), 1e-6)
+    assert {c.kind for c in centred.spmd.collectives} == {"all_reduce"}, "parts stay split until they are combined"
     twice = jax.vmap(jax.vmap(lambda x: lax.psum(jnp.sin(x), ("i", "j")), axis_name="i"), axis_name="j")
     check(twice, (X,), 1e-5)
     check(jax.grad(lambda x: jax.vmap(lambda x: x * lax.psum(jnp.sin(x), "i"), axis_name="i")(x).sum()), (X,), 1e-5)
