@@ -47,6 +47,15 @@ def build(global_batch, micro_batches, recompute: Literal["none", "full"], width
     return step, (weights, weights, weights), rows, rows
 
 
+def small(micro_batches):
+    """A step that is planned in no time."""
+
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+    return step, jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((BATCH, 64), "float32")
+
+
 def numbers(rng):
     arguments = build(BATCH, 1, "none")[1:]
     state, *rows = jax.tree.map(lambda x: jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype), arguments)
@@ -147,10 +156,10 @@ def test_saved_configurations(found, tmp_path, rng):
 
 
 def test_time_that_is_left_goes_to_the_bound():
-    choices = {"micro_batches": [1, 2], "recompute": ["none", "full"]}
+    choices = {"micro_batches": [1, 2], "recompute": ["full"]}
     first = configured(choices=choices, offload=False)
     proven = configured(choices=choices, offload=False, budget_seconds=float("inf"))
-    assert (first.solved, proven.solved) == (1, 4)
+    assert (first.solved, proven.solved) == (1, 2)
     assert first.bound < proven.bound == proven.searched_bound
     assert proven.gap == pytest.approx(0, abs=1e-6)
     assert proven.best.seconds <= first.best.seconds
@@ -209,10 +218,10 @@ def test_steps_of_a_framework():
     equinox = pytest.importorskip("equinox")
 
     def with_equinox(micro_batches):
-        step, *arguments = build(BATCH, micro_batches, "none")
+        step, *arguments = small(micro_batches)
         return equinox.filter_jit(step), *jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arguments)
 
-    some = configured(with_equinox, choices={"micro_batches": [1, 2]}, donate_argnums=None)
+    some = configured(with_equinox, choices={"micro_batches": [1]}, donate_argnums=None)
     assert some.best.keywords == {"micro_batches": 1}
     with pytest.raises(gshard.ArgumentError, match="instead_of_jit"):
         some.best.jit()
@@ -220,7 +229,7 @@ def test_steps_of_a_framework():
 
 def test_builders_that_make_no_step():
     def some_only(micro_batches):
-        return build(BATCH, micro_batches, "none") if micro_batches == 2 else None
+        return small(micro_batches) if micro_batches == 2 else None
 
     only = configured(some_only, choices={"micro_batches": [1, 2]}, offload=False)
     assert only.best.keywords == {"micro_batches": 2}
@@ -236,7 +245,7 @@ def test_builders_that_make_no_step():
         raise ValueError("no such size")
 
     def fails_once(micro_batches):
-        return fails(micro_batches) if micro_batches == 2 else build(BATCH, micro_batches, "none")
+        return fails(micro_batches) if micro_batches == 2 else small(micro_batches)
 
     some = configured(fails_once, choices={"micro_batches": [2, 1]}, offload=False)
     assert some.best.keywords == {"micro_batches": 1}
@@ -256,14 +265,13 @@ def test_mistakes_about_devices():
 
 
 def test_places_to_run_on(found, rng):
-    lines, choices = [], {"micro_batches": [1], "recompute": ["none"]}
-    abstract = configured(choices=choices, mesh=Mesh.abstract(data=8), progress=lines.append)
-    assert any(line.startswith("gshard.configure") and "micro_batches=1, recompute='none'" in line for line in lines)
+    lines, x = [], np.ones((64, 64), np.float32)
+    abstract = configured(small, choices={"micro_batches": [1]}, mesh=Mesh.abstract(data=8), progress=lines.append)
+    assert any(line.startswith("gshard.configure") and "micro_batches=1" in line for line in lines)
     assert any("best so far: micro_batches=1" in line for line in lines)
     with pytest.raises(gshard.ArgumentError, match="no devices to place arguments on"):
-        abstract.best.place(*numbers(rng))
-    placed = abstract.best.place(*numbers(rng), mesh={"data": 8})
-    state, _ = abstract.best.jit({"data": 8})(*placed)
-    assert {len(x.sharding.device_set) for x in jax.tree.leaves(state)} == {8}
+        abstract.best.place(x, x)
+    placed = abstract.best.place(x, x, mesh={"data": 8})
+    assert len(abstract.best.jit({"data": 8})(*placed).sharding.device_set) == 8
     with pytest.raises(gshard.ArgumentError, match="not the arguments of the step"):
         found.best.place(numbers(rng)[0])

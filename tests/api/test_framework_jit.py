@@ -133,6 +133,12 @@ def fresh():
     return f, [*arguments[:2], on_one(arguments[2])]
 
 
+@functools.cache
+def searched():
+    f, arguments = fresh()
+    return gshard.search(f, *arguments, mesh={"data": 8}, machine="h100:1x8", memory_limit=40_000, progress=False)
+
+
 def losses(f, arguments):
     """The losses of four steps. The batch is on one device, on the mesh, split otherwise, and on the host."""
     x = np.asarray(arguments[2])
@@ -143,8 +149,7 @@ def losses(f, arguments):
 def test_a_searched_plan_runs_in_a_block(tmp_path):
     """All calls run the plan, wherever the arguments are; also one that was read from a file."""
     f, arguments = fresh()
-    expected = losses(*fresh())
-    found = gshard.search(f, *arguments, mesh={"data": 8}, machine="h100:1x8", memory_limit=40_000, progress=False)
+    expected, found = losses(*fresh()), searched()
     assert any("kernel" in line or "weight" in line for line in str(found).splitlines() if "@data" in line)
     found.save(tmp_path / "plan.json")
     with gshard.instead_of_jit(mesh=found.mesh, plan=gshard.SavedPlan.load(tmp_path / "plan.json")):
@@ -157,8 +162,7 @@ def test_a_searched_plan_runs_in_a_block(tmp_path):
 
 
 def test_a_plan_is_for_the_function_with_its_name():
-    f, arguments = fresh()
-    found = gshard.search(f, *arguments, mesh={"data": 8}, machine="h100:1x8", progress=False)
+    (f, arguments), found = fresh(), searched()
 
     @nnx.jit
     def evaluate(model, x):
@@ -179,7 +183,7 @@ def test_what_a_framework_takes_apart_is_refused_with_the_way_out():
         gshard.ArgumentError, match=r"gshard\.search takes donate_argnums for a function of arrays only"
     ):
         gshard.search(f, *arguments, mesh=8, machine="h100:1x8", donate_argnums=0)
-    found = gshard.search(f, *arguments, mesh={"data": 8}, machine="h100:1x8", memory_limit=40_000, progress=False)
+    found = searched()
     for use in (lambda: found.in_shardings, lambda: gshard.stages.export_plan(found)):
         with pytest.raises(gshard.ArgumentError, match=r"takes its arguments apart(.|\n)*gshard\.instead_of_jit\(mesh"):
             use()
