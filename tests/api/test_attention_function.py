@@ -75,12 +75,8 @@ def test_a_ring_sends_the_keys_and_values_once_around():
     assert found.bytes_by_kind["collective_permute"] == 7 * part
     found = explained((1, 4096, 1, 64), (1, 4096, 1, 64), SEQUENCE)
     assert found.bytes_by_kind["collective_permute"] == 7 * part + 7 * part + 7 * part
-
-
-def test_a_window_needs_the_parts_within_its_reach():
-    part = 2 * 512 * 64 * 2
     found = explained((1, 4096, 1, 64), (1, 4096, 1, 64), SEQUENCE, gradient=False, local_window_size=(600, 100))
-    assert found.bytes_by_kind["collective_permute"] == 3 * part
+    assert found.bytes_by_kind["collective_permute"] == 3 * part, "a window needs the parts within its reach"
 
 
 def test_heads_are_split_instead_where_that_sends_less():

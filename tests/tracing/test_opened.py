@@ -58,9 +58,6 @@ def _grown(x):
     return jax.lax.while_loop(lambda v: v.sum() < 9, lambda v: v * 2 + 1, jnp.abs(x))
 
 
-bare_p = Primitive("other_bare")
-bare_p.def_impl(lambda x: jnp.cos(x))
-bare_p.def_abstract_eval(lambda x: x)
 any_p = made_of("other_any", jnp.any)
 same_p = made_of("other_same", lambda x: x * 1)
 strict_p = made_of("other_strict", _strict)
@@ -97,7 +94,6 @@ def dense(x):
 PROGRAMS = [
     ("any", lambda x: any_p.bind(x > 2), (X,)),
     ("identity", lambda x: same_p.bind(x) + 1, (X,)),
-    ("only evaluated", bare_p.bind, (X,)),
     ("structures compared", lambda x: strict_p.bind(x + 1, like=jax.eval_shape(lambda v: v, x)), (X,)),
     ("several results, a parameter", lambda x: both_p.bind(x, X.T, axis=1), (X,)),
     ("made of others made of others", outer_p.bind, (X,)),
@@ -150,3 +146,10 @@ def test_what_is_not_opened():
     assert names(custom_p.bind, X) == ["add"]
     gshard.rule("other_custom")("a b -> a b")
     assert names(custom_p.bind, X) == ["other_custom"]
+
+
+def test_one_that_is_only_evaluated_is_opened():
+    bare_p = Primitive("other_bare")
+    bare_p.def_impl(lambda x: jnp.cos(x))
+    bare_p.def_abstract_eval(lambda x: x)
+    np.testing.assert_allclose(gshard.jit(bare_p.bind, mesh=8, strict=True)(X), np.cos(X), rtol=1e-5)
