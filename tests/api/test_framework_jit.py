@@ -1,17 +1,14 @@
 """Functions that frameworks jit are explained as those of ``jax.jit``, with the names and the lines of the user."""
 
 import functools
-import itertools
 
 import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training import train_state
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -128,42 +125,35 @@ def test_in_a_block_a_function_of_jax_is_explained_as_gshard_partitions_it():
         assert isinstance(gshard.explain(f, x, partitioner="xla"), gshard.stages.CompiledExplanation)
 
 
-def fresh(framework):
-    """The function and its arguments, which are on no mesh."""
-    f, arguments, _ = FRAMEWORKS[framework]()
+def fresh():
+    """A function of Flax and its arguments, which are on no mesh."""
+    f, arguments, _ = of_nnx()
     on_one = lambda x: jnp.asarray(np.asarray(x)) if isinstance(x, jax.Array) and x.ndim else x  # noqa: E731
-    if framework == "nnx":
-        nnx.update(arguments[:2], jax.tree.map(on_one, nnx.state(arguments[:2])))
-        return f, [*arguments[:2], on_one(arguments[2])]
-    return f, jax.tree.map(on_one, list(arguments))
+    nnx.update(arguments[:2], jax.tree.map(on_one, nnx.state(arguments[:2])))
+    return f, [*arguments[:2], on_one(arguments[2])]
 
 
-def losses(framework, f, arguments):
+@functools.cache
+def searched():
+    f, arguments = fresh()
+    return gshard.search(f, *arguments, mesh={"data": 8}, machine="h100:1x8", memory_limit=40_000, progress=False)
+
+
+def losses(f, arguments):
     """The losses of four steps. The batch is on one device, on the mesh, split otherwise, and on the host."""
-    found = []
     x = np.asarray(arguments[2])
-    for batch in (
-        jnp.asarray(x), placed(jnp.asarray(x)), jax.device_put(x, NamedSharding(MESH, P(None, "data"))), x
-    ):  # fmt: skip
-        arguments[2] = jnp.asarray(batch)
-        out = f(*arguments)
-        if framework == "equinox":
-            arguments[:2] = out[:2]
-        found.append(float(out if framework == "nnx" else out[2]))
-    return found
+    batches = jnp.asarray(x), placed(jnp.asarray(x)), jax.device_put(x, NamedSharding(MESH, P(None, "data"))), x
+    return [float(f(*arguments[:2], jnp.asarray(batch))) for batch in batches]
 
 
-@pytest.mark.parametrize("framework", ["nnx", pytest.param("equinox", marks=pytest.mark.slow)])
-def test_a_searched_plan_runs_in_a_block(framework, tmp_path):
+def test_a_searched_plan_runs_in_a_block(tmp_path):
     """All calls run the plan, wherever the arguments are; also one that was read from a file."""
-    f, arguments = fresh(framework)
-    expected = losses(framework, *fresh(framework))
-    found = gshard.search(f, *arguments, mesh={"data": 8}, machine="h100:1x8", memory_limit=40_000, progress=False)
+    f, arguments = fresh()
+    expected, found = losses(*fresh()), searched()
     assert any("kernel" in line or "weight" in line for line in str(found).splitlines() if "@data" in line)
     found.save(tmp_path / "plan.json")
-    plan = found.plan if framework == "nnx" else gshard.SavedPlan.load(tmp_path / "plan.json")
-    with gshard.instead_of_jit(mesh=found.mesh, plan=plan):
-        np.testing.assert_allclose(losses(framework, f, arguments), expected, rtol=1e-4)
+    with gshard.instead_of_jit(mesh=found.mesh, plan=gshard.SavedPlan.load(tmp_path / "plan.json")):
+        np.testing.assert_allclose(losses(f, arguments), expected, rtol=1e-4)
         lowered = f.lower(*arguments)
     weights = [x for x in jax.tree.leaves(arguments[:2]) if np.shape(x) in {(32, 64), (64, 32)}]
     assert len(weights) == 6, "two weights with two moments each"
@@ -172,8 +162,7 @@ def test_a_searched_plan_runs_in_a_block(framework, tmp_path):
 
 
 def test_a_plan_is_for_the_function_with_its_name():
-    f, arguments = fresh("nnx")
-    found = gshard.search(f, *arguments, mesh={"data": 8}, machine="h100:1x8", progress=False)
+    (f, arguments), found = fresh(), searched()
 
     @nnx.jit
     def evaluate(model, x):
@@ -189,12 +178,12 @@ def test_a_plan_is_for_the_function_with_its_name():
 
 
 def test_what_a_framework_takes_apart_is_refused_with_the_way_out():
-    f, arguments = fresh("nnx")
+    f, arguments = fresh()
     with pytest.raises(
         gshard.ArgumentError, match=r"gshard\.search takes donate_argnums for a function of arrays only"
     ):
         gshard.search(f, *arguments, mesh=8, machine="h100:1x8", donate_argnums=0)
-    found = gshard.search(f, *arguments, mesh={"data": 8}, machine="h100:1x8", memory_limit=40_000, progress=False)
+    found = searched()
     for use in (lambda: found.in_shardings, lambda: gshard.stages.export_plan(found)):
         with pytest.raises(gshard.ArgumentError, match=r"takes its arguments apart(.|\n)*gshard\.instead_of_jit\(mesh"):
             use()
@@ -213,8 +202,6 @@ def test_the_mesh_of_its_arguments_is_searched():
 
 
 # Steps that frameworks jit are partitioned in a block of instead_of_jit: equal losses, state as it came.
-
-
 X = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
 
 
@@ -233,108 +220,39 @@ class WithStatistics(nnx.Module):
 jitted_nnx_step = functools.partial(nnx.jit, donate_argnames=("model", "optimizer"))(nnx_step)
 
 
-def train_nnx(step, place):
+def train(place):
     model = WithStatistics(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
     if place:  # FSDP: weights and moments of Adam are split where they divide
         state = nnx.state((model, optimizer))
         placed = jax.tree.map(lambda x: jax.device_put(x, SPLIT) if np.ndim(x) and x.shape[0] % 8 == 0 else x, state)
         nnx.update((model, optimizer), placed)
-    losses = [float(step(model, optimizer, jax.device_put(X, SPLIT) if place else X)) for _ in range(3)]
-    return losses, model.first.kernel[...]
+    x = jax.device_put(X, SPLIT) if place else X
+    return [float(jitted_nnx_step(model, optimizer, x)) for _ in range(3)], model.first.kernel[...]
 
 
-def loss_of(model, x):
-    return jnp.mean((jax.vmap(model)(x) - x) ** 2)
-
-
-def checked_eqx_step(model, state, x, kind):
-    assert kind == "train"
-    loss, grads = eqx.filter_value_and_grad(loss_of)(model, x)
-    updates, state = OPTIMIZER.update(grads, state, eqx.filter(model, eqx.is_array))
-    return eqx.apply_updates(model, updates), state, loss, kind
-
-
-jitted_eqx_step = eqx.filter_jit(checked_eqx_step, donate="all-except-first")
-
-
-def train_eqx(step, place):
-    model = eqx.nn.MLP(32, 32, 64, 1, key=jax.random.key(0))  # its activation function is a leaf too
-    state = OPTIMIZER.init(eqx.filter(model, eqx.is_array))
-    losses = []
-    for _ in range(3):
-        x = jax.device_put(X, SPLIT) if place else jnp.asarray(X)
-        model, state, loss, kind = step(model, state, gshard.split(x, 0, 8) if not place else x, "train")
-        assert kind == "train"
-        assert model.activation is not None
-        losses.append(float(loss))
-    return losses, model.layers[0].weight
-
-
-class Linen(nn.Module):
-    """The same in Flax Linen."""
-
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(32)(nn.gelu(nn.Dense(64)(x)))
-
-
-def linen_step(state, x):
-    loss, grads = jax.value_and_grad(lambda p: jnp.mean((state.apply_fn({"params": p}, x) - x) ** 2))(state.params)
-    return state.apply_gradients(grads=grads), loss
-
-
-jitted_linen_step = jax.jit(linen_step, donate_argnums=0)
-
-
-def train_linen(step, place):
-    model = Linen()
-    params = model.init(jax.random.key(0), X)["params"]
-    state = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=OPTIMIZER)
-    losses = []
-    for _ in range(3):
-        state, loss = step(state, jax.device_put(X, SPLIT) if place else X)
-        losses.append(float(loss))
-    return losses, state.params["Dense_0"]["kernel"]
-
-
-STEPS = {
-    "nnx": (train_nnx, jitted_nnx_step, lambda: nnx.jit(nnx_step)),
-    "equinox": (train_eqx, jitted_eqx_step, lambda: eqx.filter_jit(checked_eqx_step)),
-    "linen": (train_linen, jitted_linen_step, lambda: jax.jit(linen_step)),
-}
-FAST = {("nnx", True, "before")}
-
-
-@pytest.mark.parametrize(
-    ("framework", "place", "when"),
-    [
-        pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow)
-        for case in itertools.product(STEPS, (True, False), ("before", "inside"))
-    ],
-)
-def test_three_steps(framework, place, when):
-    """Jitted before the block or in it, the losses are those of one device; outside it trains as ever."""
-    train, before, jit = STEPS[framework]
-    expected, _ = train(before if when == "before" else jit(), False)
+def test_three_steps():
+    """The losses are those of one device; outside of the block it trains as ever."""
+    expected, _ = train(False)
     with gshard.instead_of_jit(mesh=MESH):
-        found, weight = train(before if when == "before" else jit(), place)
+        found, weight = train(True)
     np.testing.assert_allclose(found, expected, rtol=1e-4)
     assert len(weight.sharding.device_set) == 8
-    if place and framework == "nnx":
-        assert weight.sharding.spec == P("data")
-    if when == "before":
-        after, weight = train(before, False)
-        assert after == expected
-        assert len(weight.sharding.device_set) == 1
+    assert weight.sharding.spec == P("data")
+    after, weight = train(False)
+    assert after == expected
+    assert len(weight.sharding.device_set) == 1
 
 
-def test_equinox_lowered():
+def test_a_step_of_equinox():
     model = eqx.nn.MLP(32, 32, 64, 1, key=jax.random.key(0))
-    state = OPTIMIZER.init(eqx.filter(model, eqx.is_array))
+    step = eqx.filter_jit(eqx_step, donate="all-except-first")
+    expected = jnp.mean((jax.vmap(model)(X) - X) ** 2)
     with gshard.instead_of_jit(mesh=MESH):
-        lowered = jitted_eqx_step.lower(model, state, jax.device_put(X, SPLIT), "train")
+        lowered = step.lower(model, OPTIMIZER.init(eqx.filter(model, eqx.is_array)), jax.device_put(X, SPLIT), "train")
         assert isinstance(lowered.lowered, gshard.stages.Lowered)
-        compiled = lowered.compile()
-        found = compiled(model, state, jax.device_put(X, SPLIT), "train")[2]
-    np.testing.assert_allclose(found, loss_of(model, X), rtol=1e-5)
+        for f in (lowered.compile(), step):
+            made = OPTIMIZER.init(eqx.filter(model, eqx.is_array))
+            changed, _, loss, kind = f(model, made, jax.device_put(X, SPLIT), "train")
+            assert (kind, changed.activation) == ("train", model.activation)
+            np.testing.assert_allclose(loss, expected, rtol=1e-5)

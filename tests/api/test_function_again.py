@@ -82,10 +82,8 @@ X = put(128, 64, spec=("data",))
 STEPS = {
     "equinox": (eqx.filter_jit(step_of), (NET, X), "net/up"),
     "equinox method": (NET.step, (X,), "self/up"),
-    "equinox partial": (functools.partial(eqx.filter_jit(step_of), NET), (X,), "net/up"),
     "nnx": (nnx.jit(step_of_model), (MODEL, X), "model/up"),
     "nnx method": (MODEL.step, (X,), "self/up"),
-    "nnx partial": (functools.partial(nnx.jit(step_of_model), MODEL), (X,), "model/up"),
     "method": (PLAIN.step, (PARAMS, X), "params/up"),
     "partial": (functools.partial(Plain.step, PLAIN, PARAMS), (X,), "params/up"),
 }

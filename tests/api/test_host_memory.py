@@ -15,13 +15,12 @@ AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 ROWS = jax.make_mesh((8,), ("d",), axis_types=(AUTO,))
 GRID = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AUTO, AUTO))
-CUBE = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AUTO, AUTO, AUTO))
 TYPED = jax.make_mesh((8,), ("d",), axis_types=(EXPLICIT,))
 RNG = np.random.default_rng(7)
 X = RNG.normal(size=(16, 8)).astype(np.float32)
 N = np.arange(128, dtype=np.int32).reshape(16, 8) - 60
 STACK = RNG.normal(size=(4, 16, 16)).astype(np.float32) / 4
-SPECS = {ROWS: P("d"), GRID: P("a", "b"), CUBE: P("a", ("b", "c")), TYPED: P("d")}
+SPECS = {ROWS: P("d"), GRID: P("a", "b"), TYPED: P("d")}
 
 
 def on(mesh, kind="device", spec=None):
@@ -71,19 +70,9 @@ FORMS = {
     "sharding": (lambda m: lambda h, x: jax.device_put(x * 2, on(m, "pinned_host")), [(True, 1)]),
     "fetched by space": (lambda m: lambda h, x: jax.device_put(h, DEVICE) + x, [(False, 1)]),
     "fetched by sharding": (lambda m: lambda h, x: jax.device_put(h, on(m)) + x, [(False, 1)]),
-    "fetched whole": (lambda m: lambda h, x: jax.device_put(h, on(m, spec=P())) + x, [(False, 1)]),
     "neither": (lambda m: lambda h, x: (jax.device_put(h, HOST), jax.device_put(h), jax.device_put(x, DEVICE)), []),
-    "several": (
-        lambda m: lambda h, x: jax.device_put((x + 1, h, x), (on(m, "pinned_host"), on(m), DEVICE)),
-        [(True, 1), (False, 1)],
-    ),
-    "twice": (
-        lambda m: lambda h, x: (jax.device_put(h, DEVICE) + jax.device_put(h, DEVICE), jax.device_put(x, HOST)),
-        [(False, 1), (False, 1), (True, 1)],
-    ),
     "a step": (lambda m: step, [(False, 1), (True, 1)]),
     "computed": (lambda m: lambda h, x: jnp.sin(h) * 2, [(False, 1), (True, 1), (False, 1), (True, 1)]),
-    "handed on": (lambda m: lambda h, x: jnp.squeeze(h.reshape(16, 1, 8), 1), []),
     "summed": (lambda m: lambda h, x: h.sum(0), [(False, 1), (True, 1)]),
     "unpinned": (lambda m: lambda h, x: jax.device_put(x * 2, on(m, "unpinned_host")), []),
     "constraint": (lambda m: lambda h, x: lax.with_sharding_constraint(x * 2, on(m, "pinned_host")), []),
@@ -93,10 +82,6 @@ FORMS = {
         [(False, 1), (True, 1)],
     ),
     "scan": (lambda m: lambda h, x: lax.scan(lambda c, _: step(c, x), h, None, length=3), [(False, 3), (True, 3)]),
-    "stacked": (
-        lambda m: lambda h, x: lax.scan(lambda c, _: (c + 1, jax.device_put(c, HOST)), x, None, length=3),
-        [(True, 3)],
-    ),
     "remat": (
         lambda m: (
             lambda h, x: jax.grad(
@@ -109,8 +94,6 @@ FORMS = {
         lambda m: lambda h, x: jax.grad(lambda h: (jax.device_put(h, DEVICE) ** 2).sum())(h),
         [(False, 1), (True, 1)],
     ),
-    "vmap": (lambda m: lambda h, x: jax.vmap(lambda h, x: step(h, x)[0])(h, x), [(False, 1), (True, 1)]),
-    "nested jit": (lambda m: lambda h, x: jax.jit(lambda y: jax.device_put(y * 2, HOST))(x), [(True, 1)]),
     "shard_map": (
         lambda m: jax.shard_map(lambda h, x: step(h, x)[0], mesh=m, in_specs=(SPECS[m],) * 2, out_specs=SPECS[m]),
         [(False, 1), (True, 1)],
@@ -118,22 +101,16 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("mesh", [GRID, *(pytest.param(m, marks=pytest.mark.slow) for m in (ROWS, CUBE))], ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_results_are_where_jax_has_them(form, mesh):
+def test_results_are_where_jax_has_them(form):
     make, expected = FORMS[form]
-    f, h, x = make(mesh), on_host(mesh), jax.device_put(X, on(mesh))
-    ours, theirs = gshard.jit(f, mesh=mesh), jax.jit(f)(h, x)
-    for call in range(3):
-        check(ours(h, x), theirs, f"{form}, call {call}")
-    assert moved(ours, h, x) == expected
-
-
-@pytest.mark.parametrize("form", ["sharding", "fetched by sharding", "a step", "grad", "an argument returned", "scan"])
-def test_axes_of_type_explicit(form):
-    with jax.set_mesh(TYPED):
-        f, h, x = FORMS[form][0](TYPED), on_host(TYPED), jax.device_put(X, on(TYPED))
-        check(gshard.jit(f)(h, x), jax.jit(f)(h, x))
+    mesh = TYPED if form in ("fetched by sharding", "a step", "grad") else GRID
+    with jax.set_mesh(mesh):
+        f, h, x = make(mesh), on_host(mesh), jax.device_put(X, on(mesh))
+        ours, theirs = gshard.jit(f, mesh=mesh), jax.jit(f)(h, x)
+        for call in range(3):
+            check(ours(h, x), theirs, f"{form}, call {call}")
+        assert moved(ours, h, x) == expected
 
 
 def test_operands_in_two_memories_are_refused_as_by_jax():
@@ -164,13 +141,13 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("asked", [None, P("a"), on(GRID), on(GRID, "pinned_host"), on(GRID, "unpinned_host")], ids=str)
+@pytest.mark.parametrize("asked", [None, P("a"), on(GRID, "pinned_host")], ids=str)
 def test_every_call_is_right_wherever_its_argument_is(asked):
     """What ``in_shardings`` names is where an argument is moved; ``jax.jit`` refuses one that is elsewhere."""
     function = gshard.jit(lambda x: jax.device_put(x, DEVICE) * 3 - 1, mesh=GRID, in_shardings=asked)
     for place in (*PLACES, *reversed(PLACES)):
         x = PLACES[place]()
-        for _ in range(3):
+        for _ in range(2):
             result = function(x)
             np.testing.assert_array_equal(np.asarray(result), N * 3 - 1, place)
             assert kinds(result) == ["device"]
@@ -179,8 +156,7 @@ def test_every_call_is_right_wherever_its_argument_is(asked):
         assert expected.memory_kind == (own if asked is None else memory_of(asked)), place
 
 
-@pytest.mark.parametrize("donate", [(), (0,)])
-def test_an_optimizer_state_on_the_host_stays_there(donate):
+def test_an_optimizer_state_on_the_host_stays_there():
     """Written as MaxText writes it: shardings of the state with ``pinned_host``, fetched in the step, donated."""
     rows = on(ROWS)
     host = on(ROWS, "pinned_host")
@@ -200,11 +176,7 @@ def test_an_optimizer_state_on_the_host_stays_there(donate):
         p = {"w": np.ones((8, 16), np.float32) / 8, "b": np.zeros(16, np.float32)}
         return jax.device_put({"params": p, "m": jax.tree.map(np.zeros_like, p), "step": np.int32(0)}, state_shardings)
 
-    placing = {
-        "in_shardings": (state_shardings, None),
-        "out_shardings": (state_shardings, None),
-        "donate_argnums": donate,
-    }
+    placing = {"in_shardings": (state_shardings, None), "out_shardings": (state_shardings, None), "donate_argnums": 0}
     ours, theirs = gshard.jit(train, mesh=ROWS, **placing), jax.jit(train, **placing)
     a, b = start(), start()
     for _ in range(4):
@@ -212,7 +184,7 @@ def test_an_optimizer_state_on_the_host_stays_there(donate):
         (a, value), (b, wanted) = ours(a, X), theirs(b, X)
         check((a, value), (b, wanted))
         assert kinds(a["m"]) == ["pinned_host"] * 2
-        assert before["m"]["w"].is_deleted() == bool(donate)
+        assert before["m"]["w"].is_deleted()
     assert ours._cache_size() <= 2
     explained = gshard.explain(ours, a, X)
     assert explained.host.arguments == (4 * (8 * 16 + 16), 4 * (8 * 16 + 16) // 8)
@@ -231,48 +203,28 @@ def offloading(policy):
     return jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
 
 
-@pytest.mark.parametrize(("policy", "rolled"), [
-    ("names", True),
-    *(pytest.param(*p, marks=pytest.mark.slow) for p in (("names", False), ("dots", False))),
-    ("dots", True),
-])  # fmt: skip
-def test_activations_are_offloaded_as_the_policy_says(policy, rolled):
+@pytest.mark.parametrize("policy", ["names", "dots"])
+def test_activations_are_offloaded_as_the_policy_says(policy):
     def layer(c, w):
         return jnp.tanh(jnp.sin(checkpoint_name(c, "kept") @ w)), None
 
     def loss(ws, x):
-        kept = jax.checkpoint(layer, policy=offloading(policy))
-        if rolled:
-            return (lax.scan(kept, x, ws)[0] ** 2).sum()
-        for w in ws:
-            x, _ = kept(x, w)
-        return (x**2).sum()
+        return (lax.scan(jax.checkpoint(layer, policy=offloading(policy)), x, ws)[0] ** 2).sum()
 
     x = jax.device_put(RNG.normal(size=(32, 16)).astype(np.float32), on(ROWS))
     gradient = jax.grad(loss, (0, 1))
     ours = gshard.jit(gradient, mesh=ROWS)
     check(ours(STACK, x), jax.jit(gradient)(STACK, x))
-    found = moved(ours, STACK, x)
-    assert [sum(times for to_host, times in found if to_host is way) for way in (True, False)] == [4, 4]
-    if rolled:
-        assert found == [(True, 4), (False, 4)]  # in the loops, and not of whole stacks around them
+    assert moved(ours, STACK, x) == [(True, 4), (False, 4)]  # in the loops, and not of whole stacks around them
 
 
 @pytest.mark.parametrize("f", [fetched_in_rounds, unrolled])
-@pytest.mark.parametrize(
-    "spec",
-    [
-        P(None, "a"),
-        P("b", "a"),
-        *(pytest.param(s, marks=pytest.mark.slow) for s in (P(), P(None, None, "b"), P("a", None, "b"))),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("spec", [P(None, "a"), P("b", "a")], ids=str)
 def test_weights_are_fetched_layer_by_layer(f, spec):
     ws, x = on_host(GRID, STACK, spec), jax.device_put(STACK[0], on(GRID))
     function = gshard.jit(f, mesh=GRID)
     check(function(ws, x), jax.jit(f)(ws, x))
-    if spec[:1] in (P(), P(None)):  # the layers of a stack that is split by layers are moved on the devices
+    if spec[0] is None:  # the layers of a stack that is split by layers are moved on the devices
         assert sum(times for _, times in moved(function, ws, x)) == 4
         whole, local = gshard.explain(function, ws, x).host.arguments
         assert gshard.explain(function, ws, x).host.from_host == local
@@ -305,9 +257,9 @@ def test_a_value_on_the_host_is_resharded_on_the_devices():
     assert moved(function, X) == [(True, 1), (False, 1), (True, 1), (False, 1)]
 
 
-@pytest.mark.parametrize("devices", [3, 8])
-def test_sizes_that_do_not_divide(devices):
-    mesh, x = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",)), RNG.normal(size=(13, 5)).astype(np.float32)
+def test_sizes_that_do_not_divide():
+    devices, x = 3, RNG.normal(size=(13, 5)).astype(np.float32)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",))
 
     def f(x):
         h = jax.device_put(gshard.split(x, 0, devices), HOST)
@@ -349,7 +301,7 @@ def test_transformations_of_a_partitioned_function():
     check(jax.jit(lambda h: ours[1](h))(h), jax.jit(squares)(h))
 
 
-@pytest.mark.parametrize("form", ["space", "sharding", "fetched by space", "a step", "scan", "computed", "remat"])
+@pytest.mark.parametrize("form", ["sharding", "fetched by space", "scan", "computed"])
 def test_the_compiler_of_a_tpu_is_told_of_every_transfer(form):
     """XLA's annotations, as many as explained; on CPU, whose devices have no memory of their own, there are none."""
     f, h, x = FORMS[form][0](ROWS), on_host(ROWS), jax.device_put(X, on(ROWS))

@@ -17,7 +17,7 @@ import gshard
 
 X = np.linspace(-1, 1, 12 * 8, dtype=np.float32).reshape(12, 8)
 W = np.linspace(-2, 2, 8 * 8, dtype=np.float32).reshape(8, 8)
-MESHES = {"8": ((8,), ("a",)), "2x4": ((2, 4), ("a", "b")), "2x2x2": ((2, 2, 2), ("a", "b", "c")), "3": ((3,), ("a",))}
+MESHES = {"8": ((8,), ("a",)), "2x4": ((2, 4), ("a", "b")), "3": ((3,), ("a",))}
 
 
 def mesh_of(name, kind=AxisType.Auto):
@@ -33,41 +33,20 @@ def layer(x, w):
     return jnp.tanh(gshard.split(x, 0, "a") @ w)
 
 
-@jax.custom_vjp
-def scaled(x):
-    return 2 * x
-
-
-scaled.defvjp(lambda x: (2 * x, None), lambda _, g: (3 * g,))
-
 CASES = {
     "plain": jax.jit(layer),
-    "nested": jax.jit(lambda x, w: jax.jit(layer)(x, w) + 1),
-    "inlined": jax.jit(lambda x, w: jax.jit(layer, inline=True)(x, w)),
     "pytree": jax.jit(lambda x, w: {"y": (layer(x, w), x.sum()), "none": None}),
     "captured": jax.jit(lambda x, w: layer(x, jnp.asarray(W)) + jnp.arange(8.0)),
     "unread": jax.jit(lambda x, w: layer(x, jnp.ones((8, 8)))),
-    "keep_unused": jax.jit(lambda x, w: layer(x, jnp.ones((8, 8))), keep_unused=True),
     "scan": jax.jit(lambda x, w: jax.lax.scan(lambda c, _: (layer(c, w), c.sum()), x, None, length=3)),
-    "while": jax.jit(lambda x, w: jax.lax.fori_loop(0, 3, lambda _, c: layer(c, w), x)),
-    "cond": jax.jit(lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: layer(x, w), lambda: x)),
-    "remat": jax.jit(jax.grad(lambda x, w: jax.checkpoint(layer)(x, w).sum())),
-    "custom_vjp": jax.jit(jax.grad(lambda x, w: scaled(layer(x, w)).sum(), argnums=(0, 1))),
     "grad outside": lambda x, w: jax.value_and_grad(lambda x, w: jax.jit(layer)(x, w).sum(), argnums=(0, 1))(x, w),
-    "vmap outside": lambda x, w: jax.vmap(jax.jit(layer), (None, 1))(x, jnp.stack([w, w + 1], 1)),
-    "jvp outside": lambda x, w: jax.jvp(jax.jit(layer), (x, w), (x, w)),
-    "random": jax.jit(lambda x, w: jax.random.bits(jax.random.key(3), x.shape) + gshard.split(x, 0, "a").astype(int)),
-    "integers": jax.jit(lambda x, w: gshard.split((x * 100).astype(int), 0, "a").cumsum(0)),
     "callback": jax.jit(lambda x, w: jax.pure_callback(np.sin, x, layer(x, w))),
-    "library": jax.jit(lambda x, w: gshard.split(jax.nn.softmax(x), 0, "a")),
-    "named": jax.jit(lambda x, *, w: layer(x, w)),
     "static": jax.jit(lambda x, w, n: layer(x, w) * n, static_argnums=2),
 }
 
 
 def called(name, x, w):
-    f = CASES[name]
-    return f(x, w=w) if name == "named" else f(x, w, 3) if name == "static" else f(x, w)
+    return CASES[name](x, w, 3) if name == "static" else CASES[name](x, w)
 
 
 def assert_same(found, expected):
@@ -77,10 +56,7 @@ def assert_same(found, expected):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0 if exact else 1e-5, atol=0 if exact else 1e-5)
 
 
-FAST = {"plain", "pytree", "captured", "callback", "static"}
-
-
-@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_before_in_and_after(name):
     """Arguments come from the host, from one device, and placed; a block is entered twice; each result is the same."""
     mesh = mesh_of("2x4")
@@ -98,15 +74,11 @@ def test_before_in_and_after(name):
         assert all(len(x.sharding.device_set) == 1 for x in jax.tree.leaves(after))
 
 
-@pytest.mark.parametrize("name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("8", "2x2x2")), "2x4", "3"])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("size", [pytest.param(12, marks=pytest.mark.slow), 7])
-def test_meshes(name, kind, size):
-    """On all meshes, with the mesh that is set or that is given, and sizes that do not divide."""
+@pytest.mark.parametrize(("name", "kind"), [("2x4", AxisType.Explicit), ("3", AxisType.Auto)])
+def test_meshes(name, kind):
+    """With the mesh that is set or that is given, and sizes that do not divide."""
     mesh, f = mesh_of(name, kind), jax.jit(lambda x, w: jnp.tanh(x @ w))
-    x, expected = X[:size], np.tanh(X[:size] @ W)
-    if size % mesh.shape["a"] == 0:
-        x = jax.device_put(x, NamedSharding(mesh, P("a")))
+    x, expected = X[:7], np.tanh(X[:7] @ W)
     for given in (mesh, None):
         with jax.set_mesh(mesh) if given is None else contextlib.nullcontext(), gshard.instead_of_jit(given):
             for _ in range(3):
@@ -222,15 +194,6 @@ def test_eager_operations_are_left_to_jax():
             jax.lax.map(lambda x: x + 1, x),
         ):  # fmt: skip
             assert len(found.sharding.device_set) == 1
-
-
-def test_layouts_are_refused():
-    layout = jax.experimental.layout.Layout((1, 0))
-    with_layout = jax.experimental.layout.Format(layout, NamedSharding(mesh_of("8"), P()))
-    f = jax.jit(lambda x: x + 1, out_shardings=with_layout)
-    with gshard.instead_of_jit(mesh=mesh_of("8")), pytest.raises(gshard.ShardingError, match="layout in memory"):
-        f(X)
-    assert_same(f(X), X + 1)
 
 
 def test_no_mesh():

@@ -35,19 +35,11 @@ def is_sharded(x, mesh, *spec):
     return x.sharding.is_equivalent_to(NamedSharding(mesh, P(*spec)), x.ndim)
 
 
-# -- two marks in a row ----------------------------------------------------------------------------------------------
-
-
-def test_two_marks_in_a_row_are_a_reshard(x):
-    f = gshard.jit(lambda x: split(split(x, 0, 8), 1, 8), mesh=8)
-    lowered = f.lower(x)
-    first, second = (e.outputs[0] for e in lowered.program.block.equations)
-    assert [lowered.plan.sharding(v).dims for v in (first, second)] == [
-        (lowered.mesh.atoms, ()),
-        ((), lowered.mesh.atoms),
-    ]
-    assert sent(lowered) == ["all_to_all"]
-    assert f(x).tobytes() == x.tobytes()
+def by_constraints(x):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AUTO, AUTO))
+    for spec in (P(("data", "model")), P(None, ("data", "model"))):
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    return x
 
 
 @pytest.mark.parametrize(
@@ -55,10 +47,11 @@ def test_two_marks_in_a_row_are_a_reshard(x):
     [
         (lambda x: split(split(x, 0, 8), 1, 8), ["all_to_all", "all_to_all"]),
         (lambda x: split(replicate(x), 1, 8), ["all_gather"]),
+        (by_constraints, ["all_to_all", "all_to_all"]),
         (lambda x: shard(shard(x, P("data", "model")), P(None, ("data", "model"))), None),
         (lambda x: split(split(split(x, 1, 8), 0, 8), 1, 8), ["all_to_all", "all_to_all"]),
     ],
-    ids=["there and back", "whole between", "by spec", "three"],
+    ids=["there and back", "whole between", "constraints", "by spec", "three"],
 )
 def test_the_first_mark_is_obeyed_even_where_it_leads_away_and_back(f, kinds, x, mesh):
     """The argument comes as the second mark wants it, so that doing nothing would look right too."""
@@ -68,17 +61,6 @@ def test_the_first_mark_is_obeyed_even_where_it_leads_away_and_back(f, kinds, x,
     out = jitted(x)
     assert out.tobytes() == x.tobytes()
     assert is_sharded(out, mesh, None, ("data", "model"))
-
-
-def test_constraints_of_jax_are_obeyed_in_the_same_way(x, mesh):
-    def f(x):
-        for spec in (P(("data", "model")), P(None, ("data", "model"))):
-            x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-        return x
-
-    jitted = gshard.jit(f, mesh=mesh, in_shardings=P(None, ("data", "model")))
-    assert sent(jitted.lower(x)) == ["all_to_all", "all_to_all"]
-    assert jitted(x).tobytes() == x.tobytes()
 
 
 def test_a_mark_inside_against_one_at_the_boundary_is_a_reshard(x, mesh):
@@ -91,28 +73,12 @@ def test_a_mark_inside_against_one_at_the_boundary_is_a_reshard(x, mesh):
     assert is_sharded(into(x), mesh, None, both)
 
 
-def ulysses(q, k, v):
-    """DeepSpeed-Ulysses: split by sequence, by heads inside attention, by sequence again (b t h d)."""
-    q, k, v = (split(split(a, 1, 8), 2, 8) for a in (q, k, v))
-    p = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
-    return split(split(jnp.einsum("bhts,bshd->bthd", p, v), 2, 8), 1, 8)
-
-
-def test_ulysses_attention(rng):
-    arrays = [rng.standard_normal((2, 16, 8, 4)).astype(np.float32) for _ in range(3)]
-    f = gshard.jit(ulysses, mesh=8, in_shardings=P(None, "devices"))
-    assert sent(f.lower(*arrays)) == ["all_to_all"] * 4
-    np.testing.assert_allclose(f(*arrays), ulysses(*arrays), rtol=2e-6, atol=2e-6)
-
-
-# -- scalars and literals --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("f", [
     lambda x: replicate(3.0) * x,
     lambda x: replicate({"a": x, "lr": 0.1})["lr"] * x,
     lambda x: jax.device_put(2.0) * x,
     lambda x: shard(-2.0, P()) * x,
+    lambda x: jax.lax.with_sharding_constraint(2.0, NamedSharding(jax.make_mesh((8,), ("a",), (AUTO,)), P())) * x,
     lambda x: (replicate(2), replicate(True), replicate(1 - 2j), jax.device_put(-3), jnp.copy(0.5), x),
     lambda x: jax.lax.cond(x[0, 0] > 0, lambda a: a, lambda a: replicate(a * 2), 3.0) * x,
     lambda x: jax.lax.scan(lambda c, t: (replicate(c), c * t), replicate(2.0), x),
@@ -125,11 +91,6 @@ def test_literals_may_be_marked(f, x):
         assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
 
 
-def test_a_literal_under_a_sharding_constraint(x, mesh):
-    f = lambda x: jax.lax.with_sharding_constraint(2.0, NamedSharding(mesh, P())) * x  # noqa: E731
-    assert gshard.jit(f, mesh=mesh)(x).tobytes() == (2 * x).tobytes()
-
-
 @pytest.mark.parametrize("value", [3.0, 3, True, 1j, np.float32(2), np.int64(3), np.float16(-0.0)], ids=repr)
 @pytest.mark.parametrize("mark", [replicate, lambda v: shard(v, P()), lambda v: split([v, np.zeros(4)], 0, 2)[0]])
 def test_outside_a_mark_on_a_scalar_changes_nothing(value, mark):
@@ -137,9 +98,6 @@ def test_outside_a_mark_on_a_scalar_changes_nothing(value, mark):
         found, expected = jnp.asarray(f(mark)(value) if f is jax.jit else mark(value)), jnp.asarray(value)
         assert (found.dtype, found.weak_type) == (expected.dtype, expected.weak_type)
         assert found.tobytes() == expected.tobytes()
-
-
-# -- pytrees ---------------------------------------------------------------------------------------------------------
 
 
 def test_leaves_without_the_dimension_stay_open(x, mesh):
@@ -163,9 +121,6 @@ def test_gradients_of_integers_pass(x):
 
 def test_a_pytree_without_arrays_is_left_alone():
     assert split({"a": None, "b": ()}, 3, "data") == replicate({"a": None, "b": ()}) == {"a": None, "b": ()}
-
-
-# -- in JAX's words --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("said", "spec"), [
@@ -219,46 +174,21 @@ def test_two_dimensions_are_split_by_one_mark(by, x, mesh):
     assert f"split(x, {by!r})" in str(f.lower(x).program)
 
 
-def test_leaves_without_all_dimensions_of_a_table_stay_open(x, mesh):
-    tree = {"w": x, "b": x[0], "count": jnp.int32(3)}
-    found = gshard.jit(lambda t: split(t, {0: "data", 1: "model"}), mesh=mesh).lower(tree).program
-    assert [e.mark.leaf for e in found.block.equations] == ["x['w']"]
-
-
-def test_a_table_counts_without_the_dimension_of_vmap(x, mesh):
-    y = np.stack([x, 2 * x])
-    f = gshard.jit(jax.vmap(lambda x: split(x, {0: "data", 1: "model"})), mesh=mesh)
-    out = f(y)
-    assert is_sharded(out, mesh, None, "data", "model")
-    assert out.tobytes() == y.tobytes()
-    np.testing.assert_array_equal(jax.grad(lambda y: (f(y) ** 2).sum())(y), 2 * y)
-
-
-# -- wrongly ---------------------------------------------------------------------------------------------------------
-
-
 def tree_of(x):
     return {"l1": {"w": x, "b": x[0]}, "count": jnp.int32(3)}
 
 
 WRONG = {
     "axis": (lambda x: split(x, 0, "dat"), "no axis 'dat'", "Did you mean 'data'? The mesh has 'data', 'model'."),
-    "axis of spec": (lambda x: shard(x, P(None, "modell")), "no axis 'modell'", "Did you mean 'model'?"),
-    "far from any axis": (lambda x: split(x, 0, "q"), "no axis 'q'", "The mesh has"),
     "swapped": (lambda x: split(x, "data", 0), "'data' is no dimension", "dimension first: split(x, 0, 'data')."),
     "swapped names": (lambda x: split(x, ("data",), 1), "is no dimension", "split(x, 1, ('data',))."),
-    "name twice": (lambda x: split(x, "data", "model"), "'data' is no dimension", "Give a number, from 0"),
     "float": (lambda x: split(x, 0, 2.0), "2.0 is neither a number", "Give a whole number: 2."),
-    "half": (lambda x: split(x, 0, 2.5), "2.5 is neither a number", "from 1 to the number of devices"),
     "float dimension": (lambda x: split(x, 1.0, 2), "a whole number, not float", "Give a number, from 0"),
-    "no dimension": (lambda x: split(x, None, 2), "a whole number, not NoneType", "Give a number, from 0"),
-    "bool": (lambda x: split(x, 0, True), "True is neither a number", "from 1 to the number of devices"),
     "bool dimension": (lambda x: split(x, True, 2), "True is no dimension", "Give a number, from 0"),
     "no axes": (lambda x: split(x, 0, ()), "over no axes", "replicate(x)"),
     "sizes for names": (lambda x: split(x, 0, (4, 2)), "(4, 2) is neither", "tuple of names"),
     "nothing": (lambda x: split(x, 0, None), "over what", "split(x, 0, 'data') for a mesh axis"),
     "axis alone": (lambda x: split(x, "data"), "'data' is no dimension", "dimension first: split(x, 0, 'data')."),
-    "dimension alone": (lambda x: split(x, 1), "over what", "split(x, 1, 8) for a number of parts"),
     "table of none": (lambda x: split(x, {}), "maps dimensions to mesh axes", "replicate(x)"),
     "table of parts": (lambda x: split(x, {0: 8}), "maps dimensions to mesh axes", "split(x, 0, 8)"),
     "table and axis": (lambda x: split(x, {0: "data"}, "model"), "maps dimensions", "Leave out the last"),
@@ -266,12 +196,9 @@ WRONG = {
     "dimension twice": (lambda x: split(x, {0: "data", -2: "model"}), "is split twice", "a tuple of axes"),
     "axis of table": (lambda x: split(x, {0: "dat"}), "no axis 'dat'", "Did you mean 'data'?"),
     "table too long": (lambda x: split(x, {0: "data", 2: "model"}), "no dimension 2", "from 0 to 1"),
-    "axis first in a table": (lambda x: split(x, {"data": 0}), "'data' is no dimension", "dimension first"),
     "a spec": (lambda x: split(x, 0, P("data")), "says how all dimensions are cut", "shard(x, P(...))"),
-    "a spec first": (lambda x: split(x, P("data"), 0), "is no dimension", "shard(x, P(...))"),
     "one axis twice": (lambda x: split(x, 0, ("data", "data")), "splits dimension 0 twice", "axis once"),
     "dimension of none": (lambda x: split(tree_of(x), 2, 2), "no array of the pytree has a dimension 2", "0 to 1"),
-    "scalars": (lambda x: split([x.sum(), 2.0], 0, 2), "no array of the pytree", "use replicate(x)"),
     "a string": (lambda x: split("abc", 0, 2), "is of type str, not an array", "arrays only"),
     "a function": (lambda x: replicate(jnp.tanh), "not an array", "arrays only"),
     "specs first": (lambda x: shard(P("data"), x), "not an array", "arrays only"),
@@ -289,7 +216,6 @@ WRONG = {
     "dimension below": (lambda x: split(x, -3, 2), "no dimension -3 to split", "Use a dimension from 0 to 1."),
     "id twice": (lambda x: shard(x, np.array([[0, 1, 1, 2]])), "device 1 stands twice", "one part"),
     "id missing": (lambda x: shard(x, np.array([[0, 1, 2, 4]])), "device 3 is missing", "0 to n-1 once"),
-    "id negative": (lambda x: shard(x, np.array([[0, -1]])), "device 1 is missing", "0 to n-1 once"),
     "id too large": (lambda x: shard(x, np.arange(16).reshape(4, 4)), "names device 15", "Use the ids 0 to 7."),
     "ids not dividing": (lambda x: shard(x, np.arange(3).reshape(1, 3)), "8 devices cannot hold", "0 to n-1 once"),
     "no ids": (lambda x: shard(x, np.zeros((0, 2), int)), "names no device", "0 to n-1 once"),
@@ -298,11 +224,7 @@ WRONG = {
     "kind of ids": (lambda x: shard(x, [[0.0, 1.0]]), "array of integers or a PartitionSpec", "np.arange(8)"),
     "axis twice": (lambda x: shard(x, P("data", "data")), "axis 'data' splits dimensions 0 and 1", "axis once"),
     "rank below vmap": (jax.vmap(lambda x: split(x, 1, 2)), "no dimension 1", "Inside vmap the dimension"),
-    "rank below vmap and grad": (
-        jax.vmap(jax.grad(lambda x: split(x, 1, 2).sum())), "no dimension 1", "Inside vmap the dimension",
-    ),
     "spec below vmap": (jax.vmap(lambda x: shard(x, P("data", "model"))), "names 2", "Inside vmap the dimension"),
-    "ids below vmap": (jax.vmap(lambda x: shard(x, np.arange(8).reshape(4, 2))), "rank 2", "Inside vmap the dimension"),
 }  # fmt: skip
 
 
@@ -339,12 +261,6 @@ def test_a_wrong_mark_on_a_pytree_names_the_leaf(mark, leaf, x, mesh):
     with pytest.raises(ShardingError) as caught:
         gshard.jit(mark, mesh=mesh)(x)
     assert leaf in str(caught.value)
-
-
-def test_numbers_of_numpy_count(x):
-    found = gshard.jit(lambda x: split(x, np.int64(1), np.int32(8)), mesh=8).lower(x).program
-    (e,) = found.block.equations
-    assert (str(e.mark), e.mark.dim) == ("split(x, 1, 8)", 1)
 
 
 def test_a_traced_dimension_is_jaxs_error(x):

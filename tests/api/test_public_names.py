@@ -7,36 +7,9 @@ import sys
 import types
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import gshard
-
-
-def test_the_chain_by_hand(rng):
-    x, w = (jnp.asarray(rng.standard_normal((8, 8), np.float32)) for _ in range(2))
-
-    def f(x, w):
-        return jnp.sin(gshard.split(x, 0, 8) @ w)
-
-    mesh = gshard.Mesh.of(8)
-    program = gshard.stages.trace(f, x, w)
-    plan = gshard.stages.propagate(program, mesh)
-    spmd = gshard.stages.partition(plan)
-    executable = gshard.stages.compile(spmd)
-    placed = [jax.device_put(a, s) for a, s in zip((x, w), executable.compiled.input_shardings[0], strict=True)]
-    kinds = program, plan, spmd, executable
-    assert [type(k) for k in kinds] == [
-        gshard.stages.Program,
-        gshard.stages.Plan,
-        gshard.stages.SpmdProgram,
-        gshard.stages.Executable,
-    ]
-    (found,) = executable(*placed)
-    for expected in (f(x, w), gshard.jit(f, mesh=8)(x, w)):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_exported_is_documented():
@@ -72,7 +45,7 @@ def test_a_name_is_the_same_for_type_checkers():
 
 
 def test_the_folder_search_does_not_hide_the_function():
-    for first in ("import gshard.api.explained", "from gshard.search import find", "from gshard import *"):
+    for first in ("import gshard.api.explained\nfrom gshard import *", "from gshard.search import find"):
         again = "pickle.loads(pickle.dumps(gshard.search)) is gshard.search"
         program = f"{first}\nimport gshard, pickle\nprint(gshard.search.__module__, {again})"
         found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout

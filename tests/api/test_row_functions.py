@@ -65,16 +65,6 @@ def test_rows_arrive_and_return(tokens, size, copies, axes):
         np.testing.assert_array_equal(back, taken(want, places))
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.int8, np.bool_, np.complex64, np.uint32, np.float16])
-def test_every_dtype(dtype):
-    x, places, want = case(16, 40, 2, dtype)
-    for _ in range(3):
-        sent, back = gshard.jit(functools.partial(both, size=40), mesh=MESH)(x, places)
-        np.testing.assert_array_equal(sent, want)
-        np.testing.assert_array_equal(back, taken(want, places))
-
-
 def test_bits_stay():
     """NaN, infinities and signed zeros reach their own places only."""
     x = np.array([[np.nan, -0.0], [np.inf, 1.0], [-np.inf, 0.0], [2.0, np.nan]] * 4, np.float32)
@@ -116,34 +106,10 @@ def test_derivatives():
 
     plain = functools.partial(loss, put=plain_put, take=plain_take)
     ours = functools.partial(loss, put=gshard.put_rows, take=gshard.take_rows)
-    for transform in (
-        jax.grad,
-        lambda f: jax.jacfwd(f),
-        lambda f: jax.grad(lambda x, p: jnp.sum(jax.grad(f)(x, p) ** 2)),
-    ):
+    for transform in (jax.jacfwd, lambda f: jax.grad(lambda x, p: jnp.sum(jax.grad(f)(x, p) ** 2))):
         want = transform(plain)(x, places)
-        np.testing.assert_allclose(transform(ours)(x, places), want, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(gshard.jit(transform(ours), mesh=8)(x, places), want, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("dims", [(0, 0), (1, None), (None, 1), (0, 1)])
-def test_vmap(dims):
-    cases = [case(8, 12, 2, seed=seed) for seed in range(3)]
-    xs, places = (np.stack([c[i] for c in cases]) for i in range(2))
-    x = np.moveaxis(xs, 0, dims[0]) if dims[0] is not None else xs[0]
-    to = np.moveaxis(places, 0, dims[1]) if dims[1] is not None else places[0]
-
-    def each(x, to):
-        sent = gshard.put_rows(x, to, 12)
-        return sent, gshard.take_rows(x, to)
-
-    want = [each(xs[i if dims[0] is not None else 0], places[i if dims[1] is not None else 0]) for i in range(3)]
-    mapped = jax.vmap(each, dims)
-    split = gshard.jit(lambda x, to: mapped(gshard.split(x, 0 if dims[0] != 0 else 1, 8), to), mesh=8)
-    for got in (mapped(x, to), split(x, to)):
-        for i in range(3):
-            jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda y, i=i: y[i], got), want[i])
+    np.testing.assert_allclose(jax.grad(ours)(x, places), jax.grad(plain)(x, places), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.one_in(2)
@@ -239,12 +205,6 @@ def test_sorted_rows_are_sent_as_they_lie(mesh, batches, as_they_lie):
     assert sorts == [0 if as_they_lie else 1, 1]
 
 
-def test_features_are_split_without_communication():
-    x, places, _ = case(64, 256, 2)
-    found = gshard.explain(lambda x, p: gshard.put_rows(gshard.split(x, 1, 3), p, 256), x, places, mesh=3)
-    assert not found.bytes_by_kind
-
-
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_accelerators_send_what_is_routed(platform):
     mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -267,11 +227,9 @@ def test_equal_places_reach_no_memory_of_others():
 
 @pytest.mark.parametrize("call, message", [
     (lambda x: gshard.put_rows(x, np.zeros(4, np.int32), 8), "rows has a number for each row of x"),
-    (lambda x: gshard.put_rows(x, np.zeros(6, np.float32), 8), "rows are integers"),
     (lambda x: gshard.put_rows(x, np.zeros(6, np.int32), -1), "size is the number of places"),
     (lambda x: gshard.put_rows(x, np.zeros(6, np.int32), jnp.int32(8)), "size is the number of places"),
     (lambda x: gshard.put_rows(x, np.zeros(6, np.int32), 8, sorted_parts=4), "sorted_parts is the number"),
-    (lambda x: gshard.take_rows(x, np.zeros((6, 2), np.int32), sorted_parts=2), "sorted_parts is the number"),
     (lambda x: gshard.take_rows(x, np.zeros((2, 2, 2), np.int32)), "rows are integers"),
     (lambda x: gshard.take_rows(1.0, np.zeros(2, np.int32)), "at least one dimension"),
 ])  # fmt: skip

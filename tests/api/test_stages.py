@@ -98,25 +98,14 @@ def test_methods_of_stages():
 
 KEY = jax.random.key(3)
 SAVED = {
-    "plain": (lambda x, y: (gshard.split(x, 0, "a") * 2 + y, y.sum()), {}),
     "donated": (lambda x, y: (gshard.split(x, 0, "a") * 2 + y, y.sum()), {"donate_argnums": 0}),
     "captured": (lambda x, y: (gshard.split(x, 0, "a") @ jnp.asarray(W) + y, y), {"donate_argnums": 0}),
     "captured key": (lambda x, y: (gshard.split(x, 0, "a") + jax.random.normal(KEY, x.shape), y), {}),
-    "unread": (lambda x, y: (gshard.split(x, 0, "a") * 2, 1.0), {}),
     "order of devices": (lambda x, y: (gshard.shard(x, P(("b", "a"))) * 2 + y, y), {}),
-    "one order there, one here": (
-        lambda x, y: (gshard.shard(x * 2, P(("b", "a"))), gshard.shard(x + y, P(("a", "b")))),
-        {},
-    ),
-    "sharding": (lambda x, y: (x + y, y), {"out_shardings": (NamedSharding(MESH, P(None, "b")), None)}),
-    "uneven": (lambda x, y: (gshard.split(x, 0, "a"), gshard.split(x[:7], 0, "a") + y), {}),
 }
 
 
-FAST = {"donated", "captured", "order of devices"}
-
-
-@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in SAVED])
+@pytest.mark.parametrize("name", SAVED)
 def test_saved_and_loaded(name):
     """Three calls of a loaded program, the second and third with what the one before returned."""
     g, options = SAVED[name]

@@ -39,9 +39,8 @@ def inputs(rng, rows=10):
     return rng.standard_normal((rows, 6)).astype("float32")
 
 
-@pytest.mark.parametrize("act", [jnp.tanh, jax.nn.relu, lambda y: -y])
-def test_a_module_is_an_argument(rng, act):
-    model, x = layer(rng, act, 0.25), inputs(rng)
+def test_a_module_is_an_argument(rng):
+    model, x = layer(rng, lambda y: -y, 0.25), inputs(rng)
     partitioned = gshard.jit(apply, mesh=4, static_leaves=True)
     np.testing.assert_allclose(partitioned(model, x), model(x), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(partitioned(model=model, x=x), model(x), rtol=1e-5, atol=1e-6)
@@ -124,17 +123,6 @@ def test_stages(rng):
     assert gshard.explain(partitioned, model, x).total_bytes == 0
     with jax.disable_jit():
         np.testing.assert_allclose(partitioned(model, x)[1], model(x), rtol=1e-5, atol=1e-6)
-
-
-def test_static_arguments_too(rng):
-    model, x = layer(rng), inputs(rng)
-
-    def scaled(kind, model, x, *, by=1):
-        return apply(model, x) * (by if kind == ("times", 2) else 0)
-
-    partitioned = gshard.jit(scaled, mesh=4, static_leaves=True, static_argnums=0, static_argnames="by")
-    np.testing.assert_allclose(partitioned(("times", 2), model, x, by=3), 3 * model(x), rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(partitioned(("other", 2), model, x, by=3), np.zeros((10, 4)))
 
 
 def test_what_has_no_hash_is_refused_with_its_path(rng):

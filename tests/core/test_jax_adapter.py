@@ -36,20 +36,14 @@ PUBLIC = {
     "call, another shape": lambda: jitted(bad_product)(jnp.ones((16, 4))),
     "call, the user's own": lambda: jitted(of_the_user)(jnp.ones((16, 4))),
     "lower": lambda: jitted().lower(X),
-    "trace": lambda: jitted().trace(X),
-    "eval_shape": lambda: jitted().eval_shape(X),
-    "on": lambda: jitted().on(99),
     "jit": lambda: gshard.jit(bad_mark, mesh=99),
     "an option": lambda: gshard.jit(bad_mark, mseh=8),
     "split": lambda: gshard.split(jnp.ones(8), 5, "data"),
-    "replicate": lambda: gshard.replicate("text"),
-    "name": lambda: gshard.name(jnp.ones(8), "a b"),
     "gshard.stages.trace": lambda: gshard.stages.trace(bad_mark, X),
     "explain": lambda: gshard.explain(bad_mark, X, mesh=MESH),
     "search": lambda: gshard.search(bad_mark, X, mesh=MESH, machine="h100:1x8"),
     "explanation": lambda: gshard.explain(jnp.sin, X, mesh=MESH).why("nothing"),
     "cost": lambda: gshard.explain(jnp.sin, X, mesh=MESH).cost("q100"),
-    "machine": lambda: gshard.Machine.of("q100"),
     "strict": lambda: gshard.jit(lambda x: (gshard.split(x, 0, "data"), x)[1], mesh={"data": 8}, strict=True)(
         jnp.ones((16, 4))
     ),
@@ -106,8 +100,6 @@ def test_jax_switches_it_off(name, request):
 
 
 # With ``jax.debug_nans`` a NaN is a ``FloatingPointError`` wherever the function is called from, never a result.
-
-
 ONES = np.ones((16, 8), np.float32)
 
 
@@ -151,8 +143,6 @@ def test_a_nan_in_the_padding_is_none():
 
 
 # Lines: those that the user wrote, also where a framework's layer stands between them and the operation.
-
-
 def test_layers_of_a_framework_are_at_the_lines_that_call_them():
     nnx = pytest.importorskip("flax.nnx")
     up, down = nnx.Linear(16, 32, rngs=nnx.Rngs(0)), nnx.Linear(32, 8, rngs=nnx.Rngs(1))

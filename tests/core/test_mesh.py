@@ -78,16 +78,8 @@ def test_everything_that_names_devices_is_read(mesh_2x4):
     assert Mesh.of(jax.devices()[2:5]).devices == tuple(jax.devices()[2:5])
     mesh = Mesh.abstract(a=3)
     assert Mesh.of(mesh) is mesh
-
-
-def test_a_mesh_of_one_device_has_a_mesh_of_jax():
-    mesh = Mesh.of(1)
-    assert mesh.atoms == ()
-    assert mesh.jax_mesh.size == 1
-    assert Mesh.abstract(a=1, b=1).abstract_jax_mesh.size == 1
-
-
-def test_axes_and_sizes_alone_are_a_mesh_over_the_first_devices():
+    one = Mesh.of(1)
+    assert (one.atoms, one.jax_mesh.size, Mesh.abstract(a=1, b=1).abstract_jax_mesh.size) == ((), 1, 1)
     mesh = Mesh.of({"data": 3, "model": 2})
     assert str(mesh) == "data=3 model=2"
     assert mesh.devices == tuple(jax.devices()[:6])
@@ -178,20 +170,14 @@ ENUM = enum.Enum("ENUM", "data model")
 
 @pytest.mark.parametrize(("make", "text"), [
     (lambda: Mesh.of(0), "a mesh of 0 devices was asked for, and there are 8(.|\n)*number from 1 to 8"),
-    (lambda: Mesh.of(-2), "a mesh of -2 devices(.|\n)*number from 1 to 8"),
     (lambda: Mesh.of(9), "xla_force_host_platform_device_count"),
     (lambda: Mesh.of([]), "at least one axis and one device"),
-    (lambda: Mesh.of({}), "at least one axis and one device"),
-    (lambda: Mesh.abstract(), "at least one axis and one device"),
     (lambda: Mesh.abstract(a=0), "at least one axis and one device"),
-    (lambda: Mesh.abstract(a=2, b=-2), "at least one axis and one device"),
-    (lambda: Mesh.of({"data": 0}), "at least one axis and one device"),
     (lambda: Mesh.of({"data": -2, "model": -4}), "at least one axis and one device"),
     (lambda: Mesh.of({"data": 2.0}), "size of axis 'data' is a number of devices, not float"),
     (lambda: Mesh.of({"data": True}), "size of axis 'data' is a number of devices, not bool"),
     (lambda: Mesh.of({"data": "4"}), "size of axis 'data' is a number of devices, not str"),
     (lambda: Mesh.of({3: 4}), "3 cannot be the name of an axis"),
-    (lambda: Mesh.of({"": 4}), "'' cannot be the name of an axis"),
     (
         lambda: Mesh.of({"data": 8, "model": 2}),
         r"a mesh of 16 devices was asked for, and there are 8(.|\n)*device_count=16(.|\n)*"
@@ -201,16 +187,12 @@ ENUM = enum.Enum("ENUM", "data model")
     (lambda: Mesh.of(jax.sharding.Mesh(np.array(jax.devices()), (ENUM["data"],))), "cannot be the name of an axis"),
     (lambda: Mesh.of([device(0), device(1), device(0)]), "stands twice in the mesh"),
     (lambda: Mesh.of((4, 2)), 'mesh={"data": 4, "model": 2}'),
-    (lambda: Mesh.of([8]), 'mesh={"data": 8}'),
     (lambda: Mesh.of(np.array([2, 2, 2])), 'mesh={"data": 2, "model": 2, "expert": 2}'),
     (lambda: Mesh.of(np.array(jax.devices()).reshape(4, 2)), "2 dimensions(.|\n)*jax.sharding.Mesh\\(devices"),
     (lambda: Mesh.of([device(0), "cpu:1"]), "'cpu:1' is of type str"),
     (lambda: Mesh.of([None]), "None is of type NoneType"),
-    (lambda: Mesh.of([True, False]), "True is of type bool"),
     (lambda: Mesh.of([[device(0)], [device(1)]]), "of type list"),
-    (lambda: Mesh.of("abc"), "cannot be made of str"),
     (lambda: Mesh.of("8"), "cannot be made of str(.|\n)*Write mesh=8, without quotes"),
-    (lambda: Mesh.of(b"8"), "cannot be made of bytes"),
     (lambda: Mesh.of(True), "cannot be made of bool"),
     (lambda: Mesh.of(np.True_), "cannot be made of bool"),
     (lambda: Mesh.of(2.5), "cannot be made of float"),
@@ -225,8 +207,6 @@ def test_bad_meshes_are_refused(make, text):
 
 
 # Orders of devices: every part goes from the device that holds it to one that should, and to no other.
-
-
 MESHES = (Mesh.abstract(devices=8), Mesh.abstract(a=2, b=6), Mesh.abstract(a=3, b=2, c=2), Mesh.abstract(a=1, b=5))
 
 

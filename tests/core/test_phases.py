@@ -71,8 +71,6 @@ def test_a_partitioned_function_inside_jax_jit_is_logged_too(caplog):
 
 
 # Python looks for cycles less often for a while, and as before afterwards.
-
-
 @pytest.fixture(autouse=True)
 def as_it_was():
     before = gc.get_threshold()
@@ -85,9 +83,6 @@ def test_the_threshold_is_raised_and_restored():
     with collected_seldom():
         assert gc.get_threshold() == (50_000, 11, 12)
     assert gc.get_threshold() == (700, 11, 12)
-
-
-def test_it_is_restored_after_an_error():
     with pytest.raises(ZeroDivisionError), collected_seldom():
         raise ZeroDivisionError
     assert gc.get_threshold() == (700, 11, 12)
@@ -132,8 +127,6 @@ def test_every_stage_does_so():
 
 
 # Tables: results are kept while something is planned, by its thread alone, and not longer.
-
-
 computed = []
 
 

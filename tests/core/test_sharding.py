@@ -34,17 +34,10 @@ def shardings(draw):
     return Sharding(tuple(map(tuple, dims))).with_unreduced(unreduced), shape
 
 
-@given(shardings(), st.sampled_from(["f32", "bf16", "s8", "pred", "c64", ""]))
+@given(shardings(), st.sampled_from(["f32", "bf16", "s8", "pred", "c64", "", "key<fry>"]))  # brackets of its own
 def test_the_text_form_reads_back(drawn, dtype):
     sharding, shape = drawn
     assert Sharding.parse(sharding.format(MESH, shape, dtype), MESH) == (sharding, shape, dtype)
-
-
-def test_the_text_of_keys_reads_back():
-    """The name of a key's dtype has brackets of its own."""
-    sharding = Sharding((("data",), ()))
-    text = sharding.format(MESH, (4, 3), "key<fry>")
-    assert Sharding.parse(text, MESH) == (sharding, (4, 3), "key<fry>")
 
 
 @pytest.mark.parametrize(
@@ -109,8 +102,6 @@ def test_names_of_dtypes():
 
 
 # Numbers as text: no exponent, few digits, and no more than a unit holds.
-
-
 SIZES = {"s": 1, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9, "FLOP": 1}
 SIZES |= {f"{prefix}FLOP": 1000**k for k, prefix in enumerate("kMGTP", 1)}
 SIZES |= {unit: 1024**k for k, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))}

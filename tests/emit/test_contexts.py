@@ -50,25 +50,12 @@ def in_scan(x):
     return lax.scan(body, x, None, length=3)[0]
 
 
-def around_scan(x):
-    with set_xla_metadata(tag=1):
-        return lax.scan(lambda c, _: (jnp.sin(c @ W), None), x, None, length=3)[0]
-
-
 def in_cond(x):
     def true(x):
         with set_xla_metadata(tag=1):
             return jnp.sin(x)
 
     return lax.cond(x[0, 1] > 0, true, jnp.cos, x)
-
-
-def in_while(x):
-    def body(c):
-        with set_xla_metadata(tag=1):
-            return jnp.sin(c) + 1
-
-    return lax.while_loop(lambda c: c[0, 0] < 0.5, body, x)
 
 
 def in_remat(x):
@@ -78,18 +65,6 @@ def in_remat(x):
             return jnp.sin(jnp.sin(x))
 
     return jax.grad(lambda x: twice(x).sum())(x)
-
-
-def in_grad(x):
-    return jax.grad(lambda x: straight(x).sum())(x)
-
-
-def in_vmap(x):
-    return jax.vmap(straight)(x)
-
-
-def in_jit(x):
-    return jax.jit(straight)(x)
 
 
 def in_custom_vjp(x):
@@ -113,10 +88,6 @@ def three_times(x):
     return a + b + c + jnp.sin(x)
 
 
-def annotated(x):
-    return set_xla_metadata(x @ W, tag=7) + 1
-
-
 def nested(x):
     with set_xla_metadata(tag=1, outer=2):
         return jax.jit(straight)(x)
@@ -133,13 +104,8 @@ def host_in_scan(x):
     return lax.scan(lambda c, _: (on_the_host(c), None), x, None, length=2)[0]
 
 
-def host_in_grad(x):
-    return jax.grad(lambda x: on_the_host(x).sum())(x)
-
-
 ALL = [
-    straight, in_scan, around_scan, in_cond, in_while, in_remat, in_grad, in_vmap, in_jit, in_custom_vjp, annotated,
-    nested, on_the_host, host_in_scan, host_in_grad,
+    straight, in_scan, in_cond, in_remat, in_custom_vjp, nested, on_the_host, host_in_scan,
 ]  # fmt: skip
 
 
@@ -163,9 +129,8 @@ def test_operations_have_the_attributes_that_jax_gives_them(f):
     assert ours == theirs
 
 
-@pytest.mark.parametrize("sizes", [(2, 4), (2, 2, 2), (3,)])
-def test_numbers_and_attributes_on_other_meshes(sizes):
-    mesh = mesh_of(*sizes)
+def test_numbers_and_attributes_on_another_mesh():
+    mesh = mesh_of(2, 4)
 
     def f(x):
         return in_remat(in_scan(x)) + straight(three_times(in_cond(x)))
@@ -209,20 +174,12 @@ def equations(jaxpr):
 
 SENDING = {
     "product": lambda x: x.T @ x,
-    "sum": lambda x: x.sum(0),
     "cumsum": lambda x: jnp.cumsum(x, 0),
     "sort": lambda x: jnp.sort(x, 0),
-    "argmax": lambda x: jnp.argmax(x, 0),
-    "top_k": lambda x: lax.top_k(x.T, 2)[0],
     "shift": lambda x: x[1:] - x[:-1],
-    "roll": lambda x: jnp.roll(x, 5, 0) * x,  # a roll alone is nothing but what gshard sends
-    "reverse": lambda x: x[::-1],
-    "pooling": lambda x: lax.reduce_window(x, 0.0, lax.add, (3, 1), (1, 1), "SAME"),
     "convolution": lambda x: jnp.convolve(x[:, 0], jnp.ones(5)),
     "look-up": lambda x: jnp.take(x, jnp.array([3, 1, 17]), axis=0),
     "update": lambda x: lax.dynamic_update_slice(x, x[:5], (x[0, 0].astype(int), 0)),
-    "transform": lambda x: jnp.fft.fft(x, axis=0).real,
-    "resize": lambda x: jax.image.resize(x, (48, 8), "linear"),
     "norm": lambda x: jnp.linalg.qr(x)[1],
     "rows": lambda x: gshard.put_rows(x, jnp.arange(24), 24),
 }
@@ -328,10 +285,7 @@ def test_random_bits_are_those_of_the_setting_that_they_are_drawn_in(where):
             a = jax.random.normal(key, x.shape)
         return x + a + jax.random.normal(key, x.shape)
 
-    f = {
-        "straight": drawn,
-        "jit": jax.jit(drawn),
-    }[where]
+    f = {"straight": drawn, "jit": jax.jit(drawn)}[where]
     mesh = mesh_of(8)
     x = placed(mesh)
     expected = jax.jit(f)(np.asarray(x))

@@ -40,19 +40,14 @@ def largest_and_sum(x):
 REDUCED = {
     "own": lambda x: own(split(x, 0, 8)),
     "two": lambda x: largest_and_sum(split(x, 0, 8)),
-    "vmap": lambda x: jax.vmap(own)(split(jnp.stack([x, -x], 1), 0, 8)),
-    "vmap of the split one": lambda x: jax.vmap(own)(split(jnp.stack([x, -x]), 1, 8)),
-    "jit": lambda x: jax.jit(lambda y: jax.jit(own)(split(y, 0, 8)))(x),
     "scan": lambda x: lax.scan(lambda s, y: (s + own(split(x + y, 0, 8)), own(x)), np.int32(0), x),
     "cond": lambda x: lax.cond(x[0] > 0, own, lambda y: -own(split(y, 0, 8)), x),
-    "while": lambda x: lax.while_loop(lambda s: s < 30, lambda s: s + own(split(x + s, 0, 8)), np.int32(1)),
     "window": lambda x: lax.reduce_window(split(x, 0, 8), np.int32(0), lambda a, b: a + b * 1, (3,), (1,), ((1, 1),)),
-    "remat": lambda x: jax.checkpoint(lambda y: own(split(y, 0, 8)))(x),
 }
 
 
 @pytest.mark.parametrize("name, n, kind", crossed(list(REDUCED), [8, 13], [AxisType.Auto, AxisType.Explicit], one_in=4))
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(2)
 def test_reductions_by_a_computation_of_ones_own(name, n, kind):
     f, x = REDUCED[name], np.arange(-3, n - 3, dtype=np.int32)
     want = jax.tree.map(np.asarray, jax.jit(f)(x))
@@ -78,15 +73,7 @@ def test_reductions_are_priced(name, kind):
 
 KEYS = {
     "bits": lambda key, x: jax.vmap(lambda i: random.bits(random.fold_in(key, i), (3,)))(split(x, 0, 8)),
-    "bits of none": lambda key, x: jax.vmap(lambda i: random.bits(random.fold_in(key, i)))(x),
-    "vmap of vmap": lambda key, x: jax.vmap(jax.vmap(lambda i: random.bits(random.fold_in(key, i), (2,))))(
-        split(jnp.stack([x, x + 1], 1), 0, 8)
-    ),
-    "split": lambda key, x: jax.vmap(lambda i: random.key_data(random.split(random.fold_in(key, i), 3)))(x),
     "normal": lambda key, x: jax.vmap(lambda k: random.normal(k, (4,)))(random.split(key, x.size)),
-    "normal marked": lambda key, x: split(random.normal(key, (x.size, 4)), 0, 8),
-    "categorical": lambda key, x: jax.vmap(lambda k: random.categorical(k, split(x, 0, 8) * 0.1))(random.split(key, 4)),
-    "permutation": lambda key, x: jax.vmap(lambda k: random.permutation(k, 16))(random.split(key, 4)),
     "permutation of x": lambda key, x: random.permutation(key, split(x, 0, 8)),
     "scan": lambda key, x: lax.scan(
         lambda k, v: (random.split(k)[0], jax.vmap(lambda q: random.randint(q, (2,), 0, 99))(random.split(k, 3)) + v),
@@ -191,12 +178,9 @@ def test_nothing_of_gshards_is_traced_on_the_users_mesh(monkeypatch):
 
 
 # Devices in any order: every device gets the part that the mark gives it, and nothing is sent but for a real move.
-
-
 X = np.random.default_rng(0).standard_normal((8, 24)).astype(np.float32)
-W = np.random.default_rng(1).standard_normal((24, 16)).astype(np.float32)
 OF_FOUR = [np.array(order) for order in itertools.permutations(range(4))]
-OF_EIGHT = [np.random.default_rng(i).permutation(8) for i in range(200)]
+OF_EIGHT = [np.random.default_rng(i).permutation(8) for i in range(10)]
 
 
 def in_its_place(x, whole, ids):
@@ -218,7 +202,7 @@ def arrays_of(orders, shapes):
 
 @pytest.mark.parametrize("devices", [4, 8])
 def test_every_device_holds_what_the_mark_says(devices):
-    orders = OF_FOUR if devices == 4 else OF_EIGHT[:24]
+    orders = OF_FOUR[::3] if devices == 4 else OF_EIGHT
     shapes = [(2, 2), (4, 1), (1, 4)] if devices == 4 else [(2, 4), (4, 2), (8, 1), (1, 8)]
     for ids in arrays_of(orders, shapes):
         jitted = gshard.jit(lambda x, ids=ids: shard(x, ids) * 2, mesh=devices)
@@ -226,21 +210,6 @@ def test_every_device_holds_what_the_mark_says(devices):
         got = jitted(X)
         in_its_place(got, 2 * X, ids)
         np.testing.assert_array_equal(np.asarray(got), 2 * X)
-
-
-@pytest.mark.slow
-def test_two_hundred_orders_of_eight_compute_the_same_with_the_same_bytes():
-    """A contraction over what is cut in a crooked order: its sums are reduced among the devices that hold the parts."""
-
-    def f(x, w, ids):
-        return jnp.tanh(shard(x, ids) @ w)
-
-    plain = gshard.explain(lambda x, w: f(x, w, np.arange(8).reshape(2, 4)), X, W, mesh=8)
-    for order in OF_EIGHT:
-        ids = order.reshape(2, 4)
-        jitted = gshard.jit(lambda x, w, ids=ids: f(x, w, ids), mesh=8)
-        np.testing.assert_allclose(np.asarray(jitted(X, W)), np.tanh(X @ W), rtol=2e-5, atol=1e-5)
-        assert gshard.explain(jitted, X, W).bytes_by_kind == plain.bytes_by_kind
 
 
 def from_one_to_the_other(first, second, devices):
@@ -258,78 +227,11 @@ def from_one_to_the_other(first, second, devices):
     assert [(c.kind, c.total_bytes) for c in compiled] == [("collective_permute", X.nbytes // devices)]
 
 
-@pytest.mark.parametrize("i", range(24))
-@pytest.mark.one_in(4)
-def test_from_each_order_of_four_to_each_other_is_one_permute(i):
-    for second in OF_FOUR if i == 2 else OF_FOUR[i % 8 :: 8]:
-        from_one_to_the_other(OF_FOUR[i], second, 4)
-
-
-@pytest.mark.parametrize("i", range(4))
-def test_between_random_orders_of_eight_it_is_one_permute(i):
-    for first, second in zip(OF_EIGHT[i::50], OF_EIGHT[i + 1 :: 50], strict=False):
+def test_from_one_order_to_another_is_one_permute():
+    for second in OF_FOUR[2::4]:
+        from_one_to_the_other(OF_FOUR[2], second, 4)
+    for first, second in itertools.pairwise(OF_EIGHT[:5]):
         from_one_to_the_other(first, second, 8)
-
-
-def test_a_state_that_stays_in_its_order_is_never_moved():
-    """Results leave in the order of the mark, and the next call takes them so: nothing is sent, on either way."""
-    ids = OF_EIGHT[3].reshape(4, 2)
-    step = gshard.jit(lambda x: shard(x, ids) + 1, mesh=8, donate_argnums=0)
-    start = np.arange(8 * 24, dtype=np.int32).reshape(8, 24)
-    x = step(start)
-    where = x.sharding
-    for _ in range(3):
-        assert not step.lower(x).spmd.collectives
-        x = step(x)
-        assert x.sharding == where
-    np.testing.assert_array_equal(np.asarray(x), start + 4)
-
-
-def test_two_orders_in_one_program():
-    """The larger array keeps its order at home; the smaller is moved on its way out."""
-    first, second = OF_EIGHT[0].reshape(8, 1), OF_EIGHT[1].reshape(8, 1)
-    jitted = gshard.jit(lambda x, w: (shard(x, first) + 1, shard(w * 2, second)), mesh=8)
-    big, small = jitted(W, X)
-    in_its_place(big, W + 1, first)
-    in_its_place(small, 2 * X, second)
-    assert [c.total_bytes for c in jitted.lower(W, X).spmd.collectives] == [X.nbytes // 8]
-
-
-def test_names_of_the_mesh_keep_their_meaning_beside_a_device_order(mesh_2x4):
-    """A result marked by names is where JAX would put it, though the program runs in another order."""
-    ids = OF_EIGHT[5].reshape(8, 1)
-    jitted = gshard.jit(lambda x, w: (shard(w, ids) + 1, shard(x * 2, P("model", "data"))), mesh=mesh_2x4)
-    first, second = jitted(X, W)
-    in_its_place(first, W + 1, ids)
-    wanted = jax.device_put(2 * X, NamedSharding(mesh_2x4, P("model", "data")))
-    held = {s.device: np.asarray(s.data) for s in second.addressable_shards}
-    for s in wanted.addressable_shards:
-        np.testing.assert_array_equal(held[s.device], np.asarray(s.data))
-
-
-def test_gradients_and_uneven_results():
-    ids = OF_EIGHT[7].reshape(2, 4)
-    x = np.random.default_rng(2).standard_normal((7, 10)).astype(np.float32)
-
-    def loss(x):
-        return jnp.sum(jnp.sin(shard(x, ids)) ** 2)
-
-    jitted = gshard.jit(jax.value_and_grad(loss), mesh=8, uneven="keep")
-    value, gradient = jitted(x)
-    expected, wanted = jax.value_and_grad(lambda x: jnp.sum(jnp.sin(x) ** 2))(x)
-    np.testing.assert_allclose(float(value), float(expected), rtol=1e-5)
-    np.testing.assert_allclose(np.asarray(gradient), wanted, rtol=1e-5, atol=1e-6)
-    again = 2 * np.sin(wanted) * np.cos(wanted)
-    np.testing.assert_allclose(np.asarray(jitted(gradient)[1]), again, rtol=1e-5, atol=1e-6)
-
-
-def test_under_a_transformation_the_order_is_the_meshs():
-    ids = OF_EIGHT[9].reshape(8, 1)
-    jitted = gshard.jit(lambda x: jnp.sin(shard(x, ids)), mesh=8)
-    got = jax.jit(lambda x: jitted(x) * 2)(X)
-    np.testing.assert_allclose(np.asarray(got), 2 * np.sin(X), rtol=1e-6, atol=1e-6)
-    gradient = jax.grad(lambda x: jitted(x).sum())(X)
-    np.testing.assert_allclose(np.asarray(gradient), np.cos(X), rtol=1e-6, atol=1e-6)
 
 
 def test_the_order_is_shown():

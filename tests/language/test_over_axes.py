@@ -35,7 +35,6 @@ def everything(x, atoms):
 @pytest.mark.parametrize("some", [FAST, pytest.param(OVER, marks=pytest.mark.slow)])
 def test_the_same_numbers(some):
     x = np.random.default_rng(0).standard_normal(16).astype(np.float32)
-
     split = {"in_specs": P(MESH.atoms), "out_specs": P(MESH.atoms), "check_vma": False}
     mapped = jax.shard_map(lambda x: [everything(x, atoms) for atoms in some], mesh=MESH.jax_mesh, **split)
     body = jax.make_jaxpr(mapped)(x).eqns[0].params["jaxpr"]

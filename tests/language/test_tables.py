@@ -155,7 +155,7 @@ class Arrays:
 @pytest.mark.one_in(3)
 def test_elements_at_some_places_are_those_of_the_whole(primitive):
     count = 0
-    for row in (row for row in ROWS if row.primitive == primitive):
+    for row in [row for row in ROWS if row.primitive == primitive][::3]:
         for e in row.program.block.walk():
             if e.name != primitive or not all(isinstance(x.dtype, np.dtype) for x in e.inputs):
                 continue

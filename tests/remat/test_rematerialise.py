@@ -42,21 +42,6 @@ def loop(ws, x):
     return jnp.mean(jax.lax.scan(body, gshard.split(x, 0, 8), ws)[0] ** 2)
 
 
-def accumulated(ws, x):
-    """Loops inside a loop, as where gradients of parts of a batch are added up."""
-
-    def part(total, x):
-        return jax.tree.map(jnp.add, total, jax.grad(loop)(ws, x)), None
-
-    parts = gshard.split(x, 0, 8).reshape(-1, 4, 64).swapaxes(0, 1)
-    return jax.lax.scan(part, jnp.zeros_like(ws), parts)[0]
-
-
-def gathered_layers(ws, x):
-    """Each device holds its rows of the weights."""
-    return layers([gshard.split(w, 0, 8) for w in ws], x)
-
-
 def gathered_loop(ws, x):
     return loop(gshard.split(ws, 1, 8), x)
 
@@ -74,10 +59,8 @@ def turned_loop(ws, x):
 SMALL = {
     "layers": (jax.grad(layers), ([f32(64, 64)] * 12, f32(4096, 64))),
     "loop": (jax.grad(loop), (f32(12, 64, 64), f32(4096, 64))),
-    "accumulated": (accumulated, (f32(12, 64, 64), f32(8192, 64))),
 }
 BEHIND_COLLECTIVES = {
-    "gathered layers": (jax.grad(gathered_layers), ([f32(64, 64)] * 12, f32(4096, 64))),
     "gathered loop": (jax.grad(gathered_loop), (f32(12, 64, 64), f32(4096, 64))),
     "turned loop": (jax.grad(turned_loop), (f32(12, 64, 64), f32(4096, 64))),
 }
@@ -128,8 +111,8 @@ def test_less_memory_and_the_same_bits(name):
     check_with_limit(f, args, 8, (0.4,))
 
 
-@pytest.mark.parametrize(("name", "part"), [("gathered layers", 0.35), ("gathered loop", 0.25), ("turned loop", 0.3)])
-@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("name", "part"), [("gathered loop", 0.25), ("turned loop", 0.3)])
+@pytest.mark.one_in(2)
 def test_what_collectives_bring_is_recomputed_as_well(name, part):
     """Where weights are split every product reads what was gathered."""
     check_with_limit(*BEHIND_COLLECTIVES[name], 8, (part,), tolerance=1e-6)

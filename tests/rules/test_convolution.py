@@ -43,21 +43,6 @@ def test_each_device_does_an_eighth(f):
     assert {c.kind for c in lowered.spmd.collectives} == {"collective_permute"}
 
 
-@pytest.mark.parametrize("sizes", [(16, 3, 2), (15, 4, 3), (24, 2, 3), (8, 5, 4), (6, 3, 2)])
-@pytest.mark.one_in(2)
-def test_dilated_elements_may_stand_anywhere_in_a_part(sizes):
-    n, k, base = sizes
-    x, w = RNG.integers(1, 9, (1, n, 2)).astype(np.float32), RNG.integers(1, 9, (k, 2, 2)).astype(np.float32)
-
-    def f(x, w):
-        return lax.conv_general_dilated(
-            x, w, (1,), [(k - 1, k)], lhs_dilation=(base,), dimension_numbers=("NWC", "WIO", "NWC")
-        )
-
-    found = gshard.jit(lambda x, w: f(gshard.split(x, 1, 8), w), mesh=8)(x, w)
-    np.testing.assert_array_equal(found, jax.jit(f)(x, w))
-
-
 def pooled(size, stride, padding):
     def f(x):
         return lax.reduce_window(x, 0.0, lax.add, (1, size, size, 1), (1, stride, stride, 1), padding)

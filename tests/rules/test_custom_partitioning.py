@@ -1,6 +1,5 @@
 """Operators that the user partitioned: what their sharding rule says, what ``partition`` takes, what devices run."""
 
-import itertools
 from functools import partial
 
 import jax
@@ -71,7 +70,6 @@ def matmul(**details):
 
     def partition(mesh, operands, result):
         (i, k), (_, j) = operands[0].sharding.spec, operands[1].sharding.spec
-
         shardings = NamedSharding(mesh, P(i, k)), NamedSharding(mesh, P(k, j))
         return mesh, (lambda x, y: lax.psum(x @ y, k) if k else x @ y), NamedSharding(mesh, P(i, j)), shardings
 
@@ -126,29 +124,6 @@ def _rule_of_scaled(scale, mesh, operands, results):
 scaled_and_summed.def_partition(partition=_partition_scaled, sharding_rule=_rule_of_scaled)
 
 
-def attention():
-    """Keys, values and biases have factors of their own, as in JAX's rule for cuDNN; ``partition`` wants them alike."""
-
-    def whole(q, k, v, bias):
-        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k) + bias, -1), v)
-
-    def partition(mesh, operands, result):
-        q, k, v, bias = (x.sharding.spec for x in operands)
-        if not q == k == v:
-            raise ValueError("queries, keys and values are to be sharded alike")
-        if q[1] or q[3] or bias[2] or bias[3]:
-            raise ValueError("sequences are to be whole")
-        if (bias[0] and bias[0] != q[0]) or (bias[1] and bias[1] != q[2]):
-            raise ValueError("the bias is to be sharded as the queries are")
-        return mesh, whole, operands[0].sharding, tuple(x.sharding for x in operands)
-
-    op = custom_partitioning(whole)
-    own = tuple(ArrayMapping(f"{BATCHING}{i}") for i in (1, 2, 3))
-    rule = SdyShardingRule((ArrayMapping("b", "t", "n", "h"), *own), (ArrayMapping("b", "t", "n", "h"),))
-    op.def_partition(partition=partition, sharding_rule=rule)
-    return op
-
-
 def normal(*shape, seed=0):
     return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
 
@@ -158,8 +133,6 @@ def same(got, want, tolerance=1e-5):
 
 
 SIN = {
-    "text": {"sharding_rule": "i j -> i j"},
-    "dots": {"sharding_rule": "... j -> ... j"},
     "object": {"sharding_rule": SdyShardingRule((ArrayMapping(BATCHING, "j"),), (ArrayMapping(BATCHING, "j"),))},
     "function": {"sharding_rule": lambda mesh, operands, results: "i j -> i j"},
     "function with details": {
@@ -225,9 +198,8 @@ def identity(x):
         (combined(lax.psum, jnp.sum, identity), {"reduce_scatter"}),
         (combined(lax.pmax, jnp.max, identity), {"all_reduce"}),  # XLA scatters sums only
         (combined(lax.psum, jnp.sum, jnp.sin), {"all_reduce"}),  # a sum that is read is finished where it is
-        (combined(lax.psum, jnp.sum, lambda x: x + 0 * x), {"all_reduce"}),
     ],
-    ids=["sum", "max", "sine of a sum", "read twice"],
+    ids=["sum", "max", "sine of a sum"],
 )
 @pytest.mark.one_in(2)
 def test_results_that_a_program_combines_last_are_combined_where_the_plan_says(op, expected):
@@ -271,19 +243,6 @@ def test_programs_that_permute_and_trees_and_static_arguments():
     assert set(found) == {"a@a", "b@a"}
 
 
-@pytest.mark.parametrize(
-    "bias", [(1, 2, 3, 3), *(pytest.param(x, marks=pytest.mark.slow) for x in ((4, 2, 3, 3), (1, 1, 3, 3)))]
-)
-def test_what_partition_wants_together_is_split_together(bias):
-    arrays = [normal(4, 3, 2, 5, seed=i) for i in range(3)]
-    assert set(check_rule(attention(), *arrays, normal(*bias), mesh={"a": 2}, tolerance=1e-5)) == {"a@a", "c@a"}
-    mesh = mesh_of((2, 2))
-    partitioned = gshard.jit(attention(), mesh=mesh)
-    given = [put(arrays[0], mesh, "a", None, "b"), *arrays[1:], normal(*bias)]
-    same(partitioned(*given), attention()(*arrays, normal(*bias)))
-    assert not partitioned.lower(*given).spmd.collectives
-
-
 def test_partition_may_demand_shardings():
     def partition(mesh, operands, result):
         own, turned = NamedSharding(mesh, P("a", "b")), NamedSharding(mesh, P("b", "a"))
@@ -297,15 +256,14 @@ def test_partition_may_demand_shardings():
     np.testing.assert_array_equal(gshard.jit(op, mesh=mesh)(x, y), np.asarray(x) + y.T)
 
 
-@pytest.mark.parametrize("decoded", [True, False])
-def test_without_shardy_the_callbacks_tell(decoded):
+def test_without_shardy_the_callbacks_tell():
     jax.config.update("jax_use_shardy_partitioner", False)
     try:
         op = as_it_comes(
             jnp.sin,
             infer_sharding_from_operands=lambda mesh, operands, result: operands[0].sharding,
             propagate_user_sharding=lambda mesh, result: result.sharding,
-            decode_shardings=decoded,
+            decode_shardings=True,
         )
         mesh = mesh_of((2, 4))
         x = put(normal(16, 8), mesh, "a", "b")
@@ -318,18 +276,13 @@ def test_without_shardy_the_callbacks_tell(decoded):
 
 
 INSIDE = {
-    "alone": lambda x: softmax(x) * 2,
     "gradient": jax.grad(lambda x: (softmax(x) ** 2).sum()),
     "scan": lambda x: lax.scan(lambda c, _: (softmax(c) + c, None), x, None, 3)[0],
     "cond": lambda x: lax.cond(x[0, 0] > 0, softmax, lambda x: x * 2, x),
-    "while": lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, softmax(c[1])), (0, x))[1],
 }
 
 
-FAST = ("gradient", "scan", "cond")
-
-
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in INSIDE])
+@pytest.mark.parametrize("name", INSIDE)
 def test_inside_of_loops_and_derivatives(name):
     x, f = normal(16, 8), INSIDE[name]
     want = jax.jit(f)(x)
@@ -436,15 +389,8 @@ def test_planned_without_devices():
     assert not program.lower(jax.ShapeDtypeStruct((128, 8), jnp.float32)).spmd.collectives
 
 
-def _cases_of_attention():
-    for bias, heads in itertools.product((None, (1, 8, 128, 128), (8, 1, 128, 128)), (8, 4)):
-        for backward in (False, True):
-            is_fast = backward and (bias, heads) in ((None, 4), ((1, 8, 128, 128), 8))
-            yield pytest.param(bias, heads, backward, marks=() if is_fast else pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("bias", "heads", "backward"), list(_cases_of_attention()))
-def test_attention_of_cudnn(monkeypatch, bias, heads, backward):
+@pytest.mark.parametrize(("bias", "heads"), [(None, 4), ((1, 8, 128, 128), 8)])
+def test_attention_of_cudnn(monkeypatch, bias, heads):
     """Batch and heads are split and nothing is sent but the sums of the bias's gradient."""
     cudnn = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91300)
@@ -461,6 +407,6 @@ def test_attention_of_cudnn(monkeypatch, bias, heads, backward):
     query, key = (given((8, 128, n, 64), "a", None, "b") for n in (8, heads))
     arrays = [query, key, key] + ([given(bias, *(a if n > 1 else None for a, n in zip("ab", bias)))] if bias else [])
     whole = lambda *xs: f(*xs).astype(jnp.float32).sum()  # noqa: E731
-    function = jax.grad(whole, tuple(range(len(arrays)))) if backward else f
+    function = jax.grad(whole, tuple(range(len(arrays))))
     found = gshard.explain(gshard.jit(function, mesh=mesh, strict=True), *arrays)
-    assert set(found.bytes_by_kind) <= ({"all_reduce"} if bias and backward else set())
+    assert set(found.bytes_by_kind) <= ({"all_reduce"} if bias else set())

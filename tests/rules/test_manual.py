@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from emitted import emitted, reported
-from gshard.core.errors import ShardingError
 from gshard.core.mesh import Mesh
 from sampled import crossed
 
@@ -58,27 +57,6 @@ def test_a_shard_map_inside(mesh, some_axes, check_vma, rng):
         return jnp.sum(f(x, w) ** 2)
 
     close(gshard.jit(jax.grad(loss, argnums=(0, 1)), mesh=8)(x, w), jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w))
-
-
-def test_nested_shard_maps(rng):
-    x = rng.standard_normal((4, 8), np.float32)
-
-    def inner(y):
-        return y * lax.psum(jnp.sum(y), "b") + lax.axis_index("b")
-
-    def outer(x):
-        y = jax.shard_map(inner, in_specs=P(None, "b"), out_specs=P(None, "b"), axis_names={"b"})(x)
-        return y + lax.psum(jnp.sum(x), "a")
-
-    region = jax.shard_map(outer, mesh=user_mesh(), in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
-    close(gshard.jit(region, mesh=8)(x), jax.jit(region)(x))
-
-
-def test_a_shard_map_over_other_devices():
-    other = jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("a",))
-    region = jax.shard_map(lambda x: x, mesh=other, in_specs=P("a"), out_specs=P("a"))
-    with pytest.raises(ShardingError, match="over other devices"):
-        gshard.jit(region, mesh=8)(jnp.ones(8))
 
 
 def test_planned_for_a_mesh_without_devices():

@@ -12,8 +12,10 @@ import gshard
 from gshard import split
 from gshard.comm.shards import Shards
 from gshard.core.mesh import Mesh
+from gshard.core.sharding import Sharding
 from gshard.rules.sort import Columns, _columns, ways
 from gshard.simulator.simulate import simulate_function
+from gshard.testing.rule_checks import parts_of
 from gshard.tracing.trace import trace
 from laws.test_rules_sound import the_equation
 
@@ -23,40 +25,6 @@ def equation_of(name, function, *arguments):
     equation = the_equation(trace(function, *arguments), name)
     assert equation is not None
     return equation
-
-
-def parts_of(x, cut, mesh):
-    poison = np.nan if np.issubdtype(x.dtype, np.inexact) else x.dtype.type(77)
-    sizes = [-(-n // mesh.count(atoms)) for n, atoms in zip(x.shape, cut, strict=True)]
-    width = [(0, size * mesh.count(atoms) - n) for n, size, atoms in zip(x.shape, sizes, cut, strict=True)]
-    padded = np.pad(x, width, constant_values=poison) if x.ndim else x
-    return [
-        padded[tuple(slice(i * size, (i + 1) * size) for i, size in zip(at, sizes, strict=True))]
-        for at in places(cut, mesh)
-    ]
-
-
-def joined(parts, cut, mesh, shape):
-    whole = np.zeros([n * mesh.count(atoms) for n, atoms in zip(parts.shape[1:], cut, strict=True)], parts.dtype)
-    for part, at in zip(parts, places(cut, mesh), strict=True):
-        whole[tuple(slice(i * n, (i + 1) * n) for i, n in zip(at, part.shape, strict=True))] = part
-    return whole[tuple(slice(0, n) for n in shape)]
-
-
-def places(cut, mesh):
-    """For every device, which part of each dimension it has."""
-    found = []
-    for position in np.ndindex(*mesh.atom_sizes.values()):
-        at = dict(zip(mesh.atoms, position, strict=True))
-        found.append(tuple(_ordinal([at[a] for a in atoms], [mesh.atom_sizes[a] for a in atoms]) for atoms in cut))
-    return found
-
-
-def _ordinal(at, sizes):
-    number = 0
-    for i, size in zip(at, sizes, strict=True):
-        number = number * size + i
-    return number
 
 
 def same_bits(got, want):
@@ -87,7 +55,7 @@ def test_columns_sort_zeros_and_ones_of_every_kind(parts, rng):
     number = np.broadcast_to(np.arange(columns.n, dtype=np.int32), x.shape)
     equation = equation_of("sort", lambda x: lax.sort(x, dimension=1), x)
     shards = Shards(equation, {1: mesh.atoms}, mesh)
-    cut = [(), mesh.atoms]
+    cut = Sharding(((), mesh.atoms))
     for operands in ([x], [x, number]):
         results = simulate_function(
             lambda *xs: _columns(shards, list(xs), columns.n, 1, mesh.atoms),
@@ -95,7 +63,7 @@ def test_columns_sort_zeros_and_ones_of_every_kind(parts, rng):
             *(parts_of(o, cut, mesh) for o in operands),
         )
         for got, want in zip(results, lax.sort(operands, dimension=1, num_keys=1), strict=True):
-            same_bits(joined(got, cut, mesh, x.shape), want)
+            same_bits(np.concatenate(got, axis=1)[:, : columns.n], want)
 
 
 def test_each_way_to_sort_is_taken_where_it_sends_least():

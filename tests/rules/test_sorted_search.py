@@ -9,6 +9,7 @@ import pytest
 
 import gshard
 from placed import in_every_way, mesh_of
+from sampled import crossed
 
 RNG = np.random.default_rng(0)
 SORTED = np.sort(np.round(RNG.standard_normal(45) * 4) / 2).astype(np.float32)
@@ -95,22 +96,22 @@ FORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("method", ["scan", "scan_unrolled", "sort", "compare_all"])
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.one_in(2)
-def test_every_form_is_a_search(name, method):
+METHODS = ["scan", "scan_unrolled", "sort", "compare_all"]
+
+
+@pytest.mark.parametrize("name, method, side", crossed(list(FORMS), METHODS, ["left", "right"], one_in=8))
+def test_every_form_is_a_search(name, method, side):
     """A loop of bisections has six rounds for 45 elements, each with a look-up."""
     form, array, numbers, dim = FORMS[name]
-    for side in ("left", "right"):
-        search = form(functools.partial(jnp.searchsorted, side=side, method=method))
-        run = gshard.jit(lambda a, v, search=search: search(gshard.split(a, dim, 8), v), mesh=8)
-        want = jax.jit(search)(array, numbers)
-        for got in in_every_way(run, (array, numbers), mesh_of(x=8)):
-            assert (got.shape, got.dtype) == (want.shape, want.dtype)
-            np.testing.assert_array_equal(got, want)
-        assert "searchsorted" in names(search, array, numbers)
-        sent = run.lower(array, numbers).spmd.collectives
-        assert sum(c.times for c in sent) <= (3 if name == "a sorter" else 1), sent
+    search = form(functools.partial(jnp.searchsorted, side=side, method=method))
+    run = gshard.jit(lambda a, v: search(gshard.split(a, dim, 8), v), mesh=8)
+    want = jax.jit(search)(array, numbers)
+    for got in in_every_way(run, (array, numbers), mesh_of(x=8)):
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        np.testing.assert_array_equal(got, want)
+    assert "searchsorted" in names(search, array, numbers)
+    sent = run.lower(array, numbers).spmd.collectives
+    assert sum(c.times for c in sent) <= (3 if name == "a sorter" else 1), sent
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -62,12 +62,6 @@ def test_a_tensor_parallel_product_sums_once():
     assert "all_reduce  0        1" in refused(found, all_reduce=0)
 
 
-@pytest.mark.parametrize("layers", [2, 3, 5])
-def test_collectives_of_a_loop_count_in_each_iteration(layers):
-    assert_collectives(jax.jit(step), fsdp_arguments(layers), all_gather=2 * layers, all_reduce=layers)
-    assert refused(jax.jit(step), fsdp_arguments(layers), all_gather=2 * layers + 1)
-
-
 @pytest.mark.parametrize(
     "xla, ours, arguments, sums",
     [(step, marked_step, fsdp_arguments, LAYERS), (mlp, marked_mlp, tensor_parallel_arguments, 1)],

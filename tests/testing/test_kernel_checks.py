@@ -32,8 +32,9 @@ def selected(logits, labels):
     return jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
 
 
-def tokens_of_experts(x, w):
-    return jax.nn.gelu(jnp.einsum("etm,emh->eth", x, w))
+def sums(x, peak):
+    """Two results, of which one sums exponentials up, the other a dimension of a split vocabulary."""
+    return jnp.sum(jnp.exp(x - peak[:, None]), axis=1), x.max(1)
 
 
 def recurrent(x, w):
@@ -48,13 +49,12 @@ def gated(a, b):
 
 KERNELS = {
     "attention, shared keys": (fast_attention, attention, ((3, 4, 4, 3), (3, 4, 2, 3), (3, 4, 2, 3))),
-    "attention, 6 heads, batch of 5": (fast_attention, attention, ((5, 4, 6, 3), (5, 4, 6, 3), (5, 4, 6, 3))),
     "product": (lambda x, w: (x.T * 1.0).T @ w, lambda x, w: x @ w, ((4, 6), (6, 7))),
     "norm": (norm, norm, ((4, 5, 6), (6,))),
+    "sums": (sums, sums, ((5, 6), (5,))),
     "adam": (adam, adam, ((4, 7),) * 3 + ((4, 7),)),
     "recurrent": (recurrent, recurrent, ((6, 3, 4), (4, 4))),
     "gated": (gated, gated, ((4, 6, 4), (4, 6, 4))),
-    "experts": (tokens_of_experts, tokens_of_experts, ((6, 5, 4), (6, 4, 2))),
 }  # fmt: skip
 
 
@@ -70,8 +70,7 @@ def test_every_split_computes_the_same(name):
     args = arrays(shapes)
     if name == "adam":
         args[3] = np.abs(args[3])
-    most = 6 if "attention" in name else 12
-    assert gshard.testing.check_kernel(gshard.kernel(fast, like=plain), *args, most=most, tolerance=1e-4)
+    assert gshard.testing.check_kernel(gshard.kernel(fast, like=plain), *args, most=6, tolerance=1e-4)
 
 
 def test_labels_are_no_floats():

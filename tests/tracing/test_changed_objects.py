@@ -39,21 +39,16 @@ def made():
 
 
 REFUSED = {
-    "jit of a step": lambda: gshard.jit(train, mesh=8)(*made(), X),
     "nnx.jit around it": lambda: nnx.jit(gshard.jit(train, mesh=8))(*made(), X),
     "around nnx.jit": lambda: gshard.jit(nnx.jit(train), mesh=8)(*made(), X),
     "explain": lambda: gshard.explain(train, *made(), X, mesh=8),
-    "in scan": lambda: jax.lax.scan(lambda c, x: (c, gshard.jit(train, mesh=8)(*made(), x)), 0, X[None]),
     "only some are returned": lambda: gshard.jit(lambda m, o, x: (train(m, o, x), nnx.state(m)), mesh=8)(*made(), X),
     "statistics": lambda: gshard.jit(lambda m, x: m.norm(x), mesh=8)(Model(), X),
     "counter of a key": lambda: gshard.jit(lambda tree: tree["m"].dropout(tree["x"]), mesh=8)({"m": Model(), "x": X}),
 }
 
 
-FAST = {"nnx.jit around it", "around nnx.jit", "explain", "only some are returned", "counter of a key"}
-
-
-@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in REFUSED])
+@pytest.mark.parametrize("name", REFUSED)
 def test_changes_that_would_be_lost_are_refused(name):
     with pytest.raises(
         gshard.ArgumentError, match=r"(?s)changes arrays inside.*test_changed_objects.py.*changed: "

@@ -131,21 +131,17 @@ def names(f, *args):
 def test_what_is_not_opened():
     kernel_p = primitive_of("other_kernel", lambda x: x * 2)  # a lowering of its own
     assert names(kernel_p.bind, X) == ["other_kernel"]
-
     itself_p = Primitive("other_itself")  # evaluated by compiling itself
     itself_p.def_impl(lambda x: jax.jit(itself_p.bind)(x))
     itself_p.def_abstract_eval(lambda x: x)
     assert names(itself_p.bind, X) == ["other_itself"]
-
     wrong_p = made_of("other_wrong", lambda x: x.astype(jnp.int32))  # its function makes another type than it says
     wrong_p.def_abstract_eval(lambda x: x)
     assert names(wrong_p.bind, X) == ["other_wrong"]
-
     host_p = Primitive("other_host")  # numbers are needed
     host_p.def_impl(lambda x: np.sin(np.asarray(x)))
     host_p.def_abstract_eval(lambda x: x)
     assert names(host_p.bind, X) == ["other_host"]
-
     custom_p = made_of("other_custom", lambda x: x + 1)
     assert names(custom_p.bind, X) == ["add"]
     gshard.rule("other_custom")("a b -> a b")

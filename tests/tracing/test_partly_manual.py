@@ -49,42 +49,6 @@ CUBE = mesh_of(a=2, b=2, c=2)
 WIDE = mesh_of(a=2, c=4)
 
 
-def pipeline(mesh, size=16):
-    """Two stages; each passes its batch on to the next, while weights and batch are split over the other axis."""
-
-    def stages(w, xs):
-        stage, n = lax.axis_index("a"), xs.shape[0]
-
-        def step(carry, i):
-            came, out = carry
-            y = jnp.tanh(jnp.where(stage == 0, xs[jnp.minimum(i, n - 1)], came) @ w[0])
-            out = jnp.where((stage == 1) & (i >= 1), out.at[jnp.maximum(i - 1, 0)].set(y), out)
-            return (lax.ppermute(y, "a", [(0, 1), (1, 0)]), out), None
-
-        start = lax.pcast((jnp.zeros_like(xs[0]), jnp.zeros_like(xs)), "a", to="varying")
-        (_, out), _ = lax.scan(step, start, jnp.arange(n + 1))
-        return lax.psum(jnp.where(stage == 1, out, 0), "a")
-
-    f = manual(stages, mesh, (P("a"), P()), P(), "a")
-    return f, (put(mesh, normal(2, size, size), "a", "c"), put(mesh, normal(4, 8, size), None, "c"))
-
-
-def experts():
-    """Tokens go to experts by a manual all-to-all; each expert is split over an automatic axis."""
-    mesh = mesh_of(expert=4, model=2)
-
-    def part(x, w1, w2):
-        y = lax.all_to_all(x, "expert", 1, 0, tiled=True)
-        h = jax.nn.relu(jnp.einsum("ecd,edf->ecf", y.reshape(1, -1, 16), w1))
-        o = jnp.einsum("ecf,efd->ecd", h, w2).reshape(y.shape)
-        return lax.all_to_all(o, "expert", 0, 1, tiled=True)
-
-    f = manual(part, mesh, (P("expert"),) * 3, P("expert"), ["expert"])
-    shards = (("expert",), ("expert", None, "model"), ("expert", "model"))
-    sizes = ((4, 8, 16), (4, 16, 32), (4, 32, 16))
-    return mesh, f, tuple(put(mesh, normal(*n), *spec) for n, spec in zip(sizes, shards, strict=True))
-
-
 def collectives(x):
     y = lax.with_sharding_constraint(x, P(None, "c"))
     return (
@@ -135,8 +99,6 @@ def cases():
         lambda x, w: lax.psum(lax.with_sharding_constraint(jnp.tanh(x @ w), P(None, "c")), "a"),
         CUBE, (P("a"), P()), P(), "a",
     )  # fmt: skip
-    stages, staged = pipeline(WIDE)
-    mesh, moe, moved = experts()
     nested = manual(in_the_other, CUBE, (P("a"), P()), P("a"), "a", False)
     stacked = (put(WIDE, normal(8, 8), "c"), put(WIDE, normal(3, 8, 8), None, "a", "c"))
     uneven = manual(
@@ -145,13 +107,8 @@ def cases():
     )  # fmt: skip
     return {
         "constraint": (CUBE, constrained, (tall, weights)),
-        "pipeline": (WIDE, stages, staged),
-        "pipeline, gradient": (WIDE, jax.value_and_grad(total(stages), (0, 1)), staged),
-        "experts": (mesh, moe, moved),
-        "experts, gradient": (mesh, jax.grad(total(moe), (0, 1, 2)), moved),
         "collectives": (CUBE, manual(collectives, CUBE, P(("a", "b")), P(("a", "b")), "ab", False), (tall,)),
         "nested": (CUBE, nested, (tall, weights)),
-        "in a scan": (WIDE, layers, stacked),
         "in a scan, gradient": (WIDE, jax.grad(total(layers), (0, 1)), stacked),
         "branches": (WIDE, manual(branches, WIDE, (P("a"), P()), P("a"), "a"), (square, normal(8, 8))),
         "marks": (WIDE, manual(marked, WIDE, (P("a"), P()), (P(), *(P("a"),) * 3), "a"), (normal(8, 8), normal(8, 8))),
@@ -160,10 +117,9 @@ def cases():
 
 
 CASES = cases()
-FAST = ("constraint", "pipeline", "collectives", "nested", "branches", "marks", "uneven")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_the_same_numbers_and_what_is_counted_is_emitted(name):
     mesh, f, args = CASES[name]
     lowered = gshard.jit(f, mesh=mesh).lower(*args)
@@ -292,15 +248,6 @@ def test_another_mesh_is_refused_with_the_line(names):
 
     with pytest.raises(ShardingError, match=r"(?s)over other devices.*test_partly_manual\.py:\d+"):
         gshard.jit(f, mesh=WIDE)(normal(8, 8))
-
-
-def test_what_cuts_nothing_may_stand_in_a_region_without_automatic_axes():
-    def part(x):
-        return lax.psum(gshard.replicate(lax.with_sharding_constraint(x, P())), "a")
-
-    f = manual(part, WIDE, P("a"), P(), "ac", False)
-    x = normal(8, 8)
-    agree(gshard.jit(f, mesh=WIDE)(x), x[:4] + x[4:])
 
 
 def ragged(names):

@@ -29,9 +29,6 @@ def put(x, where, *spec):
     return jax.device_put(x, NamedSharding(where, P(*spec)))
 
 
-# -- inside ----------------------------------------------------------------------------------------------------------
-
-
 def whole(x):
     r = jax.new_ref(x)
     r[...] += 1
@@ -114,25 +111,6 @@ def mapped(x):
     return jax.vmap(f)(x)
 
 
-@jax.custom_vjp
-def tripled(x):
-    r = jax.new_ref(x)
-    r[...] *= 3
-    return r[...]
-
-
-def in_region(x):
-    r = jax.new_ref(x)
-
-    def body(r):
-        own = jax.new_ref(r[...])
-        own[...] *= 2
-        r[...] = own[...]
-
-    jax.shard_map(body, mesh=LINE, in_specs=P("d"), out_specs=None)(r)
-    return r[...]
-
-
 def beside_a_kernel(x):
     """The references of a kernel are its own."""
     r = jax.new_ref(x)
@@ -145,31 +123,24 @@ def beside_a_kernel(x):
     return r[...] + row
 
 
-INSIDE = (whole, places, in_scan, in_loops, in_calls, gradient, mapped)
-
-
 def same(a, b):
     assert jax.tree.structure(a) == jax.tree.structure(b)
     jax.tree.map(lambda p, q: np.testing.assert_allclose(p, q, rtol=1e-5, atol=1e-5), a, b)
 
 
-SLOW = [pytest.param(f, marks=pytest.mark.slow) for f in (beside_a_kernel, in_region)]
+INSIDE = (whole, places, in_scan, in_loops, in_calls, gradient, mapped, beside_a_kernel)
 
 
-@pytest.mark.parametrize("f", (*INSIDE, *SLOW), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("f", INSIDE, ids=lambda f: f.__name__)
 @pytest.mark.one_in(3)
 def test_references_inside_are_values(f):
     wanted = jax.jit(f)(X)
     g = gshard.jit(f, mesh=LINE)
     for x in (put(X, LINE, "d"), X):
         same(g(x), wanted)
-    if f is not beside_a_kernel:
-        assert gshard.explain(g, put(X, LINE, "d")).gathered == ()
-
-
-def test_what_is_computed_along_a_split_dimension_sends_nothing():
-    for f in (whole, mapped):
-        assert gshard.explain(gshard.jit(f, mesh=LINE), put(X, LINE, "d")).bytes_by_kind == {}
+    explained = gshard.explain(g, put(X, LINE, "d"))
+    assert f is beside_a_kernel or explained.gathered == ()
+    assert f not in (whole, mapped) or explained.bytes_by_kind == {}, "along a split dimension nothing is sent"
 
 
 def test_transformations_around_a_function_that_uses_references_inside():
@@ -179,9 +150,6 @@ def test_transformations_around_a_function_that_uses_references_inside():
     same(jax.jit(jax.grad(f))(X), wanted)
     same(jax.vmap(gshard.jit(whole, mesh=LINE))(X), (X + 1) * 2)
     same(jax.jit(gshard.jit(whole, mesh=LINE))(X), (X + 1) * 2)
-
-
-# -- from outside ----------------------------------------------------------------------------------------------------
 
 
 def step(r, y):
@@ -250,9 +218,6 @@ def test_a_reference_that_is_closed_over_is_written(where):
     np.testing.assert_array_equal(r[...], np.ones_like(X))
     assert int(count[...]) == 4
     assert r.sharding.is_equivalent_to(NamedSharding(where, P("d")), 2)
-
-
-# -- refused ---------------------------------------------------------------------------------------------------------
 
 
 def test_one_reference_is_given_once():
