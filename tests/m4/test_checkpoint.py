@@ -291,7 +291,7 @@ with Saver(sys.argv[1], 3) as saver:
 def test_a_killed_writer_leaves_whole_steps(tmp_path, rng):
     """Killed at random moments while it writes and removes steps: each one listed is whole, none goes back."""
     newest = 0
-    for _ in range(3):
+    for _ in range(2):
         command = [sys.executable, "-c", SAVING, str(tmp_path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
             assert writer.stdout is not None
