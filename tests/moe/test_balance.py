@@ -13,7 +13,6 @@ from moe import naive
 
 CONFIG = TransformerConfig.decoder_only(30, 3, model_dim=8, hidden_dim=12, heads=2, head_dim=4, experts=4, top_k=2,
     dense_first=1, group_size=None, gates="sigmoid", balance="bias")  # fmt: skip
-FAST = {"xla_backend_optimization_level": 0}
 
 
 def test_moves_against_the_load():
@@ -31,7 +30,8 @@ def test_it_is_no_part_of_the_loss_and_has_no_gradient():
     params = naive.values(param_specs(CONFIG))
     batch = {"target": naive.ids(1, 30, 4, 8)}
     run = jax.jit(
-        jax.value_and_grad(lambda p: loss(CONFIG, p, batch, label_smoothing=0.0), has_aux=True), compiler_options=FAST
+        jax.value_and_grad(lambda p: loss(CONFIG, p, batch, label_smoothing=0.0), has_aux=True),
+        compiler_options=naive.FAST,
     )
     (value, metrics), gradient = run(params)
     assert float(value) == float(metrics["cross_entropy"])
@@ -57,7 +57,7 @@ def test_the_load_becomes_even(gates):
     x[:, :, 0] = 1.5
     params["wg"][0, :3] += 1.5
 
-    @functools.partial(jax.jit, compiler_options=FAST)
+    @functools.partial(jax.jit, compiler_options=naive.FAST)
     def after(params):
         def step(bias_E, _):
             load_E = expert_layer(config, params | {"bias": bias_E}, x)[1]["load"]
