@@ -19,23 +19,19 @@ SMALL_RUN = Path(__file__).with_name("small_run.py")
 STEPS = 16
 
 
-def start(folder, steps=STEPS, devices=1, *changes):
-    flags = os.environ["XLA_FLAGS"].split()
-    flags = [word for word in flags if "device_count" not in word]
-    environment = os.environ | {
-        "XLA_FLAGS": " ".join([*flags, f"--xla_force_host_platform_device_count={devices}"]),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
+def start(folder, steps=STEPS, *changes):
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     command = [sys.executable, str(SMALL_RUN), str(folder), str(steps), *changes]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, bufsize=1)
 
 
-def finish(process, code=0):
+def finish(process):
     """The steps that it told of."""
     with process:
         assert process.stdout is not None
         told = process.stdout.read().split()
-    assert process.returncode == code
+    assert process.returncode == 0
     return [int(word) for word in told if word != "begun"]
 
 
@@ -64,18 +60,13 @@ def whole(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "kills, devices", [pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(20, 4, marks=pytest.mark.slow)]
-)
-def test_killed_at_random_moments(kills, devices, whole, rng):
+@pytest.mark.slow
+def test_killed_at_random_moments(whole, rng):
     """Also while a checkpoint is written: every second step begins one."""
-    folder = whole.with_name(f"killed-{kills}")
-    if devices > 1:
-        whole = whole.with_name(f"whole-{devices}")
-        finish(start(whole, devices=devices))
+    folder = whole.with_name("killed")
     done = 0
-    for _ in range(kills):
-        with start(folder, devices=devices) as process:
+    for _ in range(12):
+        with start(folder) as process:
             assert process.stdout is not None
             if done < STEPS - 8:  # let it get somewhere
                 for line in process.stdout:
@@ -91,25 +82,7 @@ def test_killed_at_random_moments(kills, devices, whole, rng):
             checkpoint.verify(Run(folder).checkpoints / f"{step:08d}")
         assert max(found, default=0) >= done
         done = max(found, default=0)
-    finish(start(folder, devices=devices))
-    assert losses(folder) == losses(whole)
-    assert parameters(folder) == parameters(whole)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_finishes_the_step_and_saves(number, code, whole):
-    folder = whole.with_name(f"stopped-{number}")
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process inherits it where it is ignored
-    process = start(folder)
-    signal.signal(signal.SIGINT, before)
-    wait_for(process, "3")
-    process.send_signal(number)
-    finish(process, code)
-    (stopped,) = checkpoint.steps(Run(folder).checkpoints)[-1:]
-    assert stopped < STEPS
-    assert len(losses(folder)) == stopped
-    assert finish(start(folder))[0] == stopped + 1
+    finish(start(folder))
     assert losses(folder) == losses(whole)
     assert parameters(folder) == parameters(whole)
 
@@ -118,7 +91,7 @@ def test_a_signal_finishes_the_step_and_saves(number, code, whole):
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
 def test_a_long_run_takes_no_more_memory_and_no_more_files(whole):
     """2,000 steps, with a checkpoint after every 50 and an evaluation after every 5."""
-    process = start(whole.with_name("long"), 2000, 1, "save_every=50")
+    process = start(whole.with_name("long"), 2000, "save_every=50")
     pages, files = [], []
     for step in (600, 1200, 1900):
         wait_for(process, str(step))
@@ -128,15 +101,3 @@ def test_a_long_run_takes_no_more_memory_and_no_more_files(whole):
     assert max(files) - min(files) <= 4, files  # a checkpoint that is just being written
     assert pages[2] < 1.02 * pages[0], pages
     assert len(losses(whole.with_name("long"))) == 2000
-
-
-@pytest.mark.slow
-def test_two_runs_in_one_folder(whole):
-    folder = whole.with_name("shared")
-    first = start(folder, 10_000)
-    wait_for(first, "1")
-    told = start(folder).communicate()[0]
-    first.kill()
-    first.communicate()
-    assert "another process trains in this folder" in told
-    assert f"process {first.pid} on " in told

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gshard_m4 import checkpoint, watchdog
+from gshard_m4 import checkpoint, together, watchdog
 from gshard_m4.config import Run
 from gshard_m4.relay import Relay
 from gshard_m4.watchdog import LOST, NAMED, STUCK, Hub, Watch
@@ -49,15 +49,13 @@ def start(folder, steps, count, changes=None):
         "XLA_FLAGS": " ".join([*flags, f"--xla_force_host_platform_device_count={2 // count}"]),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
-    together = [f"coordinator=127.0.0.1:{free_port()}", f"processes={count}", "init_timeout=120"]
-    RUNNING.extend(
-        subprocess.Popen(
-            [sys.executable, str(SMALL_RUN), str(folder), str(steps), *(together if count > 1 else []),
-             *([f"process_index={rank}"] if count > 1 else []), *(changes or {}).get(rank, [])],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-        )
-        for rank in range(count)
-    )  # fmt: skip
+    port, pipe = free_port(), subprocess.PIPE
+    for rank in range(count):
+        command = [sys.executable, str(SMALL_RUN), str(folder), str(steps), *(changes or {}).get(rank, [])]
+        if count > 1:
+            command += [f"coordinator=127.0.0.1:{port}", f"processes={count}", "init_timeout=120"]
+            command += [f"process_index={rank}"]
+        RUNNING.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment))
     return RUNNING[-count:]
 
 
@@ -148,17 +146,6 @@ def test_an_exception_and_a_hang_are_told(tmp_path):
     assert "process 1 is stuck" in tolds[0]
     assert "failing_batch" in tolds[1], "its stacks are shown"
 
-    pair = start(tmp_path / "stopped", 1000, 2, {0: ["hang_timeout=6"]})
-    wait_for(pair[0], "3")
-    pair[1].send_signal(signal.SIGSTOP)
-    code, told = end(pair[0])
-    pair[1].kill()
-    end(pair[1])
-    assert code == STUCK
-    silent = re.search(r"process 1 has said nothing for ([\d.]+) s", told)
-    assert silent is not None, told
-    assert NAMED <= float(silent[1]) < 6.0
-
 
 @pytest.mark.slow
 def test_processes_are_started_alike_and_draw_their_own_rows(tmp_path):
@@ -173,41 +160,6 @@ def test_processes_are_started_alike_and_draw_their_own_rows(tmp_path):
         assert [line for line in told.splitlines() if "whole" in line] == ["whole batch of step 0"]
 
 
-SLOW_DEVICE = """
-import time
-from gshard_m4.command_line import prepare_process
-prepare_process(2, debug=False)
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import PartitionSpec as P
-
-def wait(index):
-    time.sleep(70 * int(index))
-    return np.int32(index)
-
-def part(x):
-    index = jax.pure_callback(wait, jax.ShapeDtypeStruct((), jnp.int32), jax.lax.axis_index("d"))
-    return jax.lax.psum(x + index, "d")
-
-mesh = jax.make_mesh((2,), ("d",))
-print(jax.jit(jax.shard_map(part, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))(np.int32(5)))
-"""
-
-
-@pytest.mark.slow
-def test_a_slow_process_and_a_slow_device_are_waited_for(tmp_path):
-    """A process for 45 seconds, a device for 70; XLA by itself aborts after 60."""
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    device = subprocess.Popen(
-        [sys.executable, "-c", SLOW_DEVICE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-    codes, tolds = zip(*map(end, start(tmp_path / "slow", 6, 2, {1: ["slow_at=3"]})), strict=True)
-    assert codes == (0, 0), tolds
-    assert "process 1 is in 'batch' of step 3, and the others have waited for it for" in tolds[0]
-    assert len(losses(tmp_path / "slow")) == 6
-    printed, errors = device.communicate(timeout=200)
-    assert (device.returncode, printed) == (0, "11\n"), errors
-
-
 def test_those_who_do_not_come_and_ports_that_are_taken(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -215,6 +167,32 @@ def test_those_who_do_not_come_and_ports_that_are_taken(tmp_path):
         taken = subprocess.run([*command, "processes=2"], capture_output=True, text=True, timeout=100)
     assert taken.returncode != 0
     assert "the coordinator cannot listen: Address already in use" in taken.stdout + taken.stderr
+
+
+class ReachesOthers:
+    """A socket that reaches others from 10.0.0.5."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def connect(self, address):
+        assert address == ("10.0.0.1", 8476)
+
+    def getsockname(self):
+        return "10.0.0.5", 40000
+
+
+def test_a_host_whose_name_is_127_is_named_with_its_cure(monkeypatch):
+    monkeypatch.setattr(together.socket, "gethostbyname", lambda name: "127.0.1.1")
+    assert together.loopback("127.0.0.1:8476") == ""
+    assert together.loopback("nonsense") == ""
+    monkeypatch.setattr(together.socket, "socket", lambda *_: ReachesOthers())
+    assert "Put the line '10.0.0.5 " in together.loopback("10.0.0.1:8476")
+    monkeypatch.setattr(together.socket, "gethostbyname", lambda name: "10.0.0.5")
+    assert together.loopback("10.0.0.1:8476") == ""
 
 
 class Ends:
@@ -229,7 +207,7 @@ class Ends:
         self.event.set()
 
 
-LIMITS = {"": 4.0, "checkpoint": 60.0}
+LIMITS = {"": 3.5, "checkpoint": 60.0}
 
 
 def three(limits=LIMITS, heard=3):
@@ -245,22 +223,15 @@ def three(limits=LIMITS, heard=3):
     return hub, watches, ends
 
 
-@pytest.mark.parametrize(
-    "harm, code, reason",
-    [
-        (lambda watch: watch.failed("ValueError: so it goes"), LOST, "process 2 is gone: ValueError: so it goes"),
-        (lambda watch: watch._line.shutdown(socket.SHUT_RDWR), LOST, "process 2 is gone: its connection ended"),
-    ],
-)
-def test_a_death_is_told_within_two_seconds(harm, code, reason, capfd):
+def test_a_death_is_told_within_two_seconds(capfd):
     hub, watches, ends = three()
     began = time.monotonic()
-    harm(watches[2])
+    watches[2]._line.shutdown(socket.SHUT_RDWR)
     for rank in (0, 1):
         assert ends[rank].event.wait(2.0)
-        assert ends[rank].codes == [code]
+        assert ends[rank].codes == [LOST]
     assert time.monotonic() - began < 2.0
-    assert capfd.readouterr().err.count(reason) >= 2
+    assert capfd.readouterr().err.count("process 2 is gone: its connection ended") >= 2
     hub.close()
 
 
