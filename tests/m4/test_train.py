@@ -93,24 +93,6 @@ def test_what_is_refused_before_the_first_step(tmp_path):
         run_of(tmp_path, OPTIONS, resume=True)
 
 
-@pytest.mark.slow
-def test_steps_that_are_not_finite_are_skipped_and_counted(tmp_path):
-    """They change nothing but the count; one too many ends the run, with its batch on the disk."""
-    options = TrainConfig(steps=200, save_every=2, learning_rate=1e30, peak_step=1, warmup_steps=0, skip_limit=2)
-    with pytest.raises(train.NotFiniteError, match=r"is (nan|inf) at step \d+\. That makes 3 steps") as error:
-        run_of(tmp_path, options)
-    last = int(str(error.value).split("at step ")[1].split(".")[0])
-    records = [json.loads(line) for line in Run(tmp_path).metrics.read_text().splitlines()]
-    assert [record["skipped"] for record in records[-3:]] == [0, 1, 2]
-    assert records[-1]["loss"] is None
-    assert [int(p.stem) for p in sorted(Run(tmp_path).skipped.iterdir())] == [last - 2, last - 1, last]
-    with np.load(Run(tmp_path).skipped / f"{last:08d}.npz", allow_pickle=False) as kept:
-        assert np.array_equal(kept["target"], batch(last)["target"])
-    _, state, _ = checkpoint.restore(Run(tmp_path).checkpoints)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
-    assert "learning_rate" in str(error.value)
-
-
 def test_lines_where_there_is_no_terminal():
     out = io.StringIO()
     values = {"tokens": 100.0, "loss": 5.0, "cross_entropy": 4.5, "aux_loss": 1.02, "dropped_share": 0.03}
