@@ -216,7 +216,7 @@ def test_a_sum_is_caused_where_it_is_made_and_emitted_where_it_is_first_used():
 
 
 def test_what_a_memory_limit_runs_again_has_a_line():
-    f, args, axes, _ = model("gradient")
+    f, args, axes, _ = model("attention")
     mesh = gshard.Mesh.abstract(**axes)
     peak = gshard.explain(f, *args, mesh=mesh).cost("v3:2x2").peak
     found = gshard.explain(gshard.jit(f, mesh=mesh, memory_limit=int(0.8 * peak), machine="v3:2x2"), *args)
