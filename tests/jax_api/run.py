@@ -24,6 +24,7 @@ import time
 import tomllib
 import traceback
 import unittest
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,7 @@ def child(folder, side, name, only, done):
 
 def parent(folder, side, name, only):
     """The results of a class by test; a child that dies is followed by another."""
-    found = {}
-    every = []
+    found, every = {}, []
     while True:
         current, last_words = "", ""
         command = [sys.executable, __file__, str(folder), "--child", side, name, "--only", only, "--done", *found]
@@ -156,8 +156,7 @@ def report(results):
     """Prints, for each class, how many of the tests that jax.jit passes still do, and then those that do not."""
     sides = [s for s in SIDES[1:] if s in results]
     reasons = {side: cannot_apply(side) for side in sides}
-    failures = []
-    needless = []
+    failures, needless = [], []
     print(f"\n{'class':<22}{'jax.jit':>8}" + "".join(f"{s:>8}{'':<28}" for s in sides))
     for name in next(iter(results.values())):
         passed = [t for t, r in results["jax"][name].items() if r["status"] == PASSED]
@@ -183,7 +182,6 @@ def main():
     parser.add_argument("--side", action="append", choices=SIDES[1:], help="which; both unless named")
     parser.add_argument("--only", default="", help="tests whose name matches")
     parser.add_argument("--json", type=Path, help="write all results, with tracebacks")
-    parser.add_argument("--baseline", type=Path, help="a JSON of before, to take jax.jit's own results from")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--done", nargs="*", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -194,25 +192,16 @@ def main():
         return
     results = {}
     for side in ("jax", *(options.side or SIDES[1:])):
-        if side == "jax" and options.baseline:
-            before = json.loads(options.baseline.read_text())["jax"]
-            kept = {n: {t: r for t, r in before[n].items() if re.search(options.only, t)} for n in options.classes}
-            results[side] = kept
-            continue
         results[side] = {}
         for name in options.classes:
             begin = time.perf_counter()
             results[side][name] = parent(options.folder, side, name, options.only)
-            counts = summary(results[side][name].values())
+            found = Counter(result["status"] for result in results[side][name].values())
+            counts = ", ".join(f"{count} {status}" for status, count in found.items())
             print(f"{side:<6}{name:<22}{counts}  {time.perf_counter() - begin:.0f} s", flush=True)
             if options.json:
                 options.json.write_text(json.dumps(results, indent=1) + "\n")
     report(results)
-
-
-def summary(results):
-    statuses = [r["status"] for r in results]
-    return ", ".join(f"{statuses.count(s)} {s}" for s in (PASSED, SKIPPED, FAILED, DIED) if s in statuses)
 
 
 if __name__ == "__main__":
