@@ -20,7 +20,7 @@ import jax
 import numpy as np
 import pytest
 
-from gshard_m4 import checkpoint, commands, demo_command, lines, planned, runs
+from gshard_m4 import checkpoint, commands, compilation_cache, demo_command, lines, planned, runs
 from gshard_m4.command_line import main
 from gshard_m4.config import Run, TrainConfig
 from gshard_m4.corpus.pair import Pair
@@ -182,15 +182,13 @@ def test_n_best_and_throughput(trained, tmp_path, capsys):
     given = ["translate", "in.txt", "--run", str(trained), "--max-length", "6", "--from", "pt-br"]
     assert main([*given, "--n-best", "3", "--quiet"]) == 0
     told = capsys.readouterr()
-    rows = [line.split(" ||| ") for line in told.out.splitlines()]
-    assert [row[0] for row in rows] == ["0", "0", "0", "1", "2", "2", "2"]
-    scores = [float(row[2]) for row in rows]
-    assert scores[:3] == sorted(scores[:3], reverse=True)
-    assert len({row[1] for row in rows[:3]}) == 3
+    numbers, texts, scores = zip(*(line.split(" ||| ")[:3] for line in told.out.splitlines()), strict=True)
+    assert (numbers, len(set(texts[:3]))) == (tuple("0001222"), 3)
+    assert list(map(float, scores[:3])) == sorted(map(float, scores[:3]), reverse=True)
     assert told.err == ""
     assert main(given) == 0
     told = capsys.readouterr()
-    assert told.out.splitlines() == [rows[0][1], "", rows[4][1]]
+    assert told.out.splitlines() == [texts[0], "", texts[4]]
     assert "3 lines, 8 source tokens" in told.err, "ends, and the name of the language, are tokens"
     assert "lines/s" in told.err
 
@@ -418,37 +416,23 @@ def test_what_a_shell_script_starts_in_the_background_ignores_ctrl_c():
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.slow
-def test_compiled_programs_are_kept_for_the_next_process(tmp_path):
-    (tmp_path / "nothing.txt").write_text("")
-    program = (
-        "import sys\nfrom gshard_m4 import command_line\ncommand_line.main(sys.argv[1:])\n"
-        "import jax\nprint(jax.config.jax_compilation_cache_dir)\njax.jit(lambda x: x * 2 + 1)(3.0)\n"
-    )
-
-    def folder(*arguments, **environment):
-        """Where a command keeps programs; what it does does not matter, and it does nothing."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("GSHARD_M4")}
-        command = [sys.executable, "-c", program, "translate", "nothing.txt", "--run", "nowhere", *arguments]
-        done = subprocess.run(
-            command, env=kept | environment | {"HOME": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True
-        )
-        assert "there is no checkpoint" in done.stderr, done.stderr
-        return done.stdout.strip()
-
-    assert folder().startswith(f"{tmp_path}/.cache/m4/xla/")
-    assert folder("--no-compilation-cache") == "None"
-    assert folder(GSHARD_M4_COMPILATION_CACHE="off") == "None"
-    assert folder(GSHARD_M4_COMPILATION_CACHE=str(tmp_path / "other")).startswith(f"{tmp_path}/other/")
-    assert folder(JAX_COMPILATION_CACHE_DIR=str(tmp_path / "jax")) == f"{tmp_path}/jax"
+def test_compiled_programs_are_kept_for_the_next_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "file").write_text("")
-    assert folder(GSHARD_M4_COMPILATION_CACHE=str(tmp_path / "file")) == "None", "a command works without it"
-
-
-def test_the_version(capsys):
-    assert main(["--version"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith(f"gshard-m4 {version('gshard-m4')} (gshard {version('gshard')}, jax {jax.__version__}, ")
+    named = compilation_cache.ENVIRONMENT
+    for environment, parent in (
+        ({named: ""}, tmp_path / ".cache" / "m4" / "xla"),
+        ({named: str(tmp_path / "other")}, tmp_path / "other"),
+        ({named: "off"}, None),
+        ({named: str(tmp_path / "file")}, None),  # a command works without it
+        ({named: "", "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "jax")}, None),
+    ):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        found = compilation_cache.keep_compiled()
+        assert (found and found.parent) == parent
+        assert compilation_cache.keep_compiled(off=True) is None
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -503,6 +487,12 @@ def test_what_is_wrong_is_told_in_a_few_lines(arguments, told, trained, tmp_path
     assert len(error.splitlines()) <= 6
     with pytest.raises(Exception, match=told):
         main([*arguments, "--debug"])
+
+
+def test_the_version(capsys):
+    assert main(["--version"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"gshard-m4 {version('gshard-m4')} (gshard {version('gshard')}, jax {jax.__version__}, ")
 
 
 @pytest.mark.parametrize(("arguments", "told"), [

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -86,6 +87,51 @@ def end(process):
 
 def losses(folder):
     return [json.loads(line)["loss"] for line in Run(folder).metrics.read_text().splitlines()]
+
+
+def bits(folder):
+    """Of the losses and of the newest state."""
+    _, state, _ = checkpoint.restore(Run(folder).checkpoints)
+    return [loss.hex() for loss in losses(folder)], [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(tmp_path, rng):
+    """Also while a checkpoint is written, as every second step begins one: the bits of an undisturbed run."""
+    (whole,) = start(tmp_path / "whole", 16, 1)
+    assert end(whole)[0] == 0
+    folder, done = tmp_path / "killed", 0
+    for _ in range(12):
+        (process,) = start(folder, 16, 1)
+        # It gets somewhere first, unless little is left to do.
+        wait_for(process, str(done + int(rng.integers(1, 4))) if done < 8 else "begun")
+        time.sleep(float(rng.uniform(0.0, 0.08)))
+        process.kill()
+        assert end(process)[0] == -signal.SIGKILL
+        found = checkpoint.steps(Run(folder).checkpoints)
+        for step in found:
+            checkpoint.verify(Run(folder).checkpoints / f"{step:08d}")
+        assert max(found, default=0) >= done
+        done = max(found, default=0)
+    (last,) = start(folder, 16, 1)
+    assert end(last)[0] == 0
+    assert bits(folder) == bits(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_a_long_run_takes_no_more_memory_and_no_more_files(tmp_path):
+    """2,000 steps, with a checkpoint after every 50 and an evaluation after every 5."""
+    (process,) = start(tmp_path, 2000, 1, {0: ["save_every=50"]})
+    pages, files = [], []
+    for step in (600, 1200, 1900):
+        wait_for(process, str(step))
+        pages.append(int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]))
+        files.append(len(os.listdir(f"/proc/{process.pid}/fd")))
+    assert end(process)[0] == 0
+    assert max(files) - min(files) <= 4, files  # a checkpoint that is just being written
+    assert pages[2] < 1.02 * pages[0], pages
+    assert len(losses(tmp_path)) == 2000
 
 
 @pytest.mark.slow
