@@ -256,21 +256,30 @@ class Ends:
 LIMITS = {"": 3.5, "checkpoint": 60.0}
 
 
-def three(limits=LIMITS, heard=3):
-    hub = Hub("127.0.0.1", 3, limits)
-    ends = [Ends() for _ in range(3)]
-    watches = [Watch(("127.0.0.1", hub.port), hub.token, rank, str, ends[rank]) for rank in range(3)]
-    for watch in watches:
-        watch.at(0, "step")
-    deadline = time.monotonic() + 30
-    while len(hub._lines) < 3 or len(hub._at) < heard:  # all have said hello, and where they are
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return hub, watches, ends
+@pytest.fixture
+def three():
+    """A hub, three watches that have said hello and where they are, and how their processes would have ended."""
+    hubs = []
+
+    def made(limits=LIMITS, heard=3):
+        hubs.append(hub := Hub("127.0.0.1", 3, limits))
+        ends = [Ends() for _ in range(3)]
+        watches = [Watch(("127.0.0.1", hub.port), hub.token, rank, str, ends[rank]) for rank in range(3)]
+        for watch in watches:
+            watch.at(0, "step")
+        deadline = time.monotonic() + 30
+        while len(hub._lines) < 3 or len(hub._at) < heard:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return watches, ends
+
+    yield made
+    for hub in hubs:
+        hub.close()
 
 
-def test_a_death_is_told_within_two_seconds(capfd):
-    hub, watches, ends = three()
+def test_a_death_is_told_within_two_seconds(three, capfd):
+    watches, ends = three()
     began = time.monotonic()
     watches[2]._line.shutdown(socket.SHUT_RDWR)
     for rank in (0, 1):
@@ -278,10 +287,9 @@ def test_a_death_is_told_within_two_seconds(capfd):
         assert ends[rank].codes == [LOST]
     assert time.monotonic() - began < 2.0
     assert capfd.readouterr().err.count("process 2 is gone: its connection ended") >= 2
-    hub.close()
 
 
-def test_a_failure_that_follows_from_a_death_is_not_told_as_one_of_its_own(monkeypatch, capfd):
+def test_a_failure_that_follows_from_a_death_is_not_told_as_one_of_its_own(three, monkeypatch, capfd):
     """A collective of process 1 fails as process 2 dies; on a busy machine the hub hears of the death long after."""
     real, busy = watchdog._messages, threading.Event()
 
@@ -294,7 +302,7 @@ def test_a_failure_that_follows_from_a_death_is_not_told_as_one_of_its_own(monke
                 busy.wait(20)
 
     monkeypatch.setattr(watchdog, "_messages", late)
-    hub, watches, ends = three({"": 60.0}, heard=2)
+    watches, ends = three({"": 60.0}, heard=2)
     watches[2]._line.shutdown(socket.SHUT_RDWR)
     failing = threading.Thread(target=watches[1].failed, args=("JaxRuntimeError: connection reset",))
     failing.start()
@@ -309,25 +317,21 @@ def test_a_failure_that_follows_from_a_death_is_not_told_as_one_of_its_own(monke
     told = capfd.readouterr().err
     assert "process 2 is gone: its connection ended" in told
     assert "JaxRuntimeError" not in told
-    hub.close()
 
 
-def test_a_failure_of_its_own_is_told_once_all_others_say_that_they_are_there(capfd):
-    hub, watches, ends = three()
+def test_two_that_fail_at_once_do_not_wait_for_each_other(three, capfd):
+    """Of the same batch, say; one is named, and the other one ends as it is told to. One alone ends by itself."""
+    watches, ends = three()
     began = time.monotonic()
     watches[1].failed("JaxRuntimeError: out of memory")
     assert time.monotonic() - began < 2.0
-    assert not ends[1].codes, "it ends by itself, with its own exit code"
+    assert not ends[1].codes, "it ends with its own exit code"
     for rank in (0, 2):
         assert ends[rank].event.wait(2.0)
         assert ends[rank].codes == [LOST]
     assert "process 1 is gone: JaxRuntimeError: out of memory" in capfd.readouterr().err
-    hub.close()
 
-
-def test_two_that_fail_at_once_do_not_wait_for_each_other():
-    """Of the same batch, say; one is named, and the other one ends as it is told to."""
-    hub, watches, ends = three()
+    watches, ends = three()
     failing = [threading.Thread(target=watches[rank].failed, args=("ValueError: so it goes",)) for rank in (0, 2)]
     for thread in failing:
         thread.start()
@@ -336,12 +340,11 @@ def test_two_that_fail_at_once_do_not_wait_for_each_other():
         assert not thread.is_alive()
     assert ends[1].event.wait(2.0)
     assert sorted([ends[0].codes, ends[2].codes]) == [[], [LOST]]
-    hub.close()
 
 
-def test_the_first_process_ends_last(capfd):
+def test_the_first_process_ends_last(three, capfd):
     """JAX's coordinator ends with it, and would end the others before they have spoken."""
-    hub, watches, ends = three()
+    watches, ends = three()
     when = {}
 
     def leave(rank):
@@ -357,7 +360,6 @@ def test_the_first_process_ends_last(capfd):
     watches[2].failed("ValueError: so it goes")
     assert ends[0].event.wait(2.0)
     assert when[0] - when[1] >= 0.19
-    hub.close()
 
 
 def test_a_relay_passes_on_what_is_said_and_not_that_the_other_end_died():
@@ -383,8 +385,8 @@ def test_a_relay_passes_on_what_is_said_and_not_that_the_other_end_died():
     relay.close()
 
 
-def test_who_keeps_the_others_waiting_is_named_at_once_and_ended_later(capfd):
-    hub, watches, ends = three()
+def test_who_keeps_the_others_waiting_is_named_at_once_and_ended_later(three, capfd):
+    watches, ends = three()
     for step in range(1, 4):
         for watch in watches[: 2 if step == 3 else 3]:
             watch.at(step, "step")
@@ -397,11 +399,10 @@ def test_who_keeps_the_others_waiting_is_named_at_once_and_ended_later(capfd):
         assert end.event.wait(4.0)
         assert end.codes == [STUCK]
     assert "process 2 is stuck: it has been in 'step' of step 2 for" in capfd.readouterr().err
-    hub.close()
 
 
-def test_who_comes_back_in_time_or_may_take_long_is_left_alone(capfd):
-    hub, watches, ends = three({"": 30.0, "checkpoint": 60.0})
+def test_who_comes_back_in_time_or_may_take_long_is_left_alone(three, capfd):
+    watches, ends = three({"": 30.0, "checkpoint": 60.0})
     watches[1].at(1, "checkpoint")
     for watch in watches[::2]:
         watch.at(1, "checkpoint")
@@ -416,10 +417,9 @@ def test_who_comes_back_in_time_or_may_take_long_is_left_alone(capfd):
         watch.bye()
     time.sleep(1.0)
     assert not any(end.codes for end in ends)
-    hub.close()
 
 
-def test_a_process_that_hears_nothing_of_the_first_one_ends_by_itself(capfd):
+def test_a_process_that_hears_nothing_of_the_first_one_ends_by_itself(three, capfd):
     """The network is cut: no connection ends. And the hub is as patient with one that says nothing, in any phase."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         end = Ends()
@@ -431,7 +431,7 @@ def test_a_process_that_hears_nothing_of_the_first_one_ends_by_itself(capfd):
     assert re.search(r"process 0 has said nothing for [12]\.\d s", told)
     assert re.search(r"process 0 is gone: it has said nothing for [23] s: .* the network to it is down\. Go on\.", told)
 
-    hub, watches, ends = three({"": 2.5, "checkpoint": 60.0})
+    watches, ends = three({"": 2.5, "checkpoint": 60.0})
     for of in watches:
         of.at(1, "checkpoint")
     watches[2]._say = lambda message: None
@@ -439,7 +439,6 @@ def test_a_process_that_hears_nothing_of_the_first_one_ends_by_itself(capfd):
     assert ends[0].codes == [STUCK]
     assert "process 2 is stuck: it has said nothing for" in capfd.readouterr().err
     assert not ends[1].codes or ends[1].codes == [STUCK]
-    hub.close()
 
 
 def test_strangers_are_not_listened_to():
