@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import errors, lax
-from jax.experimental import checkify, io_callback
+from jax.experimental import checkify
 
 import gshard
 
@@ -111,19 +111,6 @@ def are_traced(*args):
 class Point(NamedTuple):
     x: Any
     y: Any
-
-
-@jax.tree_util.register_pytree_node_class
-class Tagged:
-    def __init__(self, value, tag):
-        self.value, self.tag = value, tag
-
-    def tree_flatten(self):
-        return (self.value,), self.tag
-
-    @classmethod
-    def tree_unflatten(cls, tag, values):
-        return cls(values[0], tag)
 
 
 class Unequal:
@@ -464,19 +451,6 @@ def arrays_of_numpy_are_not_changed(t):
 
 
 @case
-def nodes_of_the_user(t):
-    traced = []
-
-    def f(x):
-        traced.append(x.tag)
-        return Tagged(x.value * (2 if x.tag == "double" else 1), x.tag + "!")
-
-    g = t.jit(f)
-    found = g(Tagged(jnp.arange(8), "double")), g(Tagged(jnp.arange(8), "same")), g(Tagged(jnp.arange(8), "same"))
-    return [(x.value, x.tag) for x in found], traced
-
-
-@case
 def donated_tree(t):
     step = t.jit(lambda s, x: {k: v + x for k, v in s.items()}, donate_argnums=0)
     state = {"m": jnp.zeros(8), "v": jnp.ones((4, 2))}
@@ -499,14 +473,6 @@ def donated_for_nothing_warns(t):
         warnings.simplefilter("always")
         result = f(jnp.ones(2), jnp.ones(2))
     return result, any("donated buffers were not usable" in str(w.message) for w in found)
-
-
-@case
-def donated_inside_is_ignored(t):
-    inner = t.jit(lambda x: x + 1, donate_argnums=0)
-    x = jnp.arange(3.0)
-    found = jax.jit(lambda x: inner(x) + x)(x), lax.scan(lambda c, _: (inner(c) + c, None), x, None, length=2)[0]
-    return found, jax.grad(lambda x: inner(x).sum())(x + 1), x
 
 
 ALIASED = """
@@ -583,15 +549,6 @@ def configuration_is_part_of_the_kind(t):
 
 
 @case
-def a_global_is_read_once(t):
-    box = [1]
-    f = t.jit(lambda x: x + box[0])
-    first = f(1)
-    box[0] = 100
-    return first, f(1), f(1.0)
-
-
-@case
 def jit_disabled(t):
     ran = []
 
@@ -635,33 +592,6 @@ def closed_over_changes_between_calls(t):
         return f(2.0)
 
     return jax.jit(around)(3.0)
-
-
-@case
-def effects(t):
-    seen = []
-
-    @t.jit
-    def f(x):
-        jax.debug.callback(lambda v: seen.append(float(v)), x.sum())
-        y = jax.pure_callback(lambda v: np.sin(v), jax.ShapeDtypeStruct((8,), np.float32), t.split(x))
-        z = io_callback(lambda v: np.float32(v) + 1, jax.ShapeDtypeStruct((), np.float32), x[0], ordered=True)
-        return y + z
-
-    found = f(jnp.arange(8.0)), f(jnp.ones(8))
-    jax.effects_barrier()
-    return found, sorted(seen)
-
-
-@case
-def mutable_arrays(t):
-    def f(x):
-        ref = jax.new_ref(x)
-        ref[0] = 7.0
-        ref[...] += 1
-        return ref[...]
-
-    return t.jit(f)(jnp.arange(8.0))
 
 
 @case
