@@ -410,12 +410,8 @@ def method_of_a_pytree(t):
         def __call__(self, x):
             return t.split(x) @ self.w
 
-        @t.jit
-        def named(self, x, *, scale=2.0):
-            return x * scale + self.w.sum()
-
     layer = Layer(jnp.arange(12.0).reshape(4, 3))
-    return layer(jnp.ones((8, 4))), layer.named(jnp.ones(3)), layer.named(jnp.ones(3), scale=3)
+    return layer(jnp.ones((8, 4)))
 
 
 @case
@@ -549,19 +545,6 @@ def configuration_is_part_of_the_kind(t):
 
 
 @case
-def jit_disabled(t):
-    ran = []
-
-    def f(x, n):
-        ran.append(1)
-        return x + 1 if x > 0 else x - n
-
-    g = t.jit(f, static_argnums=1)
-    with jax.disable_jit():
-        return g(1, 2), g(-1, 2), len(ran)
-
-
-@case
 def checked_around(t):
     def f(x):
         checkify.check(x > 0, "not positive")
@@ -569,16 +552,6 @@ def checked_around(t):
 
     g = checkify.checkify(t.jit(f), errors=checkify.all_checks)
     return [((error.get() or "").split(" (")[0], value) for error, value in (g(1.0), g(-1.0))]
-
-
-@case
-def computed_while_compiling(t):
-    def f(x):
-        with jax.ensure_compile_time_eval():
-            n = int(jnp.arange(4).sum())
-        return x * n
-
-    return t.jit(f)(2)
 
 
 @case

@@ -7,15 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gshard.moe import (
-    TransformerConfig,
-    encode,
-    expert_choice_gating,
-    expert_layer,
-    expert_specs,
-    forward,
-    param_specs,
-)
+from gshard.moe import TransformerConfig, encode, expert_layer, expert_specs, forward, param_specs
 from moe import naive
 
 CONFIG = TransformerConfig(20, 18, model_dim=8, hidden_dim=10, heads=2, head_dim=4, encoder_layers=2, decoder_layers=2,
@@ -55,14 +47,7 @@ def test_equals_a_loop_over_experts(dispatch):
         assert float(metrics["dropped_share"]) == pytest.approx((valid & ~chosen).sum() / valid.sum(), abs=1e-6)
         assert not chosen[~valid].any()
         assert float(metrics["aux_loss"]) == 1.0
-
-
-def test_every_expert_has_the_same_load():
-    logits = naive.normal(0, 2, 16, 4) + np.array([5.0, 0.0, 0.0, 0.0])
-    routed = jax.jit(expert_choice_gating, static_argnums=1, compiler_options=naive.FAST)(logits, 4)
-    assert routed.load_E.tolist() == [8] * 4
-    assert float(routed.metrics["load_entropy"]) == pytest.approx(1.0, abs=1e-6)
-    assert 0 < float(routed.metrics["dropped_share"]) < 1
+        assert float(metrics["load_entropy"]) == pytest.approx(1.0, abs=1e-6), "every expert has the same load"
 
 
 def test_a_model_whose_encoder_chooses():
