@@ -172,21 +172,18 @@ def test_another_model_is_refused_by_name(tmp_path, rng):
         checkpoint.restore(tmp_path, like=wider)
 
 
-def test_absent_steps_and_unusable_directories(tmp_path, rng):
-    with pytest.raises(CheckpointError, match="there is no checkpoint"):
-        checkpoint.restore(tmp_path / "nowhere")
+def test_absent_steps_unusable_directories_and_a_full_disk(tmp_path, rng, monkeypatch):
     checkpoint.save(tmp_path, 1, random_state(rng), {})
-    with pytest.raises(CheckpointError, match="there is no step 2"):
-        checkpoint.restore(tmp_path, 2)
-    with pytest.raises(CheckpointError, match="saved already"):
-        checkpoint.save(tmp_path, 1, random_state(rng), {})
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="step 1 could not be saved"):
-        checkpoint.save(tmp_path / "file", 1, random_state(rng), {})
-
-
-def test_a_disk_without_room_is_noticed_before_writing(tmp_path, rng, monkeypatch):
-    checkpoint.save(tmp_path, 1, random_state(rng), {})
+    for told, wrong in (
+        ("there is no checkpoint", lambda: checkpoint.restore(tmp_path / "nowhere")),
+        ("there is no step 2", lambda: checkpoint.restore(tmp_path, 2)),
+        ("saved already", lambda: checkpoint.save(tmp_path, 1, random_state(rng), {})),
+        ("step 1 could not be saved", lambda: checkpoint.save(tmp_path / "file", 1, random_state(rng), {})),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            wrong()
+    # A disk without room is noticed before anything is written.
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 100))
     told = r"step 2 could not be saved: no space left(.|\n)*needed(.|\n)*step 1 is intact"
     with pytest.raises(CheckpointError, match=told):

@@ -221,14 +221,6 @@ def test_update_equals_the_sequential_transcription(config):
         np.testing.assert_allclose(leaves(now)[name], want, rtol=2e-5, atol=2e-6, err_msg=name)
 
 
-def test_state_never_averages_over_layers_or_experts():
-    shapes = {name: {k: v.shape for k, v in m.items()} for name, m in leaves(optimizer.init(SPECS)).items()}
-    assert shapes["experts/wi"] == {"row": (3, 8, 4), "column": (3, 8, 5)}
-    assert (shapes["experts/bias"], shapes["router"]) == ({"full": (3, 8, 5)}, {"full": (3, 4, 8)})
-    assert (shapes["scale"], shapes["wq"]) == ({"full": (3, 4)}, {"row": (3, 4, 2), "column": (3, 2, 6)})
-    assert (shapes["embedding"], shapes["final"]) == ({"row": (11,), "column": (4,)}, {"full": (4,)})
-
-
 def test_agrees_with_optax_on_a_plain_matrix():
     optax = pytest.importorskip("optax")
     rng = np.random.default_rng(1)
