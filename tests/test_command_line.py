@@ -17,11 +17,9 @@ import pytest
 import gshard
 from gshard.__main__ import main
 from gshard.commands import choices_of_options
-from gshard.device.machine import Machine
 from gshard.moe.config import TABLE_1
 from gshard.named_target import mesh_of, shape_of
 from gshard.plan_command import _batch, configured, plan
-from gshard.xla.calibrate import calibrate
 from gshard.xla_programs.compiled_report import NO_MACHINE
 from xla_programs.compiled_texts import GPU, TPU
 
@@ -448,17 +446,6 @@ def test_texts_of_shapes_meshes_and_choices():
     for wrong in ("a", "a=", "=1", "a b=1"):
         with pytest.raises(gshard.ArgumentError, match="is not understood"):
             choices_of_options([wrong])
-
-
-def test_calibrate_measures_this_machine(tmp_path, capsys):
-    machine = calibrate(jax.devices()[:4], side=256, elements=1 << 18)
-    assert machine.size == 4
-    assert machine.measured
-    assert all(rate > 1e8 for rate in machine.flops.values())
-    assert machine.memory_bandwidth > 1e8
-    assert 0 < machine.network[0].latency < 1
-    machine.dump(tmp_path / "machine.json")
-    assert Machine.of(str(tmp_path / "machine.json")) == machine
 
 
 @pytest.mark.slow

@@ -74,6 +74,9 @@ def test_a_calibrated_machine_behaves_as_its_kind(kind, monkeypatch, tmp_path):
     measured, named = calibrate(jax.devices()[:8], side=8, elements=64), Machine.of(kind, 8)
     assert (measured.compiler, measured.kind) == (named.compiler, named.kind)
     assert measured.memory == named.memory
+    assert measured.measured
+    assert all(rate > 0 for rate in (*measured.flops.values(), measured.memory_bandwidth))
+    assert 0 < measured.network[0].latency < 1
     measured.dump(tmp_path / "machine.json")
     assert Machine.of(str(tmp_path / "machine.json")) == measured
     spmd = gshard.jit(step, mesh=MESH).lower(*SHAPES).spmd

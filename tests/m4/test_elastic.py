@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 
-import gshard
 from gshard import moe
 from gshard_m4 import checkpoint, train
 from gshard_m4.config import ModelChoice, Run, TrainConfig, mesh_of, on_devices
@@ -83,19 +82,6 @@ def test_replicas_divide_the_devices():
         on_devices(MODEL, 8, 3)
     with pytest.raises(moe.ModelError, match="has no experts to replicate"):
         on_devices(dataclasses.replace(MODEL, experts=0, groups=None), 8, 2)
-
-
-def test_each_replica_sends_its_own_tokens_to_its_experts():
-    """All-to-alls among the devices of a replica; the gradients of the experts are summed over the replicas."""
-    model = on_devices(MODEL, 8, 2)
-    mesh = gshard.Mesh.abstract(**mesh_of(model))
-    state = jax.eval_shape(lambda: train.initial_state(model, 0))
-    found = gshard.explain(train.make_step(model, TrainConfig(steps=1)), state, batch(0), mesh=mesh)
-    assert {row.axes for row in found.collectives if row.kind == "all_to_all"} == {"expert"}
-    assert "data" in {row.axes for row in found.collectives if row.kind in ("all_reduce", "reduce_scatter")}
-    experts = [row for row in found.tensors if row.is_argument and "expert" in str(row.sharding)]
-    assert experts
-    assert all("data" not in str(row.sharding) for row in experts if "params" in row.name)
 
 
 @pytest.mark.slow

@@ -58,16 +58,6 @@ def test_equals_the_other_dispatches(name, dispatch, partitions):
     naive.assert_close(naive.on_one_device(other, case(config), jax.random.key(5)), expected)
 
 
-@pytest.mark.parametrize("dispatch", BOTH)
-def test_equals_a_loop_over_tokens(dispatch):
-    config = dataclasses.replace(BASE, dispatch=dispatch, shared_experts=1)
-    params, x_BLM, _ = case(config)
-    got, metrics = layer(config, params, x_BLM)
-    expected = naive.expert_layer(config, params, np.asarray(x_BLM, np.float64).reshape(-1, 6))
-    np.testing.assert_allclose(np.asarray(got).reshape(-1, 6), expected, rtol=1e-4, atol=1e-5)
-    assert (float(metrics["dropped_share"]), float(metrics["kept_share"])) == (0, 1)
-
-
 @pytest.mark.parametrize("partitions", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("dispatch", BOTH)
 def test_nothing_is_dropped_when_all_want_the_same(dispatch, partitions):
