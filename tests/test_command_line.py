@@ -494,7 +494,6 @@ def test_the_largest_model_fits():
     found, limited = (plan("MoE(2048E, 60L)", "v3:32x32", memory_limit=limit) for limit in (None, "12GiB"))
     assert found.cost.fits
     assert limited.cost.peak <= 12 * 2**30 < found.cost.peak < 13 * 2**30
-    assert limited.recomputed is not None
     assert limited.recomputed.share < 0.01
     assert limited.cost.seconds <= found.cost.seconds
     assert "recomputed to fit in 12,288.0 MiB" in str(limited)

@@ -291,7 +291,6 @@ def test_a_killed_writer_leaves_whole_steps(tmp_path, rng):
     for _ in range(2):
         command = [sys.executable, "-c", SAVING, str(tmp_path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-            assert writer.stdout is not None
             assert writer.stdout.readline() == "begun\n"
             time.sleep(float(rng.uniform(0.0, 0.6)))
             writer.kill()

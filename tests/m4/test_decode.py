@@ -151,11 +151,11 @@ def test_the_neighbours_of_a_sentence_do_not_matter(rng):
     np.testing.assert_array_equal(shuffled.tokens_BNT, together.tokens_BNT[order])
     np.testing.assert_array_equal(shuffled.score_BN, together.score_BN[order])
     for i in range(8):
-        others = random_source(rng, sentences=8)
-        others[(i + 3) % 8] = source[i]
-        found = jax.tree.map(np.asarray, decode(CONFIG, params, others, options))
-        np.testing.assert_array_equal(found.tokens_BNT[(i + 3) % 8], together.tokens_BNT[i])
-        np.testing.assert_array_equal(found.score_BN[(i + 3) % 8], together.score_BN[i])
+        others, at = random_source(rng, sentences=8), (i + 3) % 8
+        others[at] = source[i]
+        found = decode(CONFIG, params, others, options)
+        np.testing.assert_array_equal(found.tokens_BNT[at], together.tokens_BNT[i])
+        np.testing.assert_array_equal(found.score_BN[at], together.score_BN[i])
     # Alone, the products have other shapes and round otherwise.
     alone = [decode(CONFIG, params, source[i : i + 1], options) for i in range(8)]
     np.testing.assert_array_equal(together.tokens_BNT, np.concatenate([a.tokens_BNT for a in alone]))

@@ -119,7 +119,7 @@ def test_a_run_goes_on_whose_checkpoint_names_fewer_choices_than_there_are_now(t
         records(tmp_path, [(1, 1)], dataclasses.replace(MODEL, kv_heads=1))
 
 
-def test_groups_divide_both_sides_of_a_batch():
+def test_groups_divide_both_sides_of_a_batch_or_it_is_told():
     sides = ((24, 32), (192, 128), (128, 128))
     for rows, accumulate, (source, target) in itertools.product((8, 48, 104, 1024, 40_000), (1, 2, 8), sides):
         groups = groups_of((rows, source, target), accumulate)
@@ -127,10 +127,8 @@ def test_groups_divide_both_sides_of_a_batch():
         assert part * source % groups == part * target % groups == 0
         assert groups == 8 or 512 <= part * min(source, target) // groups < 2048 or groups < 8
 
-
-def test_what_does_not_divide_is_told():
-    assert uneven(dataclasses.replace(MODEL, partitions=8)) == []
-    assert uneven(dataclasses.replace(MODEL, partitions=4)) == []
+    for partitions in (4, 8):
+        assert uneven(dataclasses.replace(MODEL, partitions=partitions)) == []
     (experts, groups) = uneven(dataclasses.replace(MODEL, partitions=3))
     assert experts.startswith("8 experts do not divide among 3 devices: a device has up to 3, and a step takes as long")
     assert groups.startswith("8 groups of tokens do not divide among 3 devices")

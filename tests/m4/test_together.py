@@ -61,7 +61,6 @@ def start(folder, steps, count, changes=None):
 
 
 def wait_for(process, line):
-    assert process.stdout is not None
     for found in process.stdout:
         if found.strip() == line:
             return
@@ -151,7 +150,6 @@ def test_two_processes_compute_what_one_does_and_resume_after_a_death(tmp_path):
         assert code == LOST, told
         assert f"process {victim} is gone" in told
         named = re.search(r"go on from step (\d+)", told)
-        assert named is not None
         assert int(named[1]) >= saved
         end(pair[victim])
     for victim in (0, 1):

@@ -153,10 +153,3 @@ def test_replicas_have_equal_numbers_of_groups():
     assert config.room(64) == 32 * 2
     assert dataclasses.replace(config, dispatch="ragged_all_to_all", capacity_factor=1.0).room(64) == 8
     assert on_axes(BASE, 1, 2).dropless().dispatch == "gather"
-
-
-def test_an_axis_that_the_mesh_does_not_have():
-    config = on_axes(BASE, 4, 2)
-    params, x_BLM, _ = case(config)
-    with pytest.raises(gshard.ShardingError, match="the mesh has no axis 'data'"):
-        gshard.jit(lambda p, x: expert_layer(config, p, x)[0], mesh={"dat": 2, "expert": 4})(params, x_BLM)

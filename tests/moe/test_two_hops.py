@@ -113,7 +113,5 @@ def test_a_token_crosses_to_a_host_once(hosts, devices, top_k):
     sent = sum(c.total_bytes for c in exchanges if set(c.atoms) == between)
     assert sent == (2 * rows * 64 * 4 + numbers) * (hosts - 1) // hosts
     assert "(Hops._to_hosts)  (inside gshard_put_rows)" in str(found)
-    assert "(Hops._from_devices)  (inside gshard_take_rows)" in str(found)
-    assert "sends elements to other devices inside gshard_put_rows" in str(found.purposes)
     rest = sum(c.total_bytes for c in found.spmd.collectives if c not in exchanges)
     assert rest < 4096
