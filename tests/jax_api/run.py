@@ -1,9 +1,9 @@
 """How many of JAX's own tests of ``jax.jit`` pass with ``gshard.jit`` in its place: ``make jax-tests``.
 
 Runs classes of JAX's ``tests/api_test.py`` three times: as they are; with ``jax.jit`` replaced by ``gshard.jit`` on one
-device; and with ``gshard.jit`` on eight virtual devices and the first dimension of every array argument split over them. What
-counts is the share, of the tests that ``jax.jit`` passes here, that still pass. The tests are not part of JAX's wheel
-nor of this repository, and nothing is fetched: name the folder of a checkout of the release in use.
+device; and with ``gshard.jit`` on eight virtual devices and the first dimension of every array argument split over
+them. What counts is the share, of the tests that ``jax.jit`` passes here, that still pass. The tests are not part of
+JAX's wheel nor of this repository, and nothing is fetched: name the folder of a checkout of the release in use.
 
     python tests/jax_api/run.py ~/jax/tests
     python tests/jax_api/run.py ~/jax/tests --classes JitTest --side ours --only donate
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-import xml.etree.ElementTree as xml
+import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def outcomes(path, side, classes, only):
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         if not written.exists() or done.returncode > 1:
             raise SystemExit(f"the tests could not be run on {side}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
-        cases = list(xml.parse(written).iter("testcase"))
+        cases = list(ET.parse(written).iter("testcase"))
     found = {}
     for case in cases:
         wrong = [part for part in case if part.tag in ("failure", "error")]

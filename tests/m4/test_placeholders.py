@@ -147,8 +147,8 @@ def test_what_is_a_placeholder(text, has):
 
 
 @pytest.mark.parametrize("begun", [
-    " ", "<a ", "<", "{", "{{", "${", "[%", "%", "$", "%(a", "@A_", "&#1", "&a", "http://", "http://.", "(_", "\\", "%1",
-    "%0", "%.", "\u3042 (_",
+    " ", "<a ", "<", "{", "{{", "${", "[%", "%", "$", "%(a", "@A_", "&#1", "&a", "http://", "http://.", "(_", "\\",
+    "%1", "%0", "%.", "\u3042 (_",
 ])  # fmt: skip
 @pytest.mark.one_in(3)
 def test_the_longest_line_is_read_in_linear_time(begun):
