@@ -1,5 +1,6 @@
 """Checkpoints: bit-equal after restoring, on any number of devices; damage is found; a full disk harms nothing."""
 
+import errno
 import hashlib
 import json
 import logging
@@ -214,6 +215,30 @@ def test_a_write_that_fails_half_way_leaves_nothing(tmp_path):
         assert part in run.stdout
     assert [p.name for p in tmp_path.iterdir()] == ["00000001"]
     checkpoint.verify(tmp_path / "00000001")
+
+
+def test_a_disk_that_fills_up_while_writing(tmp_path, rng, monkeypatch):
+    """Of the folders of a step the first cannot be made, then the second, until there is room for all."""
+
+    def nearly_full(path, *args, **options):
+        made.append(path)
+        if len(made) > room:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return mkdir(path, *args, **options)
+
+    checkpoint.save(tmp_path, 1, random_state(rng), {})
+    mkdir, made, room, told = os.mkdir, [], 0, "no space left"
+    monkeypatch.setattr(os, "mkdir", nearly_full)
+    while told:
+        assert "no space left" in told
+        assert [p.name for p in tmp_path.iterdir()] == ["00000001"]
+        made.clear()
+        room, told = room + 1, ""
+        try:
+            checkpoint.save(tmp_path, 2, random_state(rng), {})
+        except CheckpointError as error:
+            told = str(error)
+    assert (room > 2, checkpoint.steps(tmp_path)) == (True, [1, 2])
 
 
 def test_what_a_killed_writer_left_is_removed(tmp_path, rng):
