@@ -4,6 +4,7 @@ And the flat one for a batch whose sentences begin and end together, which `gsha
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -31,23 +32,19 @@ def flat_beam_search(step, cache, sentences, longest, options):
     return Decoded(found.best_BNT, found.best_BN)
 
 
+@functools.partial(jax.jit, static_argnames=("config", "options"))
 def decode(config, params, source_BL, options):
     """Translations by a model on one device."""
     config = dataclasses.replace(config, partitions=1).dropless()
     valid_BL = source_BL != PAD
     sentences, longest = len(source_BL), options.longest(source_BL.shape[1])
+    memory = moe.project_memory(config, params, moe.encode(config, params, source_BL))
 
-    @jax.jit
-    def run(params):
-        memory = moe.project_memory(config, params, moe.encode(config, params, source_BL))
+    def step(cache, tokens_BK, position_B, seen_BKP):
+        return moe.decode_flat_step(config, params, cache, tokens_BK, position_B, memory, valid_BL, seen_BKP)
 
-        def step(cache, tokens_BK, position_B, seen_BKP):
-            return moe.decode_flat_step(config, params, cache, tokens_BK, position_B, memory, valid_BL, seen_BKP)
-
-        cache = moe.init_cache(config, sentences, longest * options.beam)
-        return flat_beam_search(step, cache, sentences, longest, options)
-
-    return run(params)
+    cache = moe.init_cache(config, sentences, longest * options.beam)
+    return flat_beam_search(step, cache, sentences, longest, options)
 
 
 def reordering_beam_search(step, cache, sentences, options, stop_early=False):

@@ -9,7 +9,7 @@ from gshard.core.plan import local_bytes
 from gshard.device.cost import cost
 from gshard.device.fusion_model import PRODUCT
 from gshard.moe import param_specs, parameter_count
-from gshard.plan_command import configured, lower, mesh_for, searched
+from gshard.plan_command import _batch, configured, lower, mesh_for, searched
 
 SMALL = {"decoder_layers": 2, "model_dim": 256, "hidden_dim": 512, "heads": 4, "kv_heads": 2, "head_dim": 64,
     "target_vocabulary": 1024, "remat": False}  # fmt: skip
@@ -52,12 +52,7 @@ def test_experts_have_an_axis_and_every_weight_is_split():
 def test_experts_that_do_not_divide_the_devices_share_what_does():
     config, machine = small("deepseekmoe-16b", "h100:4x8", experts=24, top_k=3, shared_experts=1, dense_first=1)
     assert dict(mesh_for(config, machine).axes) == {"data": 4, "experts": 8}
-
-
-def test_a_batch_has_a_text_for_every_device():
-    config, _ = small("mixtral-8x7b", "h100:8x8")
-    _, batch = lower(dataclasses.replace(config, decoder_layers=1), Mesh.abstract(data=64, experts=8))
-    assert batch == (512, 4096)
+    assert _batch(config, 512, None) == (512, 4096), "a text for every device"
 
 
 @pytest.mark.slow

@@ -96,21 +96,12 @@ MODELS = {
 }  # fmt: skip
 
 
+WITH_EXPERTS = {"experts gradient": {}, "experts recomputed": {"remat": True}, "experts einsum": {"dispatch": "einsum"}}
+
+
 def model(name):
     """A model by name; those with experts are made when they are asked for."""
-    if name in MODELS:
-        return MODELS[name]
-    match name:
-        case "experts gradient":
-            return experts()
-        case "experts recomputed":
-            return experts(remat=True)
-        case "experts einsum":
-            return experts(dispatch="einsum")
-    raise KeyError(name)
-
-
-WITH_EXPERTS = ("experts gradient", "experts recomputed", "experts einsum")
+    return experts(**WITH_EXPERTS[name]) if name in WITH_EXPERTS else MODELS[name]
 
 
 @functools.cache

@@ -31,20 +31,13 @@ FSDP = [gather(3, "w1", "W1"), product(5, "x", "W1", to="y"), gather(4, "w2", "W
 def test_a_gather_passes_beside_the_product_before_the_one_that_needs_it():
     assert overlapped(FSDP, BOTH) == [0, 0, 4, 0]
     assert overlapped(FSDP, ONE_WAY) == [0, 0, 0, 0]
-
-
-def test_what_is_longer_than_the_product_is_waited_for():
-    assert overlapped([FSDP[0], product(1, "x", "W1"), *FSDP[2:]], BOTH) == [0, 0, 1, 0]
-
-
-def test_one_thing_is_fetched_ahead():
-    """The third gather begins when the second product does, and not beside the first one, which has time to spare."""
+    longer = [FSDP[0], product(1, "x", "W1"), *FSDP[2:]]
+    assert overlapped(longer, BOTH) == [0, 0, 1, 0], "the rest is waited for"
+    # The third gather begins when the second product does, and not beside the first one, which has time to spare.
     third = [gather(8, "w3", "W3"), product(5, "z", "W3", to="u")]
     assert overlapped([FSDP[0], product(20, "x", "W1"), *FSDP[2:], *third], BOTH) == [0, 0, 4, 0, 5, 0]
-
-
-def test_what_is_sent_must_have_been_made():
-    assert overlapped([product(9, "x", to="a"), gather(4, "a", "A"), product(5, "A", to="z")], BOTH) == [0, 0, 0]
+    made = [product(9, "x", to="a"), gather(4, "a", "A"), product(5, "A", to="z")]
+    assert overlapped(made, BOTH) == [0, 0, 0], "what is sent must have been made"
 
 
 def test_gathers_become_part_of_products_alone():
@@ -95,13 +88,12 @@ def test_the_cost_of_a_program_leaves_out_what_is_hidden():
     assert "of network beside them" in str(costs["v5e:2x4"])
     assert "of network beside them" not in str(costs["v5p:2x2x2"])
 
-
-def test_inside_of_a_loop_a_round_begins_with_what_nothing_hides():
+    # A round of a loop begins with what nothing hides.
     def layers(x, ws, vs):
         return jax.lax.scan(lambda x, wv: (mlp(x, *wv), None), x, (ws, vs))[0]
 
-    arguments = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((65536, 4096), (3, 4096, 4096), (3, 4096, 4096))]
-    found = gshard.explain(gshard.jit(layers, mesh=gshard.Mesh.abstract(d=8)), *arguments).cost("v5e:2x4")
+    stacked = [arguments[0], *(jax.ShapeDtypeStruct((3, 4096, 4096), jnp.bfloat16) for _ in "wv")]
+    found = gshard.explain(gshard.jit(layers, mesh=gshard.Mesh.abstract(d=8)), *stacked).cost("v5e:2x4")
     rows = [(k.times, k.overlapped > 0) for k in found.kernels if k.name == "all_gather"]
     assert rows == [(3, False), (3, True)]
 

@@ -66,13 +66,9 @@ def test_one_kernel_reads_each_operand_once(f, arguments, bytes_moved):
     assert moved(found) == bytes_moved
     assert launches(found) == 1
     assert moved(priced(f, *arguments, kind="mi300x")) == bytes_moved
-    assert moved(cost_on_tpu := priced_on_tpu(f, *arguments)) > bytes_moved
-    assert launches(cost_on_tpu) == 0
-
-
-def priced_on_tpu(f, *arguments):
-    lowered = gshard.jit(f, mesh=gshard.Mesh.abstract(d=1)).lower(*arguments)
-    return cost(lowered.spmd, Machine.of("v5e:1x1"))
+    on_tpu = priced(f, *arguments, kind="v5e")
+    assert moved(on_tpu) > bytes_moved
+    assert launches(on_tpu) == 0
 
 
 @pytest.mark.parametrize("f, arguments, bytes_moved", [
@@ -81,19 +77,12 @@ def priced_on_tpu(f, *arguments):
     # Rows that are too long for the registers.
     (jax.nn.softmax, (shape(16, 32_768),), 4 * 4 * 16 * 32_768 + 5 * 4 * 16),
     # Two large operands.
-    (
-        lambda y, g: (g - (g * y).sum(-1, keepdims=True)) * y,
-        (shape(ROWS, ROW), shape(ROWS, ROW)),
-        5 * ARRAY + 2 * 4 * ROWS,
-    ),
+    (lambda y, g: (g - (g * y).sum(-1, keepdims=True)) * y, (shape(ROWS, ROW),) * 2, 5 * ARRAY + 2 * 4 * ROWS),
     # The sum is a result, too. Its reciprocal is computed apart.
     (lambda x: (s := x.sum(-1, keepdims=True), x / s), (shape(ROWS, ROW),), 3 * ARRAY + 4 * 4 * ROWS),
     # Two independent statistics: one kernel reads x for both of them, another one reads x for the result.
-    (
-        lambda x: (x - x.mean(-1, keepdims=True)) / (x * x).sum(-1, keepdims=True),
-        (shape(ROWS, ROW),),
-        3 * ARRAY + 2 * 4 * ROWS,
-    ),
+    (lambda x: (x - x.mean(-1, keepdims=True)) / (x * x).sum(-1, keepdims=True), (shape(ROWS, ROW),),
+     3 * ARRAY + 2 * 4 * ROWS),
 ])  # fmt: skip
 def test_what_xla_does_not_make_one_kernel_of_is_not_priced_as_one(f, arguments, bytes_moved):
     found = priced(f, *arguments)
@@ -129,7 +118,7 @@ def totals(program):
     return sum(k.moved * n for k, n in program.walk() if k.kind != REGION), memory_of(program).peak
 
 
-@pytest.mark.parametrize("name", sorted(CASES)[::9])
+@pytest.mark.parametrize("name", sorted(CASES)[::18])
 def test_no_program_moves_more_and_all_hold_what_they_held(name):
     case = CASES[name]
     lowered = gshard.jit(case.function, mesh=gshard.Mesh.abstract(**case.mesh)).lower(*case.arguments)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import sys
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -44,20 +45,19 @@ def costed_on_devices(name):
     return found, cost(found.spmd, Machine.of("cpu:8"), found.donated)
 
 
-@pytest.mark.parametrize("name", [*MODELS, "experts gradient"])
-@pytest.mark.one_in(2)
+def slow(*names):
+    return (pytest.param(name, marks=pytest.mark.slow) for name in names)
+
+
+@pytest.mark.parametrize("name", ["descent", "recurrent", "vocabulary", *slow("attention", "adam", "experts gradient")])
 def test_bytes_are_those_of_the_emitted_program(name):
     program, found = costed(name)
-    by_kind = {}
+    by_kind = Counter()
     for k in found.kernels:
         if k.sent:
-            by_kind[k.name] = by_kind.get(k.name, 0) + k.sent * k.times
-    assert (
-        by_kind
-        == dict(emitted(program.spmd.jaxpr, program.mesh.atom_sizes))
-        == dict(reported(program.spmd.collectives))
-    )
-    assert found.sent == sum(by_kind.values()) > 0
+            by_kind[k.name] += k.sent * k.times
+    assert by_kind == emitted(program.spmd.jaxpr, program.mesh.atom_sizes) == reported(program.spmd.collectives)
+    assert found.sent == by_kind.total() > 0
 
 
 def xla_peak(program):
@@ -66,23 +66,16 @@ def xla_peak(program):
     return whole - found.alias_size_in_bytes
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.one_in(3)
-def test_peak_memory_is_what_xla_plans(name):
-    program, found = costed_on_devices(name)
-    assert found.peak == pytest.approx(xla_peak(program), rel=0.15)
-
-
 # XLA:CPU copies operands of products that it wants transposed, in recomputed layers long before they are read: 3 of the
 # 22 MB at the peak, and others wait beside them. The model is a fifth too low there (docs/machines.md).
-COPIED_EARLY = pytest.param(
-    "experts recomputed", marks=pytest.mark.xfail(strict=True, reason="XLA:CPU copies transposed operands early")
-)
+TOO_LOW = pytest.mark.xfail(strict=True, reason="XLA:CPU copies transposed operands early")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [COPIED_EARLY if name == "experts recomputed" else name for name in WITH_EXPERTS])
-def test_peak_memory_of_experts_is_what_xla_plans(name):
+@pytest.mark.parametrize("name", [
+    "adam", "recomputed", *slow(*sorted({*MODELS, *WITH_EXPERTS} - {"adam", "recomputed", "experts recomputed"})),
+    pytest.param("experts recomputed", marks=[TOO_LOW, pytest.mark.slow]),
+])  # fmt: skip
+def test_peak_memory_is_what_xla_plans(name):
     program, found = costed_on_devices(name)
     assert found.peak == pytest.approx(xla_peak(program), rel=0.15)
 
@@ -92,7 +85,7 @@ def of(f, *args, mesh=None, machine="v3:2x2"):
     return cost(lowered.spmd, Machine.of(machine))
 
 
-@pytest.mark.parametrize("length", [1, 3, 12])
+@pytest.mark.parametrize("length", [1, 12])
 def test_loops_count_by_their_trips(length):
     def loop(ws, x):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ gshard.split(w, 0, 8)), None), x, ws)[0]
@@ -101,14 +94,6 @@ def test_loops_count_by_their_trips(length):
     (product,) = [k for k in found.kernels if k.kind == "product"]
     assert (product.times, product.flops) == (length, 2 * 16 * 64 * 64 // 8)
     assert length in {k.times for k in found.kernels if k.sent} <= {1, length}
-
-
-def test_what_is_elementwise_is_part_of_what_reads_it():
-    found = of(
-        lambda x, w: jnp.sum(jnp.exp(gshard.split(x, 0, 8) @ w) + 1.0, 1), jnp.ones((64, 32)), jnp.ones((32, 16))
-    )
-    assert [k.kind for k in found.kernels] == ["product", "reduction"]
-    assert found.kernels[1].moved == (8 * 16 + 8) * 4
 
 
 def test_a_donated_argument_lends_its_place():
@@ -122,11 +107,16 @@ def test_a_donated_argument_lends_its_place():
 
 
 def test_time_has_its_parts():
+<<<<<<< HEAD
     _, found = costed("experts gradient", "v3:2x2")
     for parts in (found.by_bound, found.by_kind):
+=======
+    _, found = costed("vocabulary", "v3:2x2")
+    for parts in (found.by_bound, found.by_kind, found.by_line):
+>>>>>>> m4tests
         assert sum(parts.values()) == pytest.approx(found.seconds)
-    assert set(found.by_bound) == {"compute", "memory", "network", "latency"}, "a v3 starts kernels in no time"
-    _, found = costed("experts gradient", "h100:1x8")
+    assert set(found.by_bound) == {"memory", "network", "latency"}, "a v3 starts kernels in no time"
+    _, found = costed("vocabulary", "h100:1x8")
     assert set(found.by_bound) == {"compute", "memory", "network", "latency", "launch"}
     assert all(sum(spent for _, spent in k.parts) == pytest.approx(k.seconds) for k in found.kernels)
     assert found.memory.temporaries == max(m.bytes for m in found.memory.moments)
@@ -144,9 +134,8 @@ def ragged(machine, rows, groups, inner, columns, dtype, f=jax.lax.ragged_dot):
 
 
 @pytest.mark.parametrize("f", [jax.lax.ragged_dot, gradient_of_weights])
-@pytest.mark.parametrize("groups", [1, 5])
-def test_a_product_of_groups_takes_as_many_products_as_the_compiler_makes(groups, f):
-    rows, inner, columns = 4000, 1600, 2400
+def test_a_product_of_groups_takes_as_many_products_as_the_compiler_makes(f):
+    groups, rows, inner, columns = 5, 4000, 1600, 2400
     arguments, found = ragged("h100:1x1", rows, groups, inner, columns, jnp.float32, f)
     needed = 2 * rows * inner * columns
     compiled = jax.jit(f).lower(*arguments).compile().cost_analysis()["flops"]
@@ -165,8 +154,9 @@ def test_experts_of_a_ragged_product_take_what_an_h100_took():
     assert on_tpu.seconds < found.seconds / 4
 
 
-@pytest.mark.parametrize(("machine", "times"), [("h100:1x1", 8), ("cpu:1", 8), ("v5p:1x1x1", 1)])
-@pytest.mark.parametrize("f", [jax.lax.ragged_dot, gradient_of_weights])
+@pytest.mark.parametrize(("f", "machine", "times"), [
+    (jax.lax.ragged_dot, "h100:1x1", 8), (gradient_of_weights, "cpu:1", 8), (jax.lax.ragged_dot, "v5p:1x1x1", 1),
+])  # fmt: skip
 def test_the_planner_prices_a_product_of_groups_as_the_program_is_priced(f, machine, times):
     arguments, found = ragged(machine, 16_384, 8, 1024, 4096, jnp.bfloat16, f)
     (product,) = [k for k in found.kernels if k.kind == "product"]
@@ -174,9 +164,8 @@ def test_the_planner_prices_a_product_of_groups_as_the_program_is_priced(f, mach
     planned = Seconds(gshard.Mesh.abstract(data=1), found.machine, ()).split_costs(kernel, [{}], 1.0)
     assert planned[0] == pytest.approx(product.seconds)
     assert product.seconds == pytest.approx(2 * 16_384 * 1024 * 4096 * times / found.machine.rate("bf16"), rel=0.01)
-    said = str(
-        gshard.explain(f, *arguments, mesh=gshard.Mesh.abstract(data=1), machine=machine).verdict(machine, seconds=0)
-    )
+    explained = gshard.explain(f, *arguments, mesh=gshard.Mesh.abstract(data=1), machine=machine)
+    said = str(explained.verdict(machine, seconds=0))
     assert (f"XLA for {machine.partition(':')[0]} has no kernel for ragged_dot_general" in said) == (times > 1)
 
 
@@ -188,35 +177,28 @@ MACHINES = ("cpu:8", "v3:2x2", "v5e:2x4", "h100:1x8")
 SHAPES = ((4096, 4096, 4096), (4096, 8, 4096), (8, 8, 8), (8, 1, 1))
 
 
-def product(m, k, n, dtype):
-    arrays = (jax.ShapeDtypeStruct(s, dtype) for s in ((m, k), (k, n)))
-    return gshard.jit(lambda x, w: split(x, 0, "d") @ w, mesh=Mesh.abstract(d=8)).lower(*arrays)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_all_callers_price_a_product_the_same(shape, machine, dtype):
+def test_all_callers_price_a_product_the_same(shape, dtype):
     m, k, n = shape
-    lowered, on = product(*shape, dtype), Machine.of(machine)
+    arrays = (jax.ShapeDtypeStruct(s, dtype) for s in ((m, k), (k, n)))
+    lowered = gshard.jit(lambda x, w: split(x, 0, "d") @ w, mesh=Mesh.abstract(d=8)).lower(*arrays)
     (planned,) = kernels_of(lowered.plan.program.block).kernels
-    e = planned.equation
+    e, mesh = planned.equation, lowered.mesh
     (emitted,) = device_program(lowered.spmd).kernels
     parts, short = m // 8, {"float32": "f32", "bfloat16": "bf16"}[dtype]
     moved = itemsize(e.inputs[0].dtype) * (parts * k + k * n + parts * n)
-    expected = roofline(on, short, 2 * parts * k * n, moved=moved, returns=True).seconds
-    assert expected == max(2 * parts * k * n / on.rate(short), moved / on.memory_bandwidth) + (
-        on.launch  # the product is the result of the program
-    )
-    mesh = lowered.mesh
-    explained = cost(lowered.spmd, on)
-    option = Seconds(mesh, on, axes_of(mesh)).split_costs(planned, [lowered.plan.splits[e]], 0.0)
-    assert {
-        "explained": explained.seconds,
-        "recomputed": kernel_cost(emitted, 1, mesh, on).seconds,
-        "searched": float(option[0]),
-        "in a ring": product_seconds(e, lowered.plan, on),
-    } == dict.fromkeys(("explained", "recomputed", "searched", "in a ring"), expected)
+    for on in map(Machine.of, MACHINES):
+        expected = roofline(on, short, 2 * parts * k * n, moved=moved, returns=True).seconds
+        # The product is the result of the program: it is launched.
+        assert expected == max(2 * parts * k * n / on.rate(short), moved / on.memory_bandwidth) + on.launch
+        option = Seconds(mesh, on, axes_of(mesh)).split_costs(planned, [lowered.plan.splits[e]], 0.0)
+        assert {
+            "explained": cost(lowered.spmd, on).seconds,
+            "recomputed": kernel_cost(emitted, 1, mesh, on).seconds,
+            "searched": float(option[0]),
+            "in a ring": product_seconds(e, lowered.plan, on),
+        } == dict.fromkeys(("explained", "recomputed", "searched", "in a ring"), expected)
 
 
 OCP = "float8_e4m3fn", "float8_e5m2"
@@ -227,14 +209,17 @@ NARROW = {
 }  # fmt: skip
 
 
+@functools.cache
+def square_product(*dtypes):
+    arrays = (jax.ShapeDtypeStruct((8192, 8192), dtype) for dtype in dtypes)
+    f = functools.partial(jax.lax.dot_general, dimension_numbers=(((1,), (0,)), ((), ())))
+    return gshard.jit(f, mesh=Mesh.abstract(x=2)).lower(*arrays).spmd
+
+
 @pytest.mark.parametrize(("machine", "fast"), [(m, fast) for names, fast in NARROW.items() for m in names.split()])
 def test_8_bit_products_run_at_the_rate_of_the_data_sheet(machine, fast):
-    on = Machine.of(machine, 2)
-
     def seconds(*dtypes):
-        arrays = (jax.ShapeDtypeStruct((8192, 8192), dtype) for dtype in dtypes)
-        f = functools.partial(jax.lax.dot_general, dimension_numbers=(((1,), (0,)), ((), ())))
-        found = cost(gshard.jit(f, mesh=Mesh.abstract(x=2)).lower(*arrays).spmd, on)
+        found = cost(square_product(*dtypes), Machine.of(machine, 2))
         return sum(dict(k.parts)["compute"] for k in found.kernels if k.kind == "product")
 
     wide = seconds("bfloat16", "bfloat16")
@@ -290,19 +275,17 @@ def test_the_end_of_a_product_takes_what_the_roofline_of_both_takes_more():
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("elements", [0, 4, 8, 1 << 20])
-def test_a_step_that_only_cuts_is_a_copy(elements, machine):
-    on = Machine.of(machine)
-    mesh = Mesh.abstract(d=8)
-    whole, cut = Sharding(((),)), Sharding((mesh.atoms,))
-    step = Step(ALL_SLICE, mesh.atoms, whole, cut)
-    taken = StepTimes(on).seconds(step, (8 * elements,), 4, mesh)
-    assert copy_seconds(on, 4 * elements) == roofline(on, "f32", moved=8 * elements).seconds
-    assert taken == copy_seconds(on, 4 * elements) + (on.launch if elements <= 4 else 0.0)
-    assert launch_seconds(on, 8 * elements) == (on.launch if elements > 4 else 0.0)
+def test_a_step_that_only_cuts_is_a_copy(machine):
+    on, mesh = Machine.of(machine), Mesh.abstract(d=8)
+    step = Step(ALL_SLICE, mesh.atoms, Sharding(((),)), Sharding((mesh.atoms,)))
+    for elements in (0, 4, 8, 1 << 20):
+        taken = StepTimes(on).seconds(step, (8 * elements,), 4, mesh)
+        assert copy_seconds(on, 4 * elements) == roofline(on, "f32", moved=8 * elements).seconds
+        assert taken == copy_seconds(on, 4 * elements) + (on.launch if elements <= 4 else 0.0)
+        assert launch_seconds(on, 8 * elements) == (on.launch if elements > 4 else 0.0)
 
 
-@pytest.mark.parametrize("machine", [*MACHINES, "a100:1x8"])
+@pytest.mark.parametrize("machine", MACHINES)
 def test_a_transfer_takes_the_link_to_the_host_in_prices_and_in_searches(machine):
     on = Machine.of(machine)
     mesh, rows = Mesh.abstract(d=on.size), 4096
@@ -347,7 +330,7 @@ def rows(x):
 
 
 def test_what_only_products_read_is_held_in_half():
-    """Two readers, so that it is no part of either; with all bits asked for it is held whole."""
+    """Two readers, so that it is no part of either; with all bits asked for it is held whole, and so is a result."""
 
     def f(x, w, precision=None):
         y = jnp.tanh(jnp.sin(rows(x)) * 3.0)
@@ -356,8 +339,14 @@ def test_what_only_products_read_is_held_in_half():
 
     whole, narrow = temporaries(f, X, W)
     assert whole - narrow == N * M * 2
-    whole, narrow = temporaries(lambda x, w: f(x, w, "highest"), X, W)
-    assert whole == narrow
+
+    def result(x, w):
+        y = jnp.tanh(rows(x))
+        return y, y @ w, jnp.einsum("nm,nk->mk", y, y)
+
+    for whole_too in (lambda x, w: f(x, w, "highest"), result):
+        whole, narrow = temporaries(whole_too, X, W)
+        assert whole == narrow
 
 
 @pytest.mark.parametrize("moved", [lambda y: y.T, lambda y: gshard.split(y, 1, 8)], ids=["transposed", "sent"])
@@ -386,38 +375,21 @@ def test_of_what_is_compared_later_the_outcome_is_held():
 
 
 def test_a_product_and_what_reads_it_element_by_element_are_one():
-    def f(x, w, v):
-        return jnp.tanh(rows(x) @ w) @ v
-
-    whole, narrow = temporaries(f, X, W, V)
-    assert whole == 4 * N * H  # in place
-    assert narrow == 2 * N * H
-
-
-def test_a_result_is_whole():
-    def f(x, w):
-        y = jnp.tanh(rows(x))
-        return y, y @ w, jnp.einsum("nm,nk->mk", y, y)
-
-    whole, narrow = temporaries(f, X, W)
-    assert whole == narrow
+    whole, narrow = temporaries(lambda x, w, v: jnp.tanh(rows(x) @ w) @ v, X, W, V)
+    assert (whole, narrow) == (4 * N * H, 2 * N * H)  # in place
 
 
 # What the cost model expects of a program is what its compiled program costs, kernel by kernel and copy by copy.
 
 
 PRICED = Path(__file__).resolve().parents[2] / "benchmarks" / "priced_hlo.py"
-NEAR = (
-    0.02  # of the time; a kernel of these programs is at least a twentieth of it on a GPU, where it has to be started
-)
+NEAR = 0.02  # of the time; a kernel of these programs is at least a twentieth of it on a GPU, where it is started
 
 
 @pytest.fixture(scope="module")
 def seconds():
     """``seconds`` of the benchmark."""
     spec = importlib.util.spec_from_file_location("priced_hlo", PRICED)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["priced_hlo"] = module
     spec.loader.exec_module(module)
@@ -469,13 +441,10 @@ def test_the_model_is_the_price_of_the_compiled_program(seconds, name, machine):
     function, arguments, results, shapes = CASES[name]
     where = Machine.of(machine)
     # XLA compiles the program for CPUs, whatever machine it is planned for.
-    compiler = dataclasses.replace(
-        where.compiler, fused_row=0, fuses_elementwise=False, products_take_layouts=False
-    )  # fmt: skip
-    where = dataclasses.replace(where, compiler=compiler)
-    lowered = gshard.jit(function, mesh={"x": 8}, machine=where, in_shardings=arguments, out_shardings=results).lower(
-        *map(lambda shape: f32(*shape), shapes)
-    )
+    of_cpu = {"fused_row": 0, "fuses_elementwise": False, "products_take_layouts": False}
+    where = dataclasses.replace(where, compiler=dataclasses.replace(where.compiler, **of_cpu))
+    planned = gshard.jit(function, mesh={"x": 8}, machine=where, in_shardings=arguments, out_shardings=results)
+    lowered = planned.lower(*(f32(*shape) for shape in shapes))
     price = seconds(lowered.executable.compiled.as_text(), where)
     assert cost(lowered.spmd, where).seconds == pytest.approx(price, rel=NEAR)
 

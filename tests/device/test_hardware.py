@@ -59,7 +59,7 @@ def loss(ws, x):
 
 def arguments(seed=0):
     random = np.random.default_rng(seed)
-    ws = [random.standard_normal((64, 64), "float32") / 8 for _ in range(12)]
+    ws = [random.standard_normal((64, 64), "float32") / 8 for _ in range(6)]
     return ws, random.standard_normal((4096, 64), "float32")
 
 
@@ -72,9 +72,8 @@ def test_devices_of_the_table_are_their_kind_and_others_are_nobody():
         assert unknown_devices(known) is None
     assert kind_of_devices(mesh_of()) is None
     assert unknown_devices(mesh_of()) == CALLED
-    with pytest.raises(
-        gshard.stages.MachineError, match=rf"no model of {CALLED}[\s\S]*machine=[\s\S]*gshard calibrate"
-    ):
+    told = rf"no model of {CALLED}[\s\S]*machine=[\s\S]*gshard calibrate"
+    with pytest.raises(gshard.stages.MachineError, match=told):
         machine_of(mesh_of())
 
 
@@ -125,7 +124,6 @@ def test_without_a_model_recomputing_chooses_as_on_an_accelerator():
 
     def chosen(machine):
         recomputed = rematerialise(lowered.spmd, limit, machine).recomputed
-        assert recomputed is not None
         return [(v.name, v.shape) for v in recomputed.values]
 
     unknown, cpu = machine_to_order(mesh_of()), Machine.of("cpu:8")
@@ -135,7 +133,7 @@ def test_without_a_model_recomputing_chooses_as_on_an_accelerator():
 
 
 def test_a_limit_of_memory_is_kept_after_one_warning(unknown):
-    step = gshard.jit(jax.grad(loss), mesh={"d": 8}, memory_limit="2MiB")
+    step = gshard.jit(jax.grad(loss), mesh={"d": 8}, memory_limit="1MiB")
     places = (np.asarray, jnp.asarray, lambda x: jax.device_put(x, jax.devices()[3]))
     given = [jax.tree.map(place, arguments(seed)) for seed, place in enumerate(places)]
     with pytest.warns(UnknownMachineWarning, match=f"no model of {unknown}") as told:
@@ -145,8 +143,7 @@ def test_a_limit_of_memory_is_kept_after_one_warning(unknown):
         for a, b in zip(found, jax.jit(jax.grad(loss))(*arguments(seed)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
     recomputed = step.lower(*arguments()).spmd.recomputed
-    assert recomputed is not None
-    assert recomputed.after <= 2 * 2**20 < recomputed.before
+    assert recomputed.after <= 2**20 < recomputed.before
 
 
 def test_planning_by_bytes_needs_no_model_and_explain_says_so(unknown):
@@ -154,9 +151,8 @@ def test_planning_by_bytes_needs_no_model_and_explain_says_so(unknown):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step = gshard.jit(jax.grad(loss), mesh={"d": 8})
-        for seed in range(3):
-            for a, b in zip(step(*arguments(seed)), jax.grad(loss)(*arguments(seed)), strict=True):
-                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+        for a, b in zip(step(*arguments()), jax.grad(loss)(*arguments()), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
         found = gshard.explain(step, *arguments())
     assert str(found).splitlines()[2] == line
     assert found._repr_html_() is None
@@ -169,15 +165,14 @@ def test_planning_by_bytes_needs_no_model_and_explain_says_so(unknown):
 
 
 def test_plans_are_made_for_the_devices_at_hand():
-    for kind, machine in (("NVIDIA H100 80GB HBM3", "h100:1x8"), ("NVIDIA B200", "b200:1x8")):
-        mesh = mesh_of(device_kind=kind)
-        step, named = (gshard.jit(jax.grad(loss), mesh=mesh, machine=told) for told in (None, machine))
-        assert machine_to_plan_for(mesh) == Machine.of(machine)
-        assert step.lower(*arguments()).target == named.lower(*arguments()).target
-        assert str(step.lower(*arguments()).plan) == str(named.lower(*arguments()).plan)
-        told = gshard.explain(step, *arguments())
-        assert told.cost().seconds == gshard.explain(jax.grad(loss), *arguments(), mesh=mesh).cost().seconds
-        assert "was made" not in str(told.verdict())
+    mesh = mesh_of(device_kind="NVIDIA H100 80GB HBM3")
+    step, named = (gshard.jit(jax.grad(loss), mesh=mesh, machine=told) for told in (None, "h100:1x8"))
+    assert machine_to_plan_for(mesh) == Machine.of("h100:1x8")
+    assert step.lower(*arguments()).target == named.lower(*arguments()).target
+    assert str(step.lower(*arguments()).plan) == str(named.lower(*arguments()).plan)
+    told = gshard.explain(step, *arguments())
+    assert told.cost().seconds == gshard.explain(jax.grad(loss), *arguments(), mesh=mesh).cost().seconds
+    assert "was made" not in str(told.verdict())
     nobody = mesh_of(), mesh_of(size=7, device_kind="TPU7x", platform="tpu"), Mesh.of({"d": 8}), Mesh.abstract(d=8)
     for mesh in nobody:
         assert machine_to_plan_for(mesh) is None
@@ -186,18 +181,15 @@ def test_plans_are_made_for_the_devices_at_hand():
 
 def test_no_times_are_made_up(unknown):
     found = gshard.explain(jax.grad(loss), *arguments(), mesh={"d": 8})
-    for asked in (found.cost, found.verdict, found.data):
+    searched = gshard.jit(loss, mesh={"d": 8}, search=True)
+    for asked in (
+        found.cost, found.verdict, found.data, lambda: gshard.search(loss, *arguments(), mesh={"d": 8}),
+        lambda: gshard.search(loss, *arguments(), mesh=8), *[lambda: searched(*arguments())] * 2,
+    ):  # fmt: skip
         with pytest.raises(gshard.stages.MachineError, match=f"no model of {unknown}"):
             asked()
+    for asked in (found.cost, found.verdict, found.data):
         asked("h100:1x8")
-    with pytest.raises(gshard.stages.MachineError, match=f"no model of {unknown}"):
-        gshard.search(loss, *arguments(), mesh={"d": 8})
-    with pytest.raises(gshard.stages.MachineError, match=f"no model of {unknown}"):
-        gshard.search(loss, *arguments(), mesh=8)
-    searched = gshard.jit(loss, mesh={"d": 8}, search=True)
-    for _ in range(3):
-        with pytest.raises(gshard.stages.MachineError, match=f"no model of {unknown}"):
-            searched(*arguments())
     best = gshard.search(loss, *arguments(), mesh={"d": 8}, machine="h100:1x8")
     assert best.cost.machine.kind == "h100"
     assert "no model" not in str(best.explain())

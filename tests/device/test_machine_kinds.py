@@ -41,13 +41,7 @@ SHAPES = (
 MESH = Mesh.abstract(a=4, b=2)
 
 
-ONE_OF_EACH_MAKER = ("v3", "h100", "mi300x", "cpu")
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in ONE_OF_EACH_MAKER else pytest.mark.slow) for kind in KINDS]
-)
-@pytest.mark.one_in(3)
+@pytest.mark.parametrize("kind", ["h100", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("v3", "cpu"))])
 def test_renaming_a_machine_changes_its_name_only(kind, tmp_path):
     machine = Machine.of(kind, MESH.size)
     renamed = dataclasses.replace(machine, name=LABEL)
@@ -73,14 +67,16 @@ def test_renaming_a_machine_changes_its_name_only(kind, tmp_path):
     assert str(limited[0].spmd.recomputed) == str(limited[1].spmd.recomputed)
 
 
-@pytest.mark.parametrize("kind", ["v3", "v5e", "tpu7x", "h100", "mi300x", "cpu"])
-@pytest.mark.one_in(2)
+@pytest.mark.parametrize("kind", ["v3", "h100"])
 def test_a_calibrated_machine_behaves_as_its_kind(kind, monkeypatch, tmp_path):
     """Its figures are measured; what its compiler does, and so peak memory and messages, are those of the kind."""
     monkeypatch.setattr("gshard.xla.calibrate.kind_of_devices", lambda mesh: kind)
     measured, named = calibrate(jax.devices()[:8], side=8, elements=64), Machine.of(kind, 8)
     assert (measured.compiler, measured.kind) == (named.compiler, named.kind)
     assert measured.memory == named.memory
+    assert measured.measured
+    assert all(rate > 0 for rate in (*measured.flops.values(), measured.memory_bandwidth))
+    assert 0 < measured.network[0].latency < 1
     measured.dump(tmp_path / "machine.json")
     assert Machine.of(str(tmp_path / "machine.json")) == measured
     spmd = gshard.jit(step, mesh=MESH).lower(*SHAPES).spmd
@@ -134,21 +130,13 @@ def test_device_kinds_are_told_apart():
     assert all(called == called.lower() for called in DEVICE_KINDS)
 
 
-def test_a_node_is_as_large_as_its_kind_says():
-    def sizes(kind, devices):
-        return [d.size for d in Machine.of(kind, devices).network]
-
-    assert sizes("h100", 8) == [8]
-    assert sizes("h100", 16) == [2, 8]
-    assert sizes("h100", 12) == [2, 6]  # twelve are no node of eight
-    assert sizes("b200", 64) == [8, 8]
-    assert sizes("gb200", 64) == [64]
-    assert sizes("gb300", 72) == [72]
-    assert sizes("gb200", 128) == [2, 64]
-    assert sizes("tpu7x", 128) == [4, 4, 4, 2]
-
-
-def test_cores_of_a_chip_exchange_as_their_kind_says():
+def test_nodes_and_chips_are_as_their_kind_says():
+    for (kind, devices), sizes in {
+        ("h100", 8): [8], ("h100", 16): [2, 8], ("h100", 12): [2, 6],  # twelve are no node of eight
+        ("b200", 64): [8, 8], ("gb200", 64): [64], ("gb300", 72): [72], ("gb200", 128): [2, 64],
+        ("tpu7x", 128): [4, 4, 4, 2],
+    }.items():  # fmt: skip
+        assert [d.size for d in Machine.of(kind, devices).network] == sizes
     assert Machine.of("v3:2x2").network[-1].bandwidth == 225e9  # through memory, which is written and read
     assert Machine.of("tpu7x:2x2x1").network[-1].bandwidth == 600e9
     assert Machine.of("tpu7x:4x4x4").network[0].kind == "ring"
@@ -161,8 +149,7 @@ def test_direct_links_are_used_together_by_collectives_and_singly_by_messages():
     for axes, members in ((("a",), 2), (("b",), 4), (("a", "b"), 8)):
         atoms = tuple(atom for axis in axes for atom in mesh.atoms_of[axis])
         # An eighth of the data goes to each of the others, over a link of its own.
-        taken = seconds("all_to_all", data, mesh, machine, atoms)
-        assert taken == pytest.approx(2e-6 + data / members / 64e9)
+        assert seconds("all_to_all", data, mesh, machine, atoms) == pytest.approx(2e-6 + data / members / 64e9)
         taken = seconds("all_gather", data, mesh, machine, atoms)
         assert taken == pytest.approx(2e-6 + data / 64e9)
         assert least_gather_seconds(data, data * members, machine) <= taken
@@ -182,16 +169,9 @@ def test_only_chips_in_a_torus_have_a_topology_of_libtpu():
 
 def test_the_documentation_has_the_figures_of_every_kind():
     spec = importlib.util.spec_from_file_location("machines", ROOT / "scripts" / "machines.py")
-    assert spec is not None
-    assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     assert script.page() == script.PAGE.read_text("utf-8"), "docs/machines.md is stale: run make machines"
     rows = script.table().splitlines()[2:]
     assert len(rows) == len(KINDS) > 10
     assert all(kind.source in row and f"`{name}`" in row for row, (name, kind) in zip(rows, KINDS.items(), strict=True))
-    assert (
-        "| `tpu7x` | `TPU7x` | 1,153.5 | 1,153.5 | 2,307 | 3,690 | 96 GiB | 3-D torus, 100; two cores a chip, 600 |"
-        in script.table()
-    )
-    assert "| 8, each linked to each, 64; between nodes 50 |" in script.table()

@@ -7,12 +7,10 @@ are those of JAX's own tests of ``jax.jit``, which ``run.py`` runs themselves.
 """
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import gc
 import inspect
-import logging
 import operator
 import subprocess
 import sys
@@ -26,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import errors, lax
-from jax.experimental import checkify, io_callback
+from jax.experimental import checkify
 
 import gshard
 
@@ -115,19 +113,6 @@ class Point(NamedTuple):
     y: Any
 
 
-@jax.tree_util.register_pytree_node_class
-class Tagged:
-    def __init__(self, value, tag):
-        self.value, self.tag = value, tag
-
-    def tree_flatten(self):
-        return (self.value,), self.tag
-
-    @classmethod
-    def tree_unflatten(cls, tag, values):
-        return cls(values[0], tag)
-
-
 class Unequal:
     def __hash__(self):
         return 1
@@ -205,17 +190,12 @@ VALUES = {
         t.jit(functools.partial(add))(1, 2),
     ),
     "callable object": lambda t: (t.jit(Plus(1))(jnp.arange(3)), t.jit(Plus(2))(jnp.arange(3))),
-    "functions of JAX": lambda t: (
-        t.jit(jnp.sin)(1.0), t.jit(jnp.add)(1, 2.0), t.jit(jax.nn.relu)(-1.0), t.jit(jax.grad(jnp.sin))(1.0)
-    ),
     "jit of jit": lambda t: t.jit(t.jit(lambda x: x + 1))(2),
     "options on top of jit": lambda t: t.jit(t.jit(lambda x, n: x * n, static_argnums=1), static_argnums=1)(
         jnp.arange(3), 2
     ),
-    "attributes can be set": lambda t: (setattr(g := t.jit(lambda x: x), "note", 3), g.note),
     "repr names the function": lambda t: "affine" in repr(t.jit(affine)),
     "repr of a callable whose repr fails": lambda t: isinstance(repr(t.jit(BadRepr(1))), str),
-    "copies": lambda t: [f(t.jit(lambda x: copy.deepcopy(copy.copy(x)) + 1))(1) for f in (copy.copy, copy.deepcopy)],
     # how arguments are given
     "defaults and names": lambda t: (
         (f := t.jit(lambda a, b=2, *, c=3, d: a + 10 * b + 100 * c + 1000 * d))(1, d=4),
@@ -232,10 +212,6 @@ VALUES = {
         f(1), f(1, 2.0, z=3, a=jnp.arange(2)),
     ),
     "positional only": lambda t: (t.jit(positional)(1, 2, c=3), t.jit(positional)(1, b=2, c=3)),
-    "five hundred arguments": lambda t: t.jit(lambda xs: sum(xs))(list(range(500))),
-    "unused arguments": lambda t: (
-        (f := t.jit(lambda x, y, z: y + 1))(1, 2, 3), f(jnp.arange(8), 2.0, None), f([], 1, ())
-    ),
     "keep unused": lambda t: t.jit(lambda x, y: y + 1, keep_unused=True)(jnp.arange(8), 2),
     "no arguments, no results": lambda t: (
         t.jit(lambda: None)(), t.jit(lambda: ())(), t.jit(lambda: jnp.ones(3))(), t.jit(lambda x: None)(1)
@@ -258,17 +234,10 @@ VALUES = {
         ),
         [y + jnp.bfloat16(1) for y in found[:4]], t.jit(lambda: 1.0)(), t.jit(lambda x: 2 * x)(3),
     ),
-    "weak types of split arrays": lambda t: t.jit(
-        lambda x: (t.split(x) * 2, jnp.sort(t.split(x)), jnp.cumsum(t.split(x)), t.split(x).sum())
-    )(jnp.broadcast_to(2, (8,))),
     "weak and strong are two programs": lambda t: traces(
         t, lambda x: x + jnp.bfloat16(1),
         *map(called, (1.0, 2.0, np.float32(1), jnp.float32(2), jnp.bfloat16(1))),
     ),
-    "types of all widths": lambda t: [
-        t.jit(lambda x: (t.split(x), t.split(x) + x))(jnp.arange(8).astype(name))
-        for name in ("int8", "uint16", "bfloat16", "float16", "complex64", "bool")
-    ],
     "keys": lambda t: (
         (f := t.jit(lambda k: (jax.random.split(k, 4), jax.random.uniform(k, (8,)), jax.random.fold_in(k, 3))))(
             jax.random.key(0)
@@ -324,9 +293,6 @@ VALUES = {
         ],
         (f := t.jit(two, static_argnums=(1,), static_argnames="x"))(2, 3), f(1, y=3), f(x=1, y=3),
     ),
-    "static beyond what is given": lambda t: (
-        t.jit(lambda x, n=3: x * n, static_argnums=1)(2), t.jit(lambda *a: sum(a), static_argnums=(0, 5))(1, 2)
-    ),
     "static name among the rest": lambda t: t.jit(
         lambda x, **kw: x * kw["n"] if kw["n"] > 1 else x, static_argnames="n"
     )(2, n=3),
@@ -360,26 +326,20 @@ VALUES = {
     "lowered, compiled, called": lambda t: (
         (f := t.jit(affine).lower(X, b=1.0).compile())(X, b=2.0), f(X + 1, b=3.0)
     ),
-    "lowered of scalars": lambda t: (
-        t.jit(lambda x: x + 1).lower(1.0).compile()(4.0), t.jit(lambda x: x).lower(1).compile()(4)
-    ),
-    "lowered of shapes": lambda t: t.jit(lambda x: t.split(x) * 2).lower(SHAPE).compile()(X),
-    "lowered with statics": lambda t: t.jit(lambda x, n: x * n, static_argnums=1).lower(X, 3).compile()(X),
-    "trees of what is lowered": lambda t: [
-        (x.in_tree == jax.tree.structure(((0,), {"b": 0})), str(x.out_tree))
-        for lowered in [t.jit(affine).lower(X, b=1.0)] for x in (lowered, lowered.compile())
-    ],
-    "types of what is lowered": lambda t: [
-        [(x.shape, x.dtype.name, getattr(x, "weak_type", None)) for x in jax.tree.leaves(types)]
-        for lowered in [t.jit(affine).lower(X, b=1.0)]
-        for types in (lowered.in_avals, lowered.compile().in_avals, lowered.out_info)
-    ],
     "donations of what is lowered": lambda t: jax.tree.map(
         lambda info: info.donated,
         t.jit(lambda a, *, b, c: (a, b, c), donate_argnums=0, donate_argnames="c").lower(
             {"x": 1.0}, b=2.0, c=3.0
         ).args_info,
     ),
+    "stages": lambda t: [
+        [(x.in_tree == jax.tree.structure(((0,), {"b": 0})), str(x.out_tree)) for x in (lowered, compiled)]
+        + [[(x.shape, x.dtype.name) for x in jax.tree.leaves(types)]
+           for types in (lowered.in_avals, compiled.in_avals, lowered.out_info)]
+        + [lowered.cost_analysis()["flops"] > 0, compiled.memory_analysis().argument_size_in_bytes > 0,
+           len(jax.tree.leaves(compiled.input_shardings)), compiled.runtime_executable() is not None]
+        for lowered in [t.jit(affine).lower(X, b=1.0)] for compiled in [lowered.compile()]
+    ],
     "texts of what is lowered": lambda t: [
         "cosine" in text
         for lowered in [t.jit(lambda x: jnp.cos(x) + 1).lower(X)]
@@ -387,16 +347,6 @@ VALUES = {
             lowered.as_text(), lowered.as_text("stablehlo"), lowered.as_text("hlo"), lowered.compile().as_text(),
             str(lowered.compiler_ir()),
         )
-    ],
-    "analyses of what is compiled": lambda t: [
-        (compiled.cost_analysis()["flops"] > 0, memory.argument_size_in_bytes > 0, memory.output_size_in_bytes > 0)
-        for compiled in [t.jit(lambda x: x @ x.T).lower(X).compile()] for memory in [compiled.memory_analysis()]
-    ],
-    "costs of what is lowered": lambda t: t.jit(lambda x: x @ x.T).lower(X).cost_analysis()["flops"] > 0,
-    "executable of what is compiled": lambda t: t.jit(jnp.sin).lower(X).compile().runtime_executable() is not None,
-    "shardings of what is compiled": lambda t: [
-        (len(jax.tree.leaves(compiled.input_shardings)), str(jax.tree.structure(compiled.output_shardings)))
-        for compiled in [t.jit(affine).lower(X, b=1.0).compile()]
     ],
     "compiler options": lambda t: (
         t.jit(lambda x: x + 1, compiler_options=EMBEDDED)(1.0),
@@ -415,18 +365,7 @@ VALUES = {
         ([(a.shape, a.dtype.name) for a in found.out_avals], found.fun_name)
         for found in [jax.export.export(t.jit(lambda x: jnp.sin(x) + 1))(SHAPE)]
     ],
-    "inlined": lambda t: (
-        (f := t.jit(lambda x: x * 2 + 1, inline=True))(3.0), jax.grad(f)(1.0), jax.jit(f)(2.0)
-    ),
     # transformations and closures
-    "second derivatives": lambda t: (
-        jax.hessian(f := t.jit(lambda x: (jnp.sin(x) ** 2).sum()))(LINE[:3]), jax.jacfwd(f)(LINE[:3]),
-        jax.jacrev(t.jit(jnp.cos))(LINE[:3]),
-    ),
-    "mapped": lambda t: (
-        jax.vmap(curve(t), (0, None))(jnp.stack([X, X + 1]), W),
-        jax.vmap(curve(t), (None, 1), out_axes=1)(X, W[:, None] + jnp.zeros((4, 2, 3))),
-    ),
     "mapped with a name": lambda t: (
         jax.vmap(f := t.jit(lambda x: x - lax.pmean(x, "i") + lax.axis_index("i")), axis_name="i")(jnp.arange(4.0)),
         jax.vmap(jax.vmap(f, axis_name="i"))(jnp.ones((2, 3))),
@@ -435,9 +374,6 @@ VALUES = {
         (f := t.jit(lambda x: t.split(jnp.asarray(LINE)) * x + LINE))(2.0),
         jax.grad(lambda x: f(x).sum())(2.0), jax.vmap(f)(jnp.arange(3.0)), jax.jit(f)(2.0),
     ),
-    "closed over tracer of jit": lambda t: [
-        jit(lambda w, x: t.jit(lambda x: t.split(x) * w)(x))(3.0, LINE) for jit in (jax.jit, t.jit)
-    ],
     "closed over tracer of grad": lambda t: (
         jax.grad(lambda w: t.jit(lambda x: t.split(x) * w * w)(LINE).sum())(3.0),
         jax.grad(lambda w: t.jit(lambda v: (LINE * v * w).sum())(w * 2))(3.0),
@@ -449,7 +385,6 @@ VALUES = {
     "closed over tracer of scan": lambda t: lax.scan(
         lambda c, w: (t.jit(lambda x: t.split(x) * w + c)(LINE), w), LINE, jnp.arange(3.0)
     ),
-    "closed over key": lambda t: [t.jit(lambda x: x + jax.random.normal(key, (8,)))(1.0) for key in [jax.random.key(3)]]  # noqa: B023,
 }  # fmt: skip
 
 
@@ -475,17 +410,15 @@ def method_of_a_pytree(t):
         def __call__(self, x):
             return t.split(x) @ self.w
 
-        @t.jit
-        def named(self, x, *, scale=2.0):
-            return x * scale + self.w.sum()
-
     layer = Layer(jnp.arange(12.0).reshape(4, 3))
-    return layer(jnp.ones((8, 4))), layer.named(jnp.ones(3)), layer.named(jnp.ones(3), scale=3)
+    return layer(jnp.ones((8, 4)))
 
 
 @case
-def static_and_class_methods(t):
-    class A:
+def methods_of_all_kinds(t):
+    class Scale:
+        by = 3.0
+
         @staticmethod
         @t.jit
         def one(x):
@@ -494,40 +427,15 @@ def static_and_class_methods(t):
         @classmethod
         @functools.partial(t.jit, static_argnums=0)
         def two(cls, x):
-            return x + 2
+            return x * cls.by
 
-    return A.one(1), A().one(1), A.two(1), A().two(1)
-
-
-@case
-def method_with_static_self(t):
-    class Scale:
-        def __init__(self, by):
-            self.by = by
-
-        @functools.partial(t.jit, static_argnums=(0,))
+        @functools.partial(t.jit, static_argnums=0)
         def apply(self, x):
             return x * self.by
 
-    return Scale(2.0).apply(jnp.arange(3)), Scale(3.0).apply(jnp.arange(3))
-
-
-@case
-def wide_types(t):
-    f = t.jit(lambda x: t.split(x) * 2)
-    x = np.arange(8, dtype=np.float64) / 3
-    with jax.enable_x64(True):
-        wide = f(x)
-    return f(x), wide.dtype.name, np.asarray(wide)
-
-
-@case
-def results_under_jit_are_arrays(t):
-    def f(x):
-        found = t.jit(lambda x, y: (y + 2 * x, 3, np.float32(1), None))(2, x)
-        return found, isinstance(found[1], jax.Array)
-
-    return t.jit(lambda x: f(x)[0])(3), jax.jit(lambda x: f(x)[0])(3)
+    other = Scale()
+    other.by = 2.0
+    return Scale.one(1), other.one(1), Scale.two(1), Scale().apply(jnp.arange(3)), other.apply(jnp.arange(3))
 
 
 @case
@@ -536,27 +444,6 @@ def arrays_of_numpy_are_not_changed(t):
     y = t.jit(lambda x: x + 1)(x)
     x[:] = 0
     return y
-
-
-@case
-def nodes_of_the_user(t):
-    traced = []
-
-    def f(x):
-        traced.append(x.tag)
-        return Tagged(x.value * (2 if x.tag == "double" else 1), x.tag + "!")
-
-    g = t.jit(f)
-    found = g(Tagged(jnp.arange(8), "double")), g(Tagged(jnp.arange(8), "same")), g(Tagged(jnp.arange(8), "same"))
-    return [(x.value, x.tag) for x in found], traced
-
-
-@case
-def donated_beside_static(t):
-    f = t.jit(lambda a, b, c: (a * b, c + a), static_argnums=0, donate_argnums=2)
-    b, c = f(2, jnp.ones(4), jnp.ones(3))
-    found = f(2, b, c)
-    return found, b.is_deleted(), c.is_deleted()
 
 
 @case
@@ -582,14 +469,6 @@ def donated_for_nothing_warns(t):
         warnings.simplefilter("always")
         result = f(jnp.ones(2), jnp.ones(2))
     return result, any("donated buffers were not usable" in str(w.message) for w in found)
-
-
-@case
-def donated_inside_is_ignored(t):
-    inner = t.jit(lambda x: x + 1, donate_argnums=0)
-    x = jnp.arange(3.0)
-    found = jax.jit(lambda x: inner(x) + x)(x), lax.scan(lambda c, _: (inner(c) + c, None), x, None, length=2)[0]
-    return found, jax.grad(lambda x: inner(x).sum())(x + 1), x
 
 
 ALIASED = """
@@ -625,17 +504,6 @@ def test_one_array_given_twice_and_donated():
 
 
 @case
-def two_of_one_function_share_their_trace(t):
-    traced = []
-
-    def f(x):
-        traced.append(1)
-        return x + 1
-
-    return t.jit(f)(1), t.jit(f)(2), len(traced)
-
-
-@case
 def traces_once_inside_and_outside(t):
     traced = []
 
@@ -660,8 +528,6 @@ def traces_again_when_cleared(t):
     f = t.jit(lambda x: traced.append(1) or x)
     f(1), f(2)
     f.clear_cache()
-    f(1)
-    jax.clear_caches()
     f(1), f(1)
     return len(traced)
 
@@ -679,72 +545,6 @@ def configuration_is_part_of_the_kind(t):
 
 
 @case
-def precision_is_part_of_the_kind(t):
-    traced = []
-    f = t.jit(lambda x: traced.append(1) or x @ x)
-    x = jnp.eye(3)
-    for precision in ("float32", "bfloat16", "float32"):
-        with jax.default_matmul_precision(precision):
-            f(x)
-    return len(traced)
-
-
-@case
-def a_global_is_read_once(t):
-    box = [1]
-    f = t.jit(lambda x: x + box[0])
-    first = f(1)
-    box[0] = 100
-    return first, f(1), f(1.0)
-
-
-@case
-def compilations_are_logged_by_name(t):
-    lines = []
-
-    class Kept(logging.Handler):
-        def emit(self, record):
-            lines.append(record.getMessage())
-
-    def a_function_with_a_name(x):
-        return x * 2 + 1
-
-    handler, logger = Kept(), logging.getLogger("jax")
-    logger.addHandler(handler)
-    before, logger.propagate = logger.propagate, False
-    try:
-        with jax.log_compiles(True):
-            t.jit(a_function_with_a_name)(1)
-    finally:
-        logger.removeHandler(handler)
-        logger.propagate = before
-    return any("a_function_with_a_name" in line and "Compiling" in line for line in lines)
-
-
-@case
-def jit_disabled(t):
-    ran = []
-
-    def f(x, n):
-        ran.append(1)
-        return x + 1 if x > 0 else x - n
-
-    g = t.jit(f, static_argnums=1)
-    with jax.disable_jit():
-        return g(1, 2), g(-1, 2), len(ran)
-
-
-@case
-def checked_inside(t):
-    def f(x):
-        checkify.check(x > 0, "not positive: {}", x)
-        return x + 1
-
-    g = t.jit(checkify.checkify(f))
-    return [(error.get(), value) for error, value in (g(1.0), g(-1.0))]
-
-
-@case
 def checked_around(t):
     def f(x):
         checkify.check(x > 0, "not positive")
@@ -752,22 +552,6 @@ def checked_around(t):
 
     g = checkify.checkify(t.jit(f), errors=checkify.all_checks)
     return [((error.get() or "").split(" (")[0], value) for error, value in (g(1.0), g(-1.0))]
-
-
-@case
-def leaks_not_found(t):
-    with jax.checking_leaks():
-        return t.jit(lambda x: jnp.sin(t.split(x)))(jnp.arange(8.0))
-
-
-@case
-def computed_while_compiling(t):
-    def f(x):
-        with jax.ensure_compile_time_eval():
-            n = int(jnp.arange(4).sum())
-        return x * n
-
-    return t.jit(f)(2)
 
 
 @case
@@ -781,33 +565,6 @@ def closed_over_changes_between_calls(t):
         return f(2.0)
 
     return jax.jit(around)(3.0)
-
-
-@case
-def effects(t):
-    seen = []
-
-    @t.jit
-    def f(x):
-        jax.debug.callback(lambda v: seen.append(float(v)), x.sum())
-        y = jax.pure_callback(lambda v: np.sin(v), jax.ShapeDtypeStruct((8,), np.float32), t.split(x))
-        z = io_callback(lambda v: np.float32(v) + 1, jax.ShapeDtypeStruct((), np.float32), x[0], ordered=True)
-        return y + z
-
-    found = f(jnp.arange(8.0)), f(jnp.ones(8))
-    jax.effects_barrier()
-    return found, sorted(seen)
-
-
-@case
-def mutable_arrays(t):
-    def f(x):
-        ref = jax.new_ref(x)
-        ref[0] = 7.0
-        ref[...] += 1
-        return ref[...]
-
-    return t.jit(f)(jnp.arange(8.0))
 
 
 @case
@@ -845,22 +602,17 @@ RAISES = {
     "jit of a number": (TypeError, lambda t: t.jit(3)),
     "jit of a generator": (TypeError, lambda t: t.jit(numbers)),
     "jit of a staticmethod": (TypeError, lambda t: t.jit(staticmethod(lambda x: x))),
-    "jit of a classmethod": (TypeError, lambda t: t.jit(classmethod(lambda c, x: x))),
     "an option that does not exist": (TypeError, lambda t: t.jit(lambda x: x, statc_argnums=0)),
     "too few arguments": (TypeError, lambda t: t.jit(lambda x, y: x)(1)),
-    "too many arguments": (TypeError, lambda t: t.jit(lambda x: x)(1, 2)),
     "unknown name": (TypeError, lambda t: t.jit(lambda x: x)(1, zz=2)),
     "a string": (TypeError, lambda t: t.jit(lambda x: x)("text")),
     "an object": (TypeError, lambda t: t.jit(lambda x: 1)({"a": object()})),
-    "a type": (TypeError, lambda t: t.jit(lambda x: x)(jnp.int32)),
-    "an array of strings": (TypeError, lambda t: t.jit(lambda x: x)(np.array(["a"]))),
     "a masked array": (ValueError, lambda t: t.jit(lambda x: x)(np.ma.array([1, 2], mask=[True, False]))),
     "a number too large": (OverflowError, lambda t: t.jit(lambda x: x)(2**70)),
     "keys that do not compare": (ValueError, lambda t: t.jit(lambda d: d[1])({1: 1.0, "a": 2.0})),
     "a string as result": (TypeError, lambda t: t.jit(lambda x: "text")(1)),
     "a function as result": (TypeError, lambda t: t.jit(lambda x: (x, {"f": len}))(1)),
     "static number too large": (ValueError, lambda t: t.jit(lambda a, b: a, static_argnums=(0, 2))),
-    "static number too small": (ValueError, lambda t: t.jit(lambda a, b: a, static_argnums=(-3,))),
     "static number of a name only": (ValueError, lambda t: t.jit(lambda a, *, b: a, static_argnums=1)),
     "static name that does not exist": (ValueError, lambda t: t.jit(lambda a, b: a, static_argnames=("b", "c"))),
     "static name of the rest": (ValueError, lambda t: t.jit(lambda a, *rest: a, static_argnames="rest")),
@@ -891,49 +643,30 @@ RAISES = {
     ),
     "compiled with another shape": (TypeError, lambda t: t.jit(lambda x: x + 1).lower(X).compile()(X[:2])),
     "compiled under vmap": (TypeError, lambda t: jax.vmap(t.jit(lambda x: x + 4).lower(1.0).compile())(jnp.ones(3))),
-    "compiled under grad": (TypeError, lambda t: jax.grad(t.jit(lambda x: x * 4).lower(1.0).compile())(1.0)),
     "compiler options of jit that do not exist": (
         errors.JaxRuntimeError, lambda t: t.jit(lambda x: x + 1, compiler_options=INVALID)(1.0)
     ),
     "compiler options that do not exist": (
         errors.JaxRuntimeError, lambda t: t.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=INVALID)
     ),
-    "NaNs found": (
-        FloatingPointError, lambda t: under(jax.debug_nans(True), lambda: t.jit(lambda x: 0.0 / x)(jnp.zeros(3)))
-    ),
     "NaNs found in split arrays": (
         FloatingPointError,
         lambda t: under(jax.debug_nans(True), lambda: t.jit(lambda x: jnp.log(t.split(x)))(LINE - 4)),
     ),
-    "infinities found": (
-        FloatingPointError, lambda t: under(jax.debug_infs(True), lambda: t.jit(lambda x: 1.0 / x)(jnp.zeros(3)))
-    ),
     "leaks found": (Exception, lambda t: under(jax.checking_leaks(), lambda: leaked(t))),
     "a leaked tracer": (errors.UnexpectedTracerError, lambda t: t.jit(functools.partial(jnp.add, leaked(t)))(1.0)),
-    "a leaked tracer as argument": (errors.UnexpectedTracerError, lambda t: t.jit(lambda x: x + 1)(leaked(t))),
     "a leaked tracer as result": (
         errors.UnexpectedTracerError, lambda t: t.jit(functools.partial(lambda k, x: k, leaked(t)))(1.0)
     ),
     # errors of a user's function
     "truth of a tracer": (errors.TracerBoolConversionError, lambda t: t.jit(lambda x: 1 if x > 0 else 0)(1)),
-    "truth of a tracer inside": (
-        errors.TracerBoolConversionError, lambda t: jax.jit(lambda x: t.jit(lambda x: 1 if x > 0 else 0)(x))(1)
-    ),
-    "index of a tracer": (errors.TracerIntegerConversionError, lambda t: t.jit(lambda i: [1, 2, 3][i])(1)),
     "range of a tracer": (errors.TracerIntegerConversionError, lambda t: t.jit(lambda n: sum(range(n)))(3)),
-    "number of a tracer": (errors.ConcretizationTypeError, lambda t: t.jit(lambda x: float(x))(1.0)),
-    "item of a tracer": (errors.ConcretizationTypeError, lambda t: t.jit(lambda x: x.item())(1.0)),
     "numpy of a tracer": (errors.TracerArrayConversionError, lambda t: t.jit(lambda x: np.sin(x))(1.0)),
     "mask as an index": (
         errors.NonConcreteBooleanIndexError, lambda t: t.jit(lambda x: x[x > 1])(jnp.arange(3))
     ),
-    "shape from a tracer": (errors.ConcretizationTypeError, lambda t: t.jit(jnp.nonzero)(jnp.arange(3))),
-    "shape of a tracer": (TypeError, lambda t: t.jit(lambda n: jnp.zeros(n))(3)),
-    "conversion of an array": (TypeError, lambda t: t.jit(int)(jnp.arange(3))),
-    "truth of an array": (ValueError, lambda t: t.jit(bool)(jnp.arange(3))),
     "error of the user": (KeyError, lambda t: t.jit(lambda x: {}["missing"])(1)),
     "error of the user inside": (ZeroDivisionError, lambda t: jax.grad(t.jit(lambda x: x * (1 // 0)))(1.0)),
-    "shapes that do not fit": (TypeError, lambda t: t.jit(lambda x, y: x @ y)(jnp.ones((2, 3)), jnp.ones((2, 3)))),
 }  # fmt: skip
 
 # On one device nothing has to be moved, and an exported program of eight devices is for eight arguments.
@@ -972,33 +705,20 @@ def test_raises_like_jax_jit(name, mesh):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("derivative", [False, True])
-@pytest.mark.one_in(2)
-def test_a_dropped_function_is_freed(mesh, derivative):
+def test_a_dropped_function_its_arguments_and_results_are_freed(mesh):
     def dropped():
-        weight = jnp.arange(8.0) + 1
+        weight, x = jnp.arange(8.0) + 1, jnp.arange(8.0)
 
         def f(x):
             return (gshard.split(x, 0, mesh) * weight).sum()
 
         g = gshard.jit(f, mesh=mesh)
-        jax.block_until_ready((jax.grad(g) if derivative else g)(jnp.arange(8.0)))
-        return [weakref.ref(f), weakref.ref(g), weakref.ref(weight)]
+        y = jax.block_until_ready(jax.grad(g)(x))
+        return [weakref.ref(f), weakref.ref(g), weakref.ref(weight), weakref.ref(x), weakref.ref(y)]
 
     left = dropped()
     gc.collect()
-    assert [ref() is None for ref in left] == [True] * 3
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_arguments_and_results_are_freed(mesh):
-    f = gshard.jit(lambda x: gshard.split(x, 0, mesh) + 1, mesh=mesh)
-    x = jnp.arange(8.0)
-    y = f(x)
-    left = weakref.ref(x), weakref.ref(y)
-    del x, y
-    gc.collect()
-    assert [ref() is None for ref in left] == [True, True]
+    assert [ref() is None for ref in left] == [True] * 5
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -1054,7 +774,7 @@ def test_device_and_backend_have_a_clear_answer(option):
 
 def test_every_case_can_fail():
     """A jit that forgets a result, or an error, is found."""
-    assert len(CASES) > 100
+    assert len(CASES) > 70
     with pytest.raises(AssertionError):
         compare((jnp.ones(3),), (jnp.ones(3, jnp.int32),))
     with pytest.raises(AssertionError):

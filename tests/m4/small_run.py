@@ -64,8 +64,6 @@ def main():
         if step == int(given.get("hang_at", -1)):
             print("hanging", flush=True)
             time.sleep(1000)
-        if step == int(given.get("slow_at", -1)):
-            time.sleep(45)
         if processes.several and count == 1:
             print("whole batch of step", step, flush=True)
         return batch(step, process, count)

@@ -1,5 +1,6 @@
 """Checkpoints: bit-equal after restoring, on any number of devices; damage is found; a full disk harms nothing."""
 
+import errno
 import hashlib
 import json
 import logging
@@ -68,18 +69,21 @@ def test_what_was_saved_comes_back(tmp_path, rng):
     assert_same(checkpoint.restore(tmp_path, like=jax.eval_shape(lambda: second))[1], second)
 
 
-@pytest.mark.parametrize(("before", "after"), [(8, 1), (8, 4), (1, 8), (2, 8)])
+@pytest.mark.parametrize(("before", "after"), [(8, 1), (8, 4), (2, 8)])
 def test_another_number_of_devices(before, after, tmp_path, rng):
+    """Each device writes its part of a large array; a small array is one file."""
+
     def spread(count):
         mesh = jax.make_mesh((count,), ("expert",), devices=jax.devices()[:count])
-        split, whole = (
-            jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (["expert"], [])
-        )
+        split, whole = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (["expert"], []))
         return lambda x: split if x.ndim and x.shape[0] % count == 0 else whole
 
-    state = random_state(rng)
+    state = random_state(rng) | {"large": jnp.asarray(rng.standard_normal((8, 2**15)), jnp.float32)}
     placed = spread(before)
-    checkpoint.save(tmp_path, 1, jax.tree.map(lambda x: jax.device_put(x, placed(x)), state), {})
+    folder = checkpoint.save(tmp_path, 1, jax.tree.map(lambda x: jax.device_put(x, placed(x)), state), {}) / "state"
+    for name, count in (("large", before), ("params.experts.wi", 1)):
+        files = [p for p in (folder / name).rglob("*") if p.is_file() and not p.name.startswith(".")]
+        assert len(files) == count
     wanted = spread(after)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=wanted(x)), state)
     _, found, _ = checkpoint.restore(tmp_path, like=like)
@@ -87,46 +91,36 @@ def test_another_number_of_devices(before, after, tmp_path, rng):
     assert len(found["params"]["experts"]["wi"].sharding.device_set) == after
 
 
-def test_small_arrays_are_one_file_each_on_any_number_of_devices(tmp_path, rng):
-    mesh = jax.make_mesh((8,), ("expert",))
-    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("expert"))
-    small, large = (jnp.asarray(rng.standard_normal((8, n)), jnp.float32) for n in (100, 2**15))
-    state = {"small": jax.device_put(small, split), "large": jax.device_put(large, split)}
-    folder = checkpoint.save(tmp_path, 1, state, {}) / "state"
-    count = {name: sum(not p.name.startswith(".") for p in (folder / name).rglob("*") if p.is_file()) for name in state}
-    assert count == {"small": 1, "large": 8}
-    assert_same(checkpoint.restore(tmp_path, like=state)[1], state)
+def flipped(content, rng):
+    changed = bytearray(content)
+    changed[int(rng.integers(len(changed)))] ^= 1 << int(rng.integers(8))
+    return bytes(changed)
 
 
 def test_every_damaged_file_is_named(tmp_path, rng):
-    checkpoint.save(tmp_path / "good", 3, random_state(rng), META)
-    names = sorted(p.relative_to(tmp_path / "good") for p in (tmp_path / "good").rglob("*") if p.is_file())
-    assert any("params.experts.wi" in str(name) for name in names), "the name of a file should say which array it is"
-    for number, name in enumerate(names):
-        for harm in ("flip", "truncate", "zero", "delete"):
-            broken = tmp_path / f"{number}-{harm}"
-            shutil.copytree(tmp_path / "good", broken)
-            file = broken / name
-            content = bytearray(file.read_bytes())
-            if harm == "flip":
-                content[int(rng.integers(len(content)))] ^= 1 << int(rng.integers(8))
-                file.write_bytes(content)
-            elif harm == "truncate":
-                file.write_bytes(content[: len(content) // 2])
-            elif harm == "zero":
-                file.write_bytes(bytes(len(content)))
-            else:
-                file.unlink()
-            if file.name == checkpoint.MANIFEST:
-                # Any change either makes it unreadable or names a file that is not as it says, or changes nothing.
-                try:
-                    checkpoint.verify(broken / "00000003")
-                except CheckpointError:
-                    continue
-                assert json.loads(file.read_text()) == json.loads((tmp_path / "good" / name).read_text())
-            else:
-                with pytest.raises(CheckpointError, match=r"is damaged.*" + file.name.replace(".", r"\.")):
-                    checkpoint.restore(broken, 3)
+    folder = checkpoint.save(tmp_path, 3, random_state(rng), META)
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != checkpoint.MANIFEST)
+    assert any("params.experts.wi" in str(file) for file in files), "the name of a file should say which array it is"
+    for file in files:
+        sound = file.read_bytes()
+        for changed in (sound[: len(sound) // 2], bytes(len(sound)), None, *(flipped(sound, rng) for _ in range(8))):
+            file.unlink()
+            if changed is not None:
+                file.write_bytes(changed)
+            with pytest.raises(DamagedError, match=r"is damaged.*" + re.escape(file.name)):
+                checkpoint.restore(tmp_path, 3)
+            file.write_bytes(sound)
+    manifest_file = folder / checkpoint.MANIFEST
+    sound = manifest_file.read_bytes()
+    for _ in range(60):  # it cannot be read, or a file is not as it says, or nothing has changed
+        manifest_file.write_bytes(flipped(sound, rng))
+        try:
+            checkpoint.verify(folder)
+        except CheckpointError:
+            continue
+        assert json.loads(manifest_file.read_bytes()) == json.loads(sound)
+    manifest_file.write_bytes(sound)
+    checkpoint.verify(folder)
 
 
 def test_swapped_and_added_files_are_found(tmp_path, rng):
@@ -179,25 +173,21 @@ def test_another_model_is_refused_by_name(tmp_path, rng):
         checkpoint.restore(tmp_path, like=wider)
 
 
-def test_absent_steps_and_unusable_directories(tmp_path, rng):
-    with pytest.raises(CheckpointError, match="there is no checkpoint"):
-        checkpoint.restore(tmp_path / "nowhere")
+def test_absent_steps_unusable_directories_and_a_full_disk(tmp_path, rng, monkeypatch):
     checkpoint.save(tmp_path, 1, random_state(rng), {})
-    with pytest.raises(CheckpointError, match="there is no step 2"):
-        checkpoint.restore(tmp_path, 2)
-    with pytest.raises(CheckpointError, match="saved already"):
-        checkpoint.save(tmp_path, 1, random_state(rng), {})
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="step 1 could not be saved"):
-        checkpoint.save(tmp_path / "file", 1, random_state(rng), {})
-
-
-def test_a_disk_without_room_is_noticed_before_writing(tmp_path, rng, monkeypatch):
-    checkpoint.save(tmp_path, 1, random_state(rng), {})
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 100))
-    with pytest.raises(
-        CheckpointError, match=r"step 2 could not be saved: no space left(.|\n)*needed(.|\n)*step 1 is intact"
+    for told, wrong in (
+        ("there is no checkpoint", lambda: checkpoint.restore(tmp_path / "nowhere")),
+        ("there is no step 2", lambda: checkpoint.restore(tmp_path, 2)),
+        ("saved already", lambda: checkpoint.save(tmp_path, 1, random_state(rng), {})),
+        ("step 1 could not be saved", lambda: checkpoint.save(tmp_path / "file", 1, random_state(rng), {})),
     ):
+        with pytest.raises(CheckpointError, match=told):
+            wrong()
+    # A disk without room is noticed before anything is written.
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 100))
+    told = r"step 2 could not be saved: no space left(.|\n)*needed(.|\n)*step 1 is intact"
+    with pytest.raises(CheckpointError, match=told):
         checkpoint.save(tmp_path, 2, random_state(rng), {})
 
 
@@ -221,71 +211,34 @@ def test_a_write_that_fails_half_way_leaves_nothing(tmp_path):
     """A limit on file sizes fails the array's file after its first quarter, as a disk that fills up does."""
     run = subprocess.run([sys.executable, "-c", WRITER, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
-    assert "step 2 could not be saved: no space left" in run.stdout
-    assert str(tmp_path) in run.stdout
-    assert "needed: about 2.0 MiB" in run.stdout
-    assert "step 1 is intact" in run.stdout
+    for part in ("step 2 could not be saved: no space left", str(tmp_path), "about 2.0 MiB", "step 1 is intact"):
+        assert part in run.stdout
     assert [p.name for p in tmp_path.iterdir()] == ["00000001"]
     checkpoint.verify(tmp_path / "00000001")
 
 
-FULL = """
-import errno, sys
-from pathlib import Path
-import numpy as np
-from gshard_m4 import checkpoint
+def test_a_disk_that_fills_up_while_writing(tmp_path, rng, monkeypatch):
+    """Of the folders of a step the first cannot be made, then the second, until there is room for all."""
 
-directory = Path(sys.argv[1]) / "checkpoints"
-filler = directory.parent / "filler"
-filler.mkdir()
-state = {"w": np.random.default_rng(0).standard_normal((256, 1024)).astype(np.float32)}
-checkpoint.save(directory, 1, state, {})
-number = 0
-try:
-    while True:
-        (filler / str(number)).touch()
-        number += 1
-except OSError as error:
-    assert error.errno == errno.ENOSPC
-for room in range(number):
-    try:
-        checkpoint.save(directory, 2, state, {})
-    except checkpoint.CheckpointError as error:
-        print(error)
-        left = sorted(p.name for p in directory.iterdir())
-        assert left == ["00000001"], (room, left)
-        checkpoint.verify(directory / "00000001")
-        (filler / str(room)).unlink()
-        continue
-    break
-print(room, checkpoint.steps(directory))
-"""
-SMALL_DISK = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
-MOUNT = 'mount -t tmpfs -o size=8m,nr_inodes=80 tmpfs "$0" && exec "$@"'
+    def nearly_full(path, *args, **options):
+        made.append(path)
+        if len(made) > room:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return mkdir(path, *args, **options)
 
-
-def may_mount(folder):
-    """Whether this machine lets anybody mount a file system of their own."""
-    try:
-        return subprocess.run([*SMALL_DISK, MOUNT, str(folder), "true"], capture_output=True).returncode == 0
-    except OSError:
-        return False
-
-
-def test_a_disk_that_fills_up_while_writing(tmp_path):
-    """Of the entries that a file system may hold, there is none left, then one, two, until the step has its room.
-
-    So it fills up at each of the moments at which something is created, while bytes are free all along: the room
-    that is looked for before a step is written says nothing of it.
-    """
-    if not may_mount(tmp_path):
-        pytest.skip("file systems cannot be mounted here")
-    command = [*SMALL_DISK, MOUNT, str(tmp_path), sys.executable, "-c", FULL, str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert run.returncode == 0, run.stdout + run.stderr
-    moments = run.stdout.count("step 2 could not be saved: no space left")
-    assert moments == run.stdout.count("step 1 is intact") >= 8
-    assert run.stdout.splitlines()[-1] == f"{moments} [1, 2]", "each failure is told, and with room there is a way on"
+    checkpoint.save(tmp_path, 1, random_state(rng), {})
+    mkdir, made, room, told = os.mkdir, [], 0, "no space left"
+    monkeypatch.setattr(os, "mkdir", nearly_full)
+    while told:
+        assert "no space left" in told
+        assert [p.name for p in tmp_path.iterdir()] == ["00000001"]
+        made.clear()
+        room, told = room + 1, ""
+        try:
+            checkpoint.save(tmp_path, 2, random_state(rng), {})
+        except CheckpointError as error:
+            told = str(error)
+    assert (room > 2, checkpoint.steps(tmp_path)) == (True, [1, 2])
 
 
 def test_what_a_killed_writer_left_is_removed(tmp_path, rng):
@@ -333,28 +286,12 @@ def test_an_error_in_the_background_is_told(tmp_path, rng):
         saver.save(2, random_state(rng), {})
         with pytest.raises(CheckpointError, match=r"step 2 could not be saved: no space left(.|\n)*step 1 is intact"):
             saver.wait()
-        patch.setattr(manifest, "write", full)
         saver.save(3, random_state(rng), {})
         with pytest.raises(CheckpointError, match="step 3"):
             saver.__exit__(None, None, None)
         saver.save(4, random_state(rng), {})
         saver.__exit__(ValueError, ValueError(), None)
     assert [p.name for p in tmp_path.iterdir()] == ["00000001"]
-
-
-@pytest.mark.parametrize("flips", [60, pytest.param(2000, marks=pytest.mark.slow)])
-def test_no_flipped_bit_goes_unnoticed(flips, tmp_path, rng):
-    folder = checkpoint.save(tmp_path, 3, random_state(rng), META)
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != checkpoint.MANIFEST)
-    for _ in range(flips):
-        file = files[int(rng.integers(len(files)))]
-        content = bytearray(sound := file.read_bytes())
-        content[int(rng.integers(len(content)))] ^= 1 << int(rng.integers(8))
-        file.write_bytes(content)
-        with pytest.raises(DamagedError, match=re.escape(file.name)):
-            checkpoint.restore(tmp_path)
-        file.write_bytes(sound)
-    checkpoint.verify(folder)
 
 
 SAVING = """
@@ -373,14 +310,12 @@ with Saver(sys.argv[1], 3) as saver:
 """
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(60, marks=pytest.mark.slow)])
-def test_a_killed_writer_leaves_whole_steps(kills, tmp_path, rng):
+def test_a_killed_writer_leaves_whole_steps(tmp_path, rng):
     """Killed at random moments while it writes and removes steps: each one listed is whole, none goes back."""
     newest = 0
-    for _ in range(kills):
+    for _ in range(2):
         command = [sys.executable, "-c", SAVING, str(tmp_path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-            assert writer.stdout is not None
             assert writer.stdout.readline() == "begun\n"
             time.sleep(float(rng.uniform(0.0, 0.6)))
             writer.kill()

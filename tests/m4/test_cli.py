@@ -3,8 +3,10 @@
 import csv
 import dataclasses
 import io
+import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,11 +20,13 @@ import jax
 import numpy as np
 import pytest
 
-from gshard_m4 import checkpoint, commands, demo_command, lines, planned, runs
+from gshard_m4 import checkpoint, commands, compilation_cache, demo_command, lines, planned, runs
 from gshard_m4.command_line import main
-from gshard_m4.config import Run
+from gshard_m4.config import Run, TrainConfig
 from gshard_m4.corpus.pair import Pair
 from gshard_m4.decode import DecodeConfig
+from gshard_m4.errors import OptionError
+from gshard_m4.serve.config import ServeConfig
 from gshard_m4.stopping import asked_to_stop
 from gshard_m4.text import PreparedText
 from gshard_m4.translate import Translator, load
@@ -67,9 +71,8 @@ class Toy:
         return [sentence.startswith("save") for sentence in english]
 
     def examples(self, count=None, part="test", each=None):
-        rows = [
-            [ENGLISH[i - 3] for i in row if i > 2] for row in self.batch(10**6 + (1 if part == "test" else 3))["target"]
-        ]
+        ids = self.batch(10**6 + (1 if part == "test" else 3))["target"]
+        rows = [[ENGLISH[i - 3] for i in row if i > 2] for row in ids]
         pairs = [(" ".join(w[::-1] for w in row), " ".join(row)) for row in rows]
         return [Pair(("aa", "bb")[i % 2], *pair) for i, pair in enumerate(pairs)][:count]
 
@@ -116,46 +119,34 @@ def trained(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("model", "planned"),
-    [
-        ([*SMALL, "--devices", "1"], ("no experts", "on 1 device\n", "compiling the training step for 1 device ")),
-        pytest.param(
-            [*SMALL[:4], "--experts", "4", "--devices", "2"],
-            ("4 experts in every other layer", "on 2 devices", "written for one device, on 2 devices",
-             "['experts']['wi']", "all_to_all", "computes the same numbers",
-             "compiling the training step for 1 device "),
-            marks=pytest.mark.slow,
-        ),
-    ],
-)  # fmt: skip
-def test_the_demo_tells_its_story(model, planned, tmp_path, capsys):
-    given = ["--steps", "51", "--minutes", "0.001", "--sentences", "12", "--max-length", "8", *model]
+STORY = """no experts
+on 1 device
+compiling the training step for 1 device
+measuring how long a step takes here
+training 50 steps
+cross entropy of sentences with new English:
+== known English
+translating 12 sentences
+copy the source
+are near copies, with half of their English words in the source
+BLEU|nrefs:1
+== new English
+10 of 12 drawn at random (seed 0)
+reference:
+what it cannot do yet:
+minutes in all
+gshard-m4 translate --run runs/demo"""
+
+
+def test_the_demo_tells_its_story(tmp_path, capsys):
+    given = ["--steps", "51", "--minutes", "0.001", "--sentences", "12", "--max-length", "8", *SMALL, "--devices", "1"]
     given += ["--warmup-steps", "100", "--cooldown-steps", "0"]  # as the other tests: the same program for any --steps
     assert main(["demo", *given]) == 0
     told = capsys.readouterr().out
-    for part in (
-        *planned,
-        "measuring how long a step takes here",
-        "training 50 steps",
-        "cross entropy of sentences with new English:",
-        "== known English",
-        "== new English",
-        "translating 12 sentences",
-        "copy the source",
-        "are near copies, with half of their English words in the source",
-        "BLEU|nrefs:1",
-        "10 of 12 drawn at random (seed 0)",
-        "reference:",
-        "what it cannot do yet:",
-        "minutes in all",
-        "gshard-m4 translate --run runs/demo",
-    ):
-        assert part in told, f"{part!r} is missing from:\n{told}"
+    assert [part for part in STORY.splitlines() if part not in told] == [], told
     assert told.count("model:     ") == 20
     assert (tmp_path / "runs" / "demo" / "checkpoints" / "00000050").is_dir()
-    where = runs.corpus_of(Run(Path("runs/demo")))
-    assert where == Path("data/demo"), "the run knows its corpus"
+    assert runs.corpus_of(Run(Path("runs/demo"))) == Path("data/demo"), "the run knows its corpus"
 
 
 def test_lines_in_are_lines_out(trained, tmp_path, monkeypatch):
@@ -191,15 +182,13 @@ def test_n_best_and_throughput(trained, tmp_path, capsys):
     given = ["translate", "in.txt", "--run", str(trained), "--max-length", "6", "--from", "pt-br"]
     assert main([*given, "--n-best", "3", "--quiet"]) == 0
     told = capsys.readouterr()
-    rows = [line.split(" ||| ") for line in told.out.splitlines()]
-    assert [row[0] for row in rows] == ["0", "0", "0", "1", "2", "2", "2"]
-    scores = [float(row[2]) for row in rows]
-    assert scores[:3] == sorted(scores[:3], reverse=True)
-    assert len({row[1] for row in rows[:3]}) == 3
+    numbers, texts, scores = zip(*(line.split(" ||| ")[:3] for line in told.out.splitlines()), strict=True)
+    assert (numbers, len(set(texts[:3]))) == (tuple("0001222"), 3)
+    assert list(map(float, scores[:3])) == sorted(map(float, scores[:3]), reverse=True)
     assert told.err == ""
     assert main(given) == 0
     told = capsys.readouterr()
-    assert told.out.splitlines() == [rows[0][1], "", rows[4][1]]
+    assert told.out.splitlines() == [texts[0], "", texts[4]]
     assert "3 lines, 8 source tokens" in told.err, "ends, and the name of the language, are tokens"
     assert "lines/s" in told.err
 
@@ -220,12 +209,17 @@ def test_a_slow_pipe_is_answered_line_by_line():
     assert [len(b) for b in lines.blocks(iter(["x"] * 250), 100)] == [100, 100, 50]
 
 
-def test_long_lines_are_cut_and_counted(trained, tmp_path, capsys):
+def test_long_lines_are_cut_and_counted_and_empty_ones_kept(trained, tmp_path, capsys):
     (tmp_path / "in.txt").write_text("a " * 5_000_000 + "\nwon\n")  # ten megabytes
-    assert main(["translate", "in.txt", "--run", str(trained), "--max-length", "6"]) == 0
+    given = ["translate", "in.txt", "--run", str(trained), "--max-length", "6"]
+    assert main(given) == 0
     told = capsys.readouterr()
     assert told.out.count("\n") == 2
     assert "1 line was longer than 7 tokens" in told.err
+    for content in ("", "\n \n"):
+        (tmp_path / "in.txt").write_text(content)
+        assert main(given) == 0
+        assert capsys.readouterr().out == content.replace(" ", "")
 
 
 def test_ctrl_c(trained, monkeypatch, capsys):
@@ -240,15 +234,6 @@ def test_ctrl_c(trained, monkeypatch, capsys):
     finally:
         signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err.splitlines()[-1] == "gshard-m4: interrupted"
-
-
-def test_nothing_to_translate(trained, tmp_path, capsys):
-    (tmp_path / "in.txt").write_bytes(b"")
-    assert main(["translate", "in.txt", "--run", str(trained)]) == 0
-    assert capsys.readouterr().out == ""
-    (tmp_path / "in.txt").write_bytes(b"\n \n")
-    assert main(["translate", "in.txt", "--run", str(trained)]) == 0
-    assert capsys.readouterr().out == "\n\n"
 
 
 def test_other_vocabularies_are_refused(trained, monkeypatch, capsys):
@@ -283,12 +268,9 @@ def test_a_language_is_told_to_the_model(trained):
     assert translator.translate(lines[:1], "aa")[0] == told[0], "whatever the others are"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], pytest.param(["train", "--help"], marks=pytest.mark.slow)])
-def test_help_into_a_pipe_that_closes(arguments):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "gshard_m4", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert process.stdout is not None
+def test_help_into_a_pipe_that_closes():
+    command = [sys.executable, "-m", "gshard_m4", "--help"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert process.communicate()[1] == b""
     assert process.returncode == 141
@@ -384,41 +366,43 @@ def test_another_temperature_is_told_with_what_goes_on_as_before(trained, tmp_pa
     again = ["train", "--run", "r", "--devices", "1", *SMALL, "--resume"]
     assert main([*again, "--steps", "4", "--temperature", "2"]) == 0
     assert checkpoint.described(Run(tmp_path / "r").checkpoints, 4)["temperature"] == 2.0
-    told = (
-        "languages were drawn with a temperature of 5 up to step 3, and are drawn with 2 from here on; --temperature 5"
-    )
+    told = "languages were drawn with a temperature of 5 up to step 3, and are drawn with 2 from here on; --temperature"
     assert told in capsys.readouterr().out
-    assert main([*again, "--steps", "5", "--temperature", "2"]) == 0
-    assert "languages were drawn" not in capsys.readouterr().out
 
 
 def test_steps_that_are_not_finite_end_a_run_with_a_code_of_their_own(tmp_path, capsys):
     given = ["train", "--run", "r", "--devices", "1", *SMALL, "--learning-rate", "1e38", "--skip-limit", "1"]
     assert main([*given, "--steps", "9"]) == 4
     told = capsys.readouterr()
-    assert "That makes 2 steps that were not finite." in told.err
-    assert len(list(Run(tmp_path / "r").skipped.iterdir())) == 2, "their batches are kept"
+    assert re.search(r"is (nan|inf) at step \d+\. That makes 2 steps that were not finite\.", told.err)
+    assert "learning_rate" in told.err
+    skipped = sorted(Run(tmp_path / "r").skipped.iterdir())
+    with np.load(skipped[1], allow_pickle=False) as kept:
+        assert np.array_equal(kept["target"], Toy().batch(int(skipped[1].stem))["target"]), "their batches are kept"
+    records = [json.loads(line) for line in Run(tmp_path / "r").metrics.read_text().splitlines()]
+    assert ([record["skipped"] for record in records[-2:]], records[-1]["loss"]) == ([0, 1], None)
 
 
-@pytest.mark.parametrize(
-    ("sent", "told", "code"),
-    [
-        ([signal.SIGTERM, signal.SIGTERM], "143\n", -signal.SIGTERM),
-        ([signal.SIGINT, signal.SIGINT], "130\n", -signal.SIGINT),
-        ([signal.SIGINT, signal.SIGTERM, signal.SIGTERM], "130\n130\n", -signal.SIGTERM),
-    ],
-)
-def test_a_second_signal_of_a_kind_ends_training_at_once(sent, told, code):
-    """Without waiting for the step to end, which the first one does."""
-    program = (
-        "import os, signal\nfrom gshard_m4.stopping import asked_to_stop\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\nwith asked_to_stop() as asked:\n"
-        f"    for number in {[int(number) for number in sent]}:\n        os.kill(os.getpid(), number)\n"
-        "        assert asked()\n        print(asked.exit_code, flush=True)\n"
-    )
+SIGNALLED = """
+import os, signal
+from gshard_m4.stopping import asked_to_stop
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with asked_to_stop() as asked:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.{}):
+        os.kill(os.getpid(), number)
+        assert asked()
+        print(asked.exit_code, flush=True)
+"""
+
+
+@pytest.mark.parametrize("last", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_of_a_kind_ends_training_at_once(last):
+    """Without waiting for the step to end, which the first one of a kind does."""
+    program = SIGNALLED.format(last.name)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (code, told)
-    assert done.stderr.count("ends the process at once") == len(sent) - 1
+    assert (done.returncode, done.stdout) == (-last, "130\n130\n")
+    assert done.stderr.count("ends the process at once") == 2
 
 
 def test_what_a_shell_script_starts_in_the_background_ignores_ctrl_c():
@@ -431,54 +415,34 @@ def test_what_a_shell_script_starts_in_the_background_ignores_ctrl_c():
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.slow
-def test_compiled_programs_are_kept_for_the_next_process(tmp_path):
-    (tmp_path / "nothing.txt").write_text("")
-    program = (
-        "import sys\nfrom gshard_m4 import command_line\ncommand_line.main(sys.argv[1:])\n"
-        "import jax\nprint(jax.config.jax_compilation_cache_dir)\njax.jit(lambda x: x * 2 + 1)(3.0)\n"
-    )
-
-    def folder(*arguments, **environment):
-        """Where a command keeps programs; what it does does not matter, and it does nothing."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("GSHARD_M4")}
-        command = [sys.executable, "-c", program, "translate", "nothing.txt", "--run", "nowhere", *arguments]
-        done = subprocess.run(
-            command, env=kept | environment | {"HOME": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True
-        )
-        assert "there is no checkpoint" in done.stderr, done.stderr
-        return done.stdout.strip()
-
-    assert folder().startswith(f"{tmp_path}/.cache/m4/xla/")
-    assert folder("--no-compilation-cache") == "None"
-    assert folder(GSHARD_M4_COMPILATION_CACHE="off") == "None"
-    assert folder(GSHARD_M4_COMPILATION_CACHE=str(tmp_path / "other")).startswith(f"{tmp_path}/other/")
-    assert folder(JAX_COMPILATION_CACHE_DIR=str(tmp_path / "jax")) == f"{tmp_path}/jax"
+def test_compiled_programs_are_kept_for_the_next_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "file").write_text("")
-    assert folder(GSHARD_M4_COMPILATION_CACHE=str(tmp_path / "file")) == "None", "a command works without it"
+    named = compilation_cache.ENVIRONMENT
+    for environment, parent in (
+        ({named: ""}, tmp_path / ".cache" / "m4" / "xla"),
+        ({named: str(tmp_path / "other")}, tmp_path / "other"),
+        ({named: "off"}, None),
+        ({named: str(tmp_path / "file")}, None),  # a command works without it
+        ({named: "", "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "jax")}, None),
+    ):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        found = compilation_cache.keep_compiled()
+        assert (found and found.parent) == parent
+        assert compilation_cache.keep_compiled(off=True) is None
 
 
-def test_the_version(capsys):
-    assert main(["--version"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith(f"gshard-m4 {version('gshard-m4')} (gshard {version('gshard')}, jax {jax.__version__}, ")
-
-
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
-def test_a_request_to_stop_saves_and_prints_the_line_that_goes_on(
-    number, code, tmp_path, monkeypatch,
-    capsys,
-):  # fmt: skip
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_request_to_stop_saves_and_prints_the_line_that_goes_on(number, code, tmp_path, monkeypatch, capsys):
     class Interrupting(Toy):
         def batch(self, step):
             if step == 2:
                 os.kill(os.getpid(), number)
             return super().batch(step)
 
-    assert threading.current_thread() is threading.main_thread()
-    monkeypatch.setattr(PreparedText, "load", staticmethod(lambda folder: Interrupting()))
+    read_toys(monkeypatch, Interrupting)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
     try:
         assert main(["train", "--run", "r", "--devices", "1", "--steps", "50", *SMALL]) == code
@@ -524,6 +488,12 @@ def test_what_is_wrong_is_told_in_a_few_lines(arguments, told, trained, tmp_path
         main([*arguments, "--debug"])
 
 
+def test_the_version(capsys):
+    assert main(["--version"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"gshard-m4 {version('gshard-m4')} (gshard {version('gshard')}, jax {jax.__version__}, ")
+
+
 @pytest.mark.parametrize(("arguments", "told"), [
     ([], "demo"), (["trian"], "train"), (["train", "--step", "3"], "--steps"),
     (["train", "--preset", "huge"], "moe-8e-4l"),
@@ -535,9 +505,22 @@ def test_usage(arguments, told, capsys):
     assert told in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("command", ["", "prepare", "train", "translate", "evaluate", "serve", "demo"])
-def test_help(command, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main([*filter(None, [command]), "--help"])
-    assert stopped.value.code == 0
-    assert len(capsys.readouterr().out) > 200
+def test_help(capsys):
+    for command in ([], ["prepare"], ["train"], ["translate"], ["evaluate"], ["serve"], ["demo"]):
+        with pytest.raises(SystemExit) as stopped:
+            main([*command, "--help"])
+        assert stopped.value.code == 0
+        assert len(capsys.readouterr().out) > 200
+
+
+@pytest.mark.parametrize(("options", "wrong"), [
+    *((TrainConfig, of) for of in ({"learning_rate": 0.0}, {"label_smoothing": 1.0}, {"save_every": -1},
+                                   {"save_minutes": 0.0})),
+    *((DecodeConfig, of) for of in ({"max_length": 0}, {"alpha": -0.1}, {"alpha": float("nan")}, {"n_best": 0},
+                                    {"n_best": 5})),
+    *((ServeConfig, of) for of in ({"queue": 0}, {"rate": -1}, {"timeout": 0}, {"rate": float("nan")},
+                                   {"connections": 0}, {"proxies": "10.0.0.1, example.org"})),
+])  # fmt: skip
+def test_impossible_options_are_refused(options, wrong):
+    with pytest.raises(OptionError, match=next(iter(wrong))):
+        options(**wrong)

@@ -11,23 +11,13 @@ import pytest
 
 from gshard import moe
 from gshard_m4.decode import EOS, PAD, UNK, DecodeConfig, ids_of
-from gshard_m4.errors import OptionError
 from moe import naive
 from reordering import decode, flat_beam_search, reordering_beam_search
 
 CONFIG = moe.TransformerConfig(
-    source_vocabulary=23,
-    target_vocabulary=11,
-    model_dim=16,
-    hidden_dim=24,
-    heads=2,
-    head_dim=8,
-    encoder_layers=2,
-    decoder_layers=2,
-    experts=4,
-    group_size=None,
-    partitions=2,
-)
+    23, 11, model_dim=16, hidden_dim=24, heads=2, head_dim=8, encoder_layers=2, decoder_layers=2, experts=4,
+    group_size=None, partitions=2,
+)  # fmt: skip
 
 
 def random_model(seed, sharpness=6.0):
@@ -78,12 +68,9 @@ def reference_beam(score, beam, alpha, length):
     return best, best_score
 
 
-@pytest.mark.parametrize(
-    ("beam", "alpha", "seed"), [
-        (1, 0.6, 2), pytest.param(2, 0.0, 0, marks=pytest.mark.slow), pytest.param(4, 0.6, 1, marks=pytest.mark.slow),
-        (7, 2.0, 3),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("beam", "alpha", "seed"), [
+    (1, 0.6, 2), pytest.param(2, 0.0, 0, marks=pytest.mark.slow), (7, 2.0, 3),
+])  # fmt: skip
 def test_beam_search_equals_the_reference(beam, alpha, seed, rng):
     params, source = random_model(seed), random_source(rng)
     options = DecodeConfig(beam=beam, alpha=alpha, max_length=6)
@@ -131,19 +118,10 @@ class ExactModel:
         return self.logits(sum_ND, position), sum_ND[None]
 
 
-FEW = {(0.0, 1), (0.0, 7), (0.6, 3), (0.6, 16)}  # in the fast tests
-
-
-@pytest.mark.parametrize(
-    ("alpha", "slope", "beam"),
-    [
-        pytest.param(alpha, slope, beam, marks=() if (alpha, beam) in FEW else pytest.mark.slow)
-        for alpha, slope in ((0.0, 0.0), (0.6, 0.5))
-        for beam in (1, 2, 3, 7, 16)
-    ],
-)
-@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("alpha", "slope"), [(0.0, 0.0), (0.6, 0.5)])
+@pytest.mark.parametrize("beam", [3, 16, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 7))])
 def test_flat_equals_reordering_to_the_bit_with_ties(beam, alpha, slope, rng):
+    """Ties, and hypotheses of several lengths: without them this would prove little."""
     B, V, T = 9, 7, 8
     model = ExactModel(rng, B, V, slope)
     options = DecodeConfig(beam=beam, alpha=alpha, max_length=T, n_best=max(1, beam // 2))
@@ -157,22 +135,15 @@ def test_flat_equals_reordering_to_the_bit_with_ties(beam, alpha, slope, rng):
     found = jax.jit(lambda cache: flat_beam_search(model.flat, cache, B, T, options))(jnp.zeros((B, T * beam, 3)))
     assert listed(found) == want
     assert reference(stop_early=True) == want, "stopping early changes nothing"
+    if (alpha, beam) == (0.6, 16):
+        assert sum(len({s for _, s in of}) < len(of) for of in want) >= 3
+        assert len({len(ids) for of in want for ids, _ in of}) >= 3
 
 
-def test_the_exact_model_ties(rng):
-    """Without ties, and hypotheses of several lengths, the test above would prove little."""
-    model = ExactModel(rng, 9, 7, 0.5)
-    options = DecodeConfig(beam=4, n_best=4, alpha=0.6, max_length=8)
-    found = listed(flat_beam_search(model.flat, jnp.zeros((9, 32, 3)), 9, 8, options))
-    assert sum(len({s for _, s in of}) < len(of) for of in found) >= 3
-    assert len({len(ids) for of in found for ids, _ in of}) >= 3
-
-
-@pytest.mark.parametrize("beam", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_the_neighbours_of_a_sentence_do_not_matter(beam, rng):
+def test_the_neighbours_of_a_sentence_do_not_matter(rng):
     """In a batch of one shape, not even the last bit of a score depends on who else is in it, or where."""
     params, source = random_model(5), random_source(rng, sentences=8)
-    options = DecodeConfig(beam=beam, n_best=beam, max_length=6)
+    options = DecodeConfig(beam=3, n_best=3, max_length=6)
     together = decode(CONFIG, params, source, options)
     order = rng.permutation(8)
     shuffled = decode(CONFIG, params, source[order], options)
@@ -180,11 +151,11 @@ def test_the_neighbours_of_a_sentence_do_not_matter(beam, rng):
     np.testing.assert_array_equal(shuffled.tokens_BNT, together.tokens_BNT[order])
     np.testing.assert_array_equal(shuffled.score_BN, together.score_BN[order])
     for i in range(8):
-        others = random_source(rng, sentences=8)
-        others[(i + 3) % 8] = source[i]
-        found = jax.tree.map(np.asarray, decode(CONFIG, params, others, options))
-        np.testing.assert_array_equal(found.tokens_BNT[(i + 3) % 8], together.tokens_BNT[i])
-        np.testing.assert_array_equal(found.score_BN[(i + 3) % 8], together.score_BN[i])
+        others, at = random_source(rng, sentences=8), (i + 3) % 8
+        others[at] = source[i]
+        found = decode(CONFIG, params, others, options)
+        np.testing.assert_array_equal(found.tokens_BNT[at], together.tokens_BNT[i])
+        np.testing.assert_array_equal(found.score_BN[at], together.score_BN[i])
     # Alone, the products have other shapes and round otherwise.
     alone = [decode(CONFIG, params, source[i : i + 1], options) for i in range(8)]
     np.testing.assert_array_equal(together.tokens_BNT, np.concatenate([a.tokens_BNT for a in alone]))
@@ -203,11 +174,3 @@ def test_the_loop_stops_when_every_sentence_has_ended():
     jax.effects_barrier()
     assert not np.asarray(result.tokens_BNT).any()
     assert len(set(steps)) < 250  # ((5 + 1000) / 6) * log P(end) is what a continuation must fall below
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"beam": 0}, {"max_length": 0}, {"alpha": -0.1}, {"alpha": float("nan")}, {"n_best": 0}, {"n_best": 5}]
-)
-def test_impossible_options_are_refused(wrong):
-    with pytest.raises(OptionError, match=next(iter(wrong))):
-        DecodeConfig(**wrong)

@@ -71,7 +71,7 @@ def test_differences_are_of_the_same_sentences_only(tmp_path):
             joined(EXAMPLES, {"other": lines})
 
 
-@pytest.mark.parametrize("content", [None, "two\tfields\n", "more\tthan\tfour\tfields\tare\n", "nonsense"])
+@pytest.mark.parametrize("content", [None, "two\tfields\n", "more\tthan\tfour\tfields\tare\n"])
 def test_what_is_no_file_of_translations_is_refused(content, tmp_path):
     if content is not None:
         (tmp_path / "translations.tsv").write_text(content)
@@ -97,32 +97,22 @@ def test_table_and_summary(tmp_path):
     assert [bool(row["delta_bleu"]) for row in table] == [True, False, True, False]
     assert float(table[0]["delta_bleu"]) == pytest.approx(languages[0].delta_bleu, abs=0.005)
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results["name"] == "model"
-    assert {code: (of["pairs"], of["sentences"]) for code, of in results["languages"].items()} == {
-        code: (pairs, 3) for code, pairs in PAIRS.items()
-    }
-    assert results["overall"] == points(of.counts_NK.sum(0)).tolist()
+    found = {code: (of["pairs"], of["sentences"]) for code, of in results["languages"].items()}
+    assert found == {code: (pairs, 3) for code, pairs in PAIRS.items()}
+    assert (results["name"], results["overall"]) == ("model", points(of.counts_NK.sum(0)).tolist())
 
 
 def test_what_is_more_than_chance(tmp_path):
-    examples = [
-        Pair(code, "x", f"open the file number {WORDS[n]} of the window") for code in ("de", "yo") for n in range(40)
-    ]
+    english = [f"open the file number {word} of the window" for word in WORDS[:40]]
+    examples = [Pair(code, "x", line) for code in ("de", "yo") for line in english]
     right = [e.english for e in examples]
     # Worse in one language, and as often better as worse in the other.
     theirs = [line.replace("file number", "door") if e.language == "de" else line for e, line in zip(examples, right)]
     theirs = [line.replace("open", "shut") if n % 2 and n >= 40 else line for n, line in enumerate(theirs)]
     ours = [line.replace("open", "shut") if n % 2 == 0 and n >= 40 else line for n, line in enumerate(right)]
-    languages = saved(tmp_path, scored(examples, ours, theirs=theirs), ours)
-    of_de, of_yo = languages
-    assert of_de.p_bleu is not None
-    assert of_yo.p_bleu is not None
+    of_de, of_yo = saved(tmp_path, scored(examples, ours, theirs=theirs), ours)
     assert of_de.p_bleu < 0.01 < 0.1 < of_yo.p_bleu
     assert of_de.bleu_95 == 0.0 < of_yo.bleu_95
-    with (tmp_path / "scores.csv").open() as file:
-        de, yo = csv.DictReader(file)
-    assert float(de["p_bleu"]) < 0.01
-    assert float(yo["bleu_95"]) > 0
     assert scored(examples, ours).by_language()[1].p_bleu is None
 
 
@@ -147,40 +137,25 @@ def test_one_english_sentence_in_many_languages_is_one_cluster():
     assert alone.p[0] < four_times.p[0]
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(60, marks=pytest.mark.slow)])
-def test_a_p_is_two_sided_and_right_under_chance(times, rng):
-    """Of systems that err alike, one in twenty has a p below 0.05; and it is the same whichever is called ours."""
+def test_a_p_is_two_sided_and_right_under_chance(rng):
+    """Systems that err alike: a p that is the same whichever is called ours."""
     english = [f"open the file {word} of the {other} now" for word in WORDS for other in ("window", "house")]
-    below = 0
-    for _ in range(times):
-        one, other = ([line.replace("file", "door") if rng.random() < 0.3 else line for line in english] for _ in "ab")
-        _, found = compared(english, one, other).p
-        assert found is not None
-        assert found == compared(english, other, one).p[1]
-        below += found < 0.05
-    assert below <= 8
-
-
-def test_there_is_no_p_for_a_handful_of_sentences():
-    english = [f"open the file {word}" for word in WORDS[:9]]
-    few = compared(english, english, ["x"] * 9)
-    assert (few.p, few.delta[0]) == ((None, None), pytest.approx(100))
-    more = [*english, "one more"]
-    assert compared(more, more, ["x"] * 10).p[0] == 1 / (1 + SAMPLES)
-
-
-@pytest.mark.parametrize(("chances", "corrected"), [
-    ([], []), ([0.2], [0.2]), ([0.4, 0.3], [0.6, 0.6]), ([None, 0.01, 0.02], [None, 0.02, 0.02]), ([0.9] * 3, [1] * 3),
-])  # fmt: skip
-def test_holm(chances, corrected):
-    assert holm(chances) == pytest.approx(corrected)
+    one, other = ([line.replace("file", "door") if rng.random() < 0.3 else line for line in english] for _ in "ab")
+    _, found = compared(english, one, other).p
+    assert found == compared(english, other, one).p[1] > 0.05
+    few = compared(english[:9], english[:9], ["x"] * 9)
+    assert (few.p, few.delta[0]) == ((None, None), pytest.approx(100)), "there is none for a handful of sentences"
+    assert compared(english[:20], english[:20], ["x"] * 20).p[0] == 1 / (1 + SAMPLES)
+    for chances, corrected in (
+        ([], []), ([0.2], [0.2]), ([0.4, 0.3], [0.6, 0.6]), ([None, 0.01, 0.02], [None, 0.02, 0.02]),
+        ([0.9] * 3, [1] * 3),
+    ):  # fmt: skip
+        assert holm(chances) == pytest.approx(corrected)
 
 
 def test_classes_are_scored_as_one_text(tmp_path):
-    examples = [
-        Pair(f"l{n % 8}", "x", f"open the file number {WORDS[n]} of the window {n * n}") for n in range(80)
-    ]  # l0 to l1 are high, l6 to l7 low
-    pairs = {f"l{n}": 1000 - n for n in range(8)}
+    examples = [Pair(f"l{n % 8}", "x", f"open the file number {WORDS[n]} of the window {n * n}") for n in range(80)]
+    pairs = {f"l{n}": 1000 - n for n in range(8)}  # l0 and l1 are high, l6 and l7 low
     right = [e.english for e in examples]
     ours = [line.replace("open", "shut") if e.language in ("l6", "l7") else line for e, line in zip(examples, right)]
     worse = [line.replace("file", "door") if e.language in ("l0", "l7") else line for e, line in zip(examples, ours)]
@@ -197,7 +172,6 @@ def test_classes_are_scored_as_one_text(tmp_path):
     other = sacrebleu.corpus_bleu([worse[n] for n in low], [[right[n] for n in low]]).score
     assert bleu > other
     assert rows["low"].delta_bleu == pytest.approx(bleu - other)
-    assert rows["high"].p_bleu is not None
     assert rows["high"].p_bleu < 0.05
     assert (rows["medium"].delta_bleu, rows["medium"].p_bleu, rows["high"].english) == (0.0, 1.0, 20)
     family = [p for row in rows.values() for p in (row.p_bleu, row.p_chrf)]
@@ -225,8 +199,8 @@ def test_figure(tmp_path):
     many = [Pair(f"l{n:02}", "x", f"open the new file {n}") for n in range(40)]
     right = [e.english for e in many]
     pairs = {e.language: 10_000 // (n + 1) for n, e in enumerate(many)}
-    with_deltas, without = (scored(many, right, pairs, theirs) for theirs in (["nothing"] * 40, ()))
-    for of, deltas in ((with_deltas, True), (without, False)):
+    for theirs, deltas in ((["nothing"] * 40, True), ((), False)):
+        of = scored(many, right, pairs, theirs)
         rows = of.by_language()
         for name in ("one", "again"):
             figure.figure(tmp_path / f"{name}.svg", "model", rows, of.classes, "bilingual")
@@ -236,15 +210,13 @@ def test_figure(tmp_path):
         assert drawn.index("l00") < drawn.index("l20") < drawn.index("l39")
 
 
-SOURCES = ["Datei speichern unter", "Das Fenster schließen", "Enregistrer le fichier", "Ouvrir une nouvelle fenêtre"]
 REFERENCES = ["Save the file as", "Close the window", "Save the file", "Open a new window here"]
 WRITTEN = ["Save the file as", "Close this window", "Save a file", "Open a new window here"]
-LANGUAGES = ["de", "de", "fr", "fr"]
 
 
 def test_scores_are_those_of_sacrebleu():
     counts_NK = score.counted(WRITTEN, REFERENCES)
-    for rows in (slice(0, 2), slice(2, 4), slice(0, 4)):
+    for rows in (slice(0, 2), slice(0, 4)):
         written, wanted = WRITTEN[rows], [REFERENCES[rows]]
         bleu, chrf = score.points(counts_NK[rows].sum(0))
         assert bleu == pytest.approx(sacrebleu.corpus_bleu(written, wanted).score)
@@ -254,19 +226,5 @@ def test_scores_are_those_of_sacrebleu():
         metric.corpus_score(WRITTEN, [REFERENCES])
     bleu, chrf = (metric.get_signature() for metric in metrics)
     assert f"BLEU|{bleu} chrF++|{chrf}" == score.SIGNATURE
-    assert "version:" in score.SIGNATURE
-    assert "tok:13a" in score.SIGNATURE
-
-
-def test_systems_are_side_by_side():
-    systems = {"model": score.counted(WRITTEN, REFERENCES), "copy": score.counted(SOURCES, REFERENCES)}
-    lines = score.table(systems, LANGUAGES).splitlines()
-    assert [line.split()[:2] for line in lines[1:]] == [["de", "2"], ["fr", "2"], ["all", "4"]]
-    assert len({len(line) for line in lines}) == 1
-    assert all(float(line.split()[3]) > float(line.split()[5]) for line in lines[1:]), "who copies knows no language"
-
-
-@pytest.mark.parametrize("cut", [slice(0, 3), slice(0, 0)])
-def test_unequal_lengths_are_refused(cut):
     with pytest.raises(ValueError, match="one reference for each translation"):
-        score.counted(WRITTEN[cut], REFERENCES)
+        score.counted(WRITTEN[:3], REFERENCES)

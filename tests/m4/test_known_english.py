@@ -1,18 +1,16 @@
 """Known English: what is kept out of a language is not told by its training text, and stays in others."""
 
+import dataclasses
 import itertools
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gshard_m4.corpus import known_english
 from gshard_m4.corpus.hold_out import key
 from gshard_m4.corpus.known_english import KNOWN_DEV, KNOWN_TEST, OTHERS, units
 from gshard_m4.corpus.part import PARTS, Split, write_parts
 from gshard_m4.prepare import PrepareConfig, fitting, prepare
-from gshard_m4.prepared import Prepared
 from gshard_m4.text import PreparedText
 
 WORDS = [a + b for a in ("ba", "ke", "lo", "mi", "du", "ra") for b in ("nat", "sor", "tel", "vim", "gus")]
@@ -87,6 +85,8 @@ def test_what_is_kept_out_is_not_told_by_the_training_text(files, tmp_path):
         assert not set(pairs(tmp_path / "out", one)) & set(pairs(tmp_path / "out", other))
     lines = {language: path.read_text(encoding="utf-8").count("\n") for language, path in files.items()}
     assert sum(lines.values()) == sum(found["pairs"].values()), "every pair is in one part"
+    assert units("Ouvrir %s fichier 3") == ["ouvrir", "fichier"]
+    assert units("打开文件 PDF") == ["打", "开", "文", "件", "pdf"]
 
 
 def test_the_choice_follows_from_hashes(files, tmp_path):
@@ -99,11 +99,6 @@ def test_the_choice_follows_from_hashes(files, tmp_path):
     assert split(files, tmp_path / "again") == split(files, tmp_path / "and_again")
     split(files, tmp_path / "none", known=0)
     assert not list(pairs(tmp_path / "none", KNOWN_TEST))
-
-
-def test_letters_count_where_words_are_not_parted():
-    assert units("Ouvrir %s fichier 3") == ["ouvrir", "fichier"]
-    assert units("打开文件 PDF") == ["打", "开", "文", "件", "pdf"]
 
 
 @pytest.fixture
@@ -134,9 +129,7 @@ def test_a_prepared_corpus_has_both_tests(config):
     assert text.length == fitting(lengths, 24, 128) > 24, "rows are as long as the text of one's own needs"
     assert (lengths <= text.length).mean() >= 0.99
 
-
-def test_a_corpus_of_an_earlier_version_stays(config):
-    prepare(config, lambda line: None)
+    # A corpus of an earlier version stays.
     path = config.folder / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["format"] = 3
@@ -160,18 +153,7 @@ def test_one_language_has_no_known_english(config, tmp_path):
     only = tmp_path / "only.tsv"
     lines = config.files[0].read_text(encoding="utf-8").splitlines(keepends=True)
     only.write_text("".join(line for line in lines if line.startswith("de\t")), encoding="utf-8")
-    done = prepare(
-        PrepareConfig(
-            output=tmp_path / "one", cache=tmp_path / "cache", sources=(), files=(only,), dev=0.05, test=0.05,
-            source_vocabulary=330, target_vocabulary=330,
-        ),
-        lambda line: None,
-    )  # fmt: skip
-    assert isinstance(done, Prepared)
-    assert "no second test" in str(done)
-    assert "warning: test has" in str(done), "a small test is no test"
-
-
-def test_nothing_is_read_where_nothing_is_asked(monkeypatch):
-    monkeypatch.setattr(known_english, "rows", lambda path: pytest.fail("a file was read"))
-    assert known_english.choose({"de": Path("x")}, {}, {"de": set()}, {"de": set()}, 9, 0.1) == {"de": {}}
+    alone = dataclasses.replace(config, files=(only,), source_vocabulary=330)
+    done = str(prepare(alone, lambda line: None))
+    assert "no second test" in done
+    assert "warning: test has" in done, "a small test is no test"

@@ -21,9 +21,7 @@ pytest.importorskip("starlette", reason="starlette (the extra serve) is not inst
 import chromium
 import serving
 from gshard_m4.command_line import main
-from gshard_m4.errors import OptionError
 from gshard_m4.serve.batcher import Batcher, QueueFullError
-from gshard_m4.serve.config import ServeConfig
 from gshard_m4.serve.limits import Rate
 from gshard_m4.serve.starting import starting
 from gshard_m4.stream import Found, Sentence
@@ -31,8 +29,7 @@ from gshard_m4.translate import Hypothesis, Marked, Prepared, Translated
 
 TESTS = Path(__file__).parents[1]
 JSON = {"Content-Type": "application/json"}
-
-
+HEAD = b"POST /translate HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\n"
 RUNNING = []
 COMPILED = []  # where servers keep compiled programs for each other
 
@@ -52,15 +49,12 @@ class Served:
     """A running server."""
 
     def __init__(self, **options):
-        self.process = subprocess.Popen(
-            [sys.executable, str(TESTS / "serving.py"), json.dumps(options)],
-            env=os.environ
-            | {"XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1"), "JAX_PLATFORMS": "cpu"}
-            | {"JAX_COMPILATION_CACHE_DIR": str(COMPILED[-1]), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
+        kept = {"JAX_COMPILATION_CACHE_DIR": str(COMPILED[-1]), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"} | kept
+        command, pipe = [sys.executable, str(TESTS / "serving.py"), json.dumps(options)], subprocess.PIPE
+        self.process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
         RUNNING.append(self)
-        assert self.process.stdout is not None
         said = ""
         for line in self.process.stdout:
             said += line
@@ -80,7 +74,6 @@ class Served:
     def end(self):
         """Ends it with SIGTERM: exit code and what it wrote."""
         self.process.send_signal(signal.SIGTERM)
-        assert self.process.stderr is not None
         told = self.process.stderr.read()
         return self.process.wait(timeout=30), told
 
@@ -180,7 +173,7 @@ def test_what_is_no_request_is_refused(served):
 
     async def odd():
         chunk = b"10000\r\n" + b"a" * 0x10000 + b"\r\n"
-        head = b"POST /translate HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        head = HEAD + b"Connection: close\r\n"
         sent = [
             head + b"Transfer-Encoding: chunked\r\n\r\n" + 40 * chunk + b"0\r\n\r\n",
             head + b"Content-Length: -1\r\n\r\n",
@@ -227,7 +220,7 @@ def test_a_thousand_at_once(served):
 
 
 def test_limits_of_rate_and_time_and_a_graceful_end():
-    server = Served(rate=0.001, burst=5, wait=1500, timeout=3, connections=20)
+    server = Served(rate=0.001, burst=5, wait=1500, timeout=2, connections=20)
     assert server.ask("GET", "/health")[2] == {"status": "ok"}
     with contextlib.ExitStack() as open_ones:
         for _ in range(20):
@@ -239,9 +232,8 @@ def test_limits_of_rate_and_time_and_a_graceful_end():
         time.sleep(0.1)
 
     async def slow_and_last():
-        head = b"POST /translate HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
-        slow = await speak(server.port, head + b"{")
-        keeping = head.replace(b": 9", b": 15") + b'{"text": "now"}'  # without Connection: close of its own
+        slow = await speak(server.port, HEAD + b"Content-Length: 9\r\n\r\n{")
+        keeping = HEAD + b'Content-Length: 15\r\n\r\n{"text": "now"}'  # without Connection: close of its own
         last = asyncio.create_task(speak(server.port, keeping))
         await asyncio.sleep(0.5)
         server.process.send_signal(signal.SIGTERM)
@@ -264,8 +256,7 @@ def test_while_it_stops_requests_are_refused():
 
     async def story():
         waiting = [asyncio.create_task(ask(server.port, "POST", "/translate", {"text": "now"})) for _ in range(5)]
-        head = b"POST /translate HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
-        waiting.append(asyncio.create_task(speak(server.port, head)))
+        waiting.append(asyncio.create_task(speak(server.port, HEAD + b"Content-Length: 9\r\n\r\n{")))
         await asyncio.sleep(0.5)
         server.process.send_signal(signal.SIGTERM)
         return await asyncio.gather(*waiting)
@@ -275,7 +266,6 @@ def test_while_it_stops_requests_are_refused():
         assert (status, answer, headers["retry-after"]) == (503, {"error": "The server is stopping."}, "5")
         assert headers["connection"] == "close"
     assert server.process.wait(20) == 143
-    assert server.process.stderr is not None
     assert "Traceback" not in server.process.stderr.read()
 
 
@@ -299,8 +289,7 @@ def test_sentences_are_charged_by_address_and_those_of_clients_that_left_are_dro
     async def leaves():
         raw = json.dumps({"text": "\n".join(f"open the file {n}" for n in range(200))}).encode()
         _, writer = await asyncio.open_connection("127.0.0.1", server.port, local_addr=("127.0.0.3", 0))
-        head = f"POST /translate HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}"
-        writer.write(head.encode() + b"\r\n\r\n" + raw)
+        writer.write(HEAD + f"Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
         await writer.drain()
         await asyncio.sleep(0.1)
         writer.close()
@@ -312,7 +301,6 @@ def test_sentences_are_charged_by_address_and_those_of_clients_that_left_are_dro
         raise AssertionError(metrics)
 
     translated = re.search(r"\nm4_sentences_total (\S+)", asyncio.run(leaves()))
-    assert translated is not None
     assert float(translated[1]) < 5 + 200 + 1 + 200, "those that waited were not translated"
     server.end()
 
@@ -363,7 +351,6 @@ def test_a_second_signal_does_not_wait():
             await waiting
 
     asyncio.run(twice())
-    assert server.process.stderr is not None
     assert server.process.stderr.read() == ""
 
 
@@ -388,15 +375,6 @@ def test_a_port_in_use_is_told_before_the_model_is_read(capsys):
     assert "--port" in told
     assert main(["serve", "--host", "no.such.host.invalid"]) == 2
     assert "cannot listen" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("wrong", [
-    {"queue": 0}, {"rate": -1}, {"port": 70_000}, {"timeout": 0}, {"rate": float("nan")}, {"connections": 0},
-    {"proxies": "10.0.0.1, example.org"},
-])  # fmt: skip
-def test_impossible_options_are_refused(wrong):
-    with pytest.raises(OptionError, match=next(iter(wrong))):
-        ServeConfig(**wrong)
 
 
 class Shouting:
@@ -512,7 +490,7 @@ def luminance(colour):
 
 
 @pytest.mark.skipif(chromium.FOUND is None, reason="no Chromium on this machine")
-def test_the_page_in_a_browser(served, tmp_path):
+def test_the_page_in_a_browser(served):
     address = f"http://127.0.0.1:{served.port}/"
     lines = ["save the file", "open a new window please"]
     want = [of.text for of in serving.translator().translate(lines)]
@@ -559,11 +537,4 @@ def test_the_page_in_a_browser(served, tmp_path):
         page.look("light", 360, 740)
         assert page.run("document.documentElement.scrollWidth") <= 360, "nothing sticks out of a small screen"
 
-        folder = Path(os.environ.get("M4_PICTURES", tmp_path))
-        page.run(f"document.getElementById('source').value = {json.dumps(chr(10).join(lines))}")
-        page.run("document.getElementById('go').click()")
-        page.wait("document.querySelectorAll('#result ol li').length === 4 && !document.getElementById('go').disabled")
-        for scheme, width in (("light", 1200), ("dark", 1200), ("light", 390)):
-            page.look(scheme, width, 760)
-            page.picture(folder / f"{scheme}-{width}.png")
         assert {url.split("/")[2] for url in page.requested if url.startswith("http")} == {f"127.0.0.1:{served.port}"}

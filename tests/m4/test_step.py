@@ -45,14 +45,11 @@ def step_and_state(model):
     return jax.jit(make_step(model, TrainConfig())), state | {"params": params}
 
 
-@pytest.mark.parametrize(
-    "model", [ALONE, pytest.param(DENSE, marks=pytest.mark.slow)], ids=["decoder", "encoder and decoder"]
-)
-def test_micro_batches_add_up_to_the_batch(model, rng):
+def test_micro_batches_add_up_to_the_batch(rng):
     """Sentences are of all lengths, so the mean of the micro-batches' means would be another number."""
-    given, (step, state) = batch(rng), step_and_state(model)
+    given, (step, state) = batch(rng), step_and_state(ALONE)
     whole, want = step(state, given)
-    parts, got = jax.jit(make_step(model, TrainConfig(accumulate=4)))(state, given)
+    parts, got = jax.jit(make_step(ALONE, TrainConfig(accumulate=4)))(state, given)
     for name in ("loss", "cross_entropy", "gradient_norm", "tokens"):
         np.testing.assert_allclose(got[name], want[name], rtol=1e-5)
     for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
@@ -101,22 +98,21 @@ def test_activations_may_be_bfloat16_and_the_router_is_not(rng):
     np.testing.assert_allclose(half, full, rtol=0.02)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_makes_a_model(preset):
-    model = ModelChoice(preset).transformer(64_000, 32_000, partitions=8)
-    weights = moe.parameter_count(moe.param_specs(model))
-    assert f"{weights / 1e6:.1f} million weights" in describe_model(model)
-    if preset == "paper-moe-2048e-36l":
-        assert weights == moe.parameter_count(moe.param_specs(moe.TABLE_1["MoE(2048E, 36L)"]))
+def test_every_preset_makes_a_model():
+    for preset in PRESETS:
+        model = ModelChoice(preset).transformer(64_000, 32_000, partitions=8)
+        weights = moe.parameter_count(moe.param_specs(model))
+        assert f"{weights / 1e6:.1f} million weights" in describe_model(model)
+    paper = ModelChoice("paper-moe-2048e-36l").transformer(64_000, 32_000, partitions=8)
+    assert moe.param_specs(paper) == moe.param_specs(moe.TABLE_1["MoE(2048E, 36L)"])
 
 
 def test_a_plan_needs_no_devices(rng):
     model = ModelChoice("paper-moe-512e-12l").transformer(900, 800, partitions=512)
-    model = dataclasses.replace(model, source_vocabulary=0, encoder_layers=0)  # planned in half of the time
+    model = dataclasses.replace(model, source_vocabulary=0, encoder_layers=0, decoder_layers=2)  # planned in less time
     told = plan_summary(model, TrainConfig(), {"target": batch(rng, 512, 256)["target"]})
-    assert "on 512 devices" in told
-    assert "['experts']['wi']" in told
-    assert "512@devices" in told
+    for part in ("on 512 devices", "['experts']['wi']", "512@devices"):
+        assert part in told
 
 
 def test_metrics_go_to_tensorboard_and_begin_where_the_run_does(tmp_path):
@@ -165,11 +161,7 @@ def leaves(tree, prefix=""):
 
 
 def random_tree(rng, scale=1.0):
-    return jax.tree.map(
-        lambda spec: scale * rng.standard_normal(spec.shape).astype(np.float32),
-        SPECS,
-        is_leaf=lambda x: hasattr(x, "dims"),
-    )
+    return jax.tree.map(lambda spec: scale * rng.standard_normal(spec.shape).astype(np.float32), SPECS)
 
 
 def reference(spec, grads, param, config):
@@ -211,9 +203,7 @@ def reference(spec, grads, param, config):
     return param
 
 
-@pytest.mark.parametrize(
-    "config", [Adafactor(peak_step=4), Adafactor(peak_step=2, warmup_steps=3, scale=0.5, clip=0.3)]
-)
+@pytest.mark.parametrize("config", [Adafactor(peak_step=4), Adafactor(0.5, peak_step=2, warmup_steps=3, clip=0.3)])
 def test_update_equals_the_sequential_transcription(config):
     rng = np.random.default_rng(0)
     params = random_tree(rng)
@@ -231,27 +221,12 @@ def test_update_equals_the_sequential_transcription(config):
         np.testing.assert_allclose(leaves(now)[name], want, rtol=2e-5, atol=2e-6, err_msg=name)
 
 
-def test_state_never_averages_over_layers_or_experts():
-    shapes = {name: {k: v.shape for k, v in m.items()} for name, m in leaves(optimizer.init(SPECS)).items()}
-    assert shapes["experts/wi"] == {"row": (3, 8, 4), "column": (3, 8, 5)}
-    assert (shapes["experts/bias"], shapes["router"]) == ({"full": (3, 8, 5)}, {"full": (3, 4, 8)})
-    assert (shapes["scale"], shapes["wq"]) == ({"full": (3, 4)}, {"row": (3, 4, 2), "column": (3, 2, 6)})
-    assert (shapes["embedding"], shapes["final"]) == ({"row": (11,), "column": (4,)}, {"full": (4,)})
-
-
 def test_agrees_with_optax_on_a_plain_matrix():
     optax = pytest.importorskip("optax")
     rng = np.random.default_rng(1)
     specs = {"w": Param((128, 160), ("model", "hidden"))}
     params = {"w": rng.standard_normal((128, 160)).astype(np.float32)}
-    theirs = optax.adafactor(
-        learning_rate=lambda t: optimizer.learning_rate(t, Adafactor(peak_step=3)),
-        decay_rate=0.8,
-        momentum=None,
-        weight_decay_rate=None,
-        clipping_threshold=1.0,
-        multiply_by_parameter_scale=True,
-    )
+    theirs = optax.adafactor(learning_rate=lambda t: optimizer.learning_rate(t, Adafactor(peak_step=3)))
     ours, mine = params, optimizer.init(specs)
     other, yours = params, theirs.init(params)
     for t in range(6):
@@ -263,83 +238,13 @@ def test_agrees_with_optax_on_a_plain_matrix():
 
 
 def test_learning_rate_is_flat_then_falls_with_the_square_root():
-    paper = [float(optimizer.learning_rate(t)) for t in (0, 10_000, 40_000)]
-    np.testing.assert_allclose(paper, [0.01, 0.01, 0.005], rtol=1e-6)
-    warm = Adafactor(peak_step=100, warmup_steps=10)
-    np.testing.assert_allclose(
-        [float(optimizer.learning_rate(t, warm)) for t in (0, 9, 50)], [0.01, 0.1, 0.1], rtol=1e-6
-    )
-    cool = Adafactor(peak_step=100, steps=100, cooldown_steps=20)
-    np.testing.assert_allclose(
-        [float(optimizer.learning_rate(t, cool)) for t in (0, 79, 80, 90, 99, 100, 200)],
-        [0.1, 0.1, 0.1, 0.05, 0.005, 0.0, 0.0], rtol=1e-5,
-    )  # fmt: skip
-
-
-STEPS = 20
-# Sums in another order, carried through 20 updates: a few units in the last place of float32 at first, and
-# no more than this relative to the loss at the end.
-TOLERANCE = 2e-4
-
-
-def training(dispatch, partitions):
-    """A step function, its first state and its batches: loss, gradients and Adafactor, with dropout and coins."""
-    config = moe.TransformerConfig(
-        source_vocabulary=61, target_vocabulary=53, model_dim=16, hidden_dim=24, heads=2, head_dim=8,
-        encoder_layers=2, decoder_layers=2, experts=8, group_size=24, dispatch=dispatch, partitions=partitions,
-    )  # fmt: skip
-    specs = moe.param_specs(config)
-
-    def step(state, batch, number):
-        params, moments = state
-        key = jax.random.fold_in(jax.random.key(11), number)
-
-        def loss(params):
-            return moe.loss(config, params, batch, key=key)
-
-        (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        return optimizer.update(grads, moments, params, number, specs), metrics
-
-    rng = np.random.default_rng(0)
-    batches = []
-    for _ in range(3):
-        batch = {"source": rng.integers(2, 61, (16, 12)), "target": rng.integers(2, 53, (16, 12))}
-        for ids in batch.values():  # sentences of several lengths, ended and padded
-            for row, length in zip(ids, rng.integers(3, 12, 16), strict=True):
-                row[length], row[length + 1 :] = 1, 0
-        batches.append({k: v.astype(np.int32) for k, v in batch.items()})
-    params = naive.values(specs, 5)
-    return step, (params, optimizer.init(specs)), batches
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dispatch", ["einsum", "gather"])
-def test_twenty_steps_give_the_same_losses(dispatch):
-    step, state, batches = training(dispatch, partitions=8)
-    partitioned = gshard.jit(step, mesh=8, donate_argnums=0)
-    plain_step, _, _ = training(dispatch, partitions=1)
-    plain = jax.jit(plain_step)
-
-    lowered = partitioned.lower(state, batches[0], jnp.int32(0))
-    # Each device makes some columns of the embedding's gradient, and masks of words are gathered: nothing else is.
-    others = [c for c in lowered.spmd.collectives if c.kind not in ("all_to_all", "all_reduce")]
-    masks = [c for c in others if c.shape.startswith(("pred[", "s32["))]
-    gradients = [c for c in others if c not in masks]
-    assert all("(embed)" in str(c.line) for c in gradients), "the paper's marks are enough"
-    sent = sum(c.total_bytes for c in lowered.spmd.collectives)
-    assert sum(c.total_bytes for c in gradients) < 0.05 * sent
-    assert sum(c.total_bytes for c in masks) < 0.02 * sent
-    assert lowered.plan.gathered == ()
-
-    ours, theirs = jax.tree.map(jnp.array, state), state
-    losses = []
-    for number in range(STEPS):
-        batch = batches[number % len(batches)]
-        ours, got = partitioned(ours, batch, jnp.int32(number))
-        theirs, want = plain(theirs, batch, jnp.int32(number))
-        np.testing.assert_allclose(got["loss"], want["loss"], rtol=TOLERANCE, err_msg=f"step {number}")
-        assert got["dropped_share"] == want["dropped_share"], f"step {number}: a token took another way"
-        losses.append(float(got["loss"]))
-    assert losses[-1] < 0.9 * losses[0]
-    experts = ours[0]["encoder"]["blocks"]["sparse"]["experts"]["wi"]
-    assert experts.addressable_shards[0].data.shape[1] == 1, "each device keeps one of the 8 experts"
+    for config, rates in (
+        (Adafactor(), {0: 0.01, 10_000: 0.01, 40_000: 0.005}),
+        (Adafactor(peak_step=100, warmup_steps=10), {0: 0.01, 9: 0.1, 50: 0.1}),
+        (
+            Adafactor(peak_step=100, steps=100, cooldown_steps=20),
+            {0: 0.1, 79: 0.1, 80: 0.1, 90: 0.05, 99: 0.005, 100: 0.0, 200: 0.0},
+        ),
+    ):
+        found = [float(optimizer.learning_rate(t, config)) for t in rates]
+        np.testing.assert_allclose(found, list(rates.values()), rtol=1e-5)

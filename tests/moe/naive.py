@@ -1,7 +1,31 @@
 """Routers, experts and a whole decoder as plain as can be: numpy, float64, one token after the other; and test data."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+from gshard import moe
+
+FAST = {"xla_backend_optimization_level": 0}  # small programs: compiling them costs more than running them
+
+
+def value_and_gradients(config, key=None):
+    """Of an expert layer: value, outputs and metrics, and gradients of parameters and inputs."""
+
+    def run(params, x_BLM, valid_BL):
+        direction_BLM = jnp.cos(jnp.arange(x_BLM.size, dtype=jnp.float32)).reshape(x_BLM.shape)
+        outputs, metrics = moe.expert_layer(config, params, x_BLM, valid_BL, key=key)
+        return jnp.sum(outputs * direction_BLM) + metrics["aux_loss"], (outputs, metrics)
+
+    return jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
+
+
+def on_one_device(config, arguments, key=None):
+    return jax.jit(value_and_gradients(config, key), compiler_options=FAST)(*arguments)
+
+
+def assert_close(left, right):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), left, right)
 
 
 def values(specs, seed=0):

@@ -22,7 +22,6 @@ from gshard.moe import (
 )
 from moe import naive
 
-FAST = {"xla_backend_optimization_level": 0}
 PLAIN = TransformerConfig.decoder_only(20, 2, model_dim=12, hidden_dim=14, heads=4, kv_heads=2, head_dim=6)
 MIXTRAL = dataclasses.replace(PLAIN, experts=4, top_k=2, capacity_factor=math.inf, group_size=None)
 DEEPSEEK = dataclasses.replace(MIXTRAL, decoder_layers=4, experts=6, top_k=3, shared_experts=2, dense_first=1,
@@ -37,9 +36,9 @@ def models(*fast):
     return pytest.mark.parametrize("config", cases)
 
 
-run = jax.jit(forward, static_argnums=0, compiler_options=FAST)
-run_loss = jax.jit(loss, static_argnums=0, static_argnames="label_smoothing", compiler_options=FAST)
-step = jax.jit(decode_step, static_argnums=0, static_argnames="dropless", compiler_options=FAST)
+run = jax.jit(forward, static_argnums=0, compiler_options=naive.FAST)
+run_loss = jax.jit(loss, static_argnums=0, static_argnames="label_smoothing", compiler_options=naive.FAST)
+step = jax.jit(decode_step, static_argnums=0, static_argnames="dropless", compiler_options=naive.FAST)
 
 
 def case(config, rows=3, length=7):
@@ -88,36 +87,17 @@ def test_a_rotary_encoder():
     assert float(jnp.abs(moved_BLV - logits_BLV).max()) > 1e-3
     with pytest.raises(ModelError, match="needs a source"):
         forward(config, params, None, ids_BL)
-
-
-def test_a_memory_comes_with_an_encoder():
     params, ids_BL = case(PLAIN)
     with pytest.raises(ModelError, match="a memory if the model has an encoder"):
         decode_step(PLAIN, params, init_cache(PLAIN, 3, 4), ids_BL[:, 0], 0, jnp.ones((3, 2, 12)), ids_BL[:, :2] != 0)
 
 
-def test_there_is_no_trace_of_an_encoder():
-    specs = param_specs(MIXTRAL)
-    assert set(specs) == {"target_embedding", "softmax", "decoder"}
-    assert set(specs["decoder"]["blocks"]["sparse"]) == {"attention", "attention_norm", "experts", "experts_norm"}
-    assert set(param_specs(THIRDS)["decoder"]["blocks"]) == {"sparse", "dense", "dense_2"}
-    assert param_specs(DEEPSEEK)["decoder"]["first"]["dense"]["feed_forward"]["wi"].shape == (1, 12, 20)
-
-
-DENSE = TransformerConfig(20, 18, model_dim=16, hidden_dim=24, heads=2, head_dim=8, encoder_layers=2, decoder_layers=4)
 # Training capacities of this model drop tokens; decoding must not.
-MOE = dataclasses.replace(DENSE, experts=4, group_size=4, capacity_factor=1.0)
+MOE = TransformerConfig(20, 18, model_dim=16, hidden_dim=24, heads=2, head_dim=8, encoder_layers=2, decoder_layers=4,
+    experts=4, group_size=4, capacity_factor=1.0)  # fmt: skip
 MARKED = dataclasses.replace(MOE, partitions=2)
-TRANSLATORS = pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(DENSE, id="dense", marks=pytest.mark.slow),
-        pytest.param(MOE, id="moe"),
-        pytest.param(MARKED, id="marked", marks=pytest.mark.slow),
-    ],
-)
 
-run_encoder = jax.jit(encode, static_argnums=0, static_argnames="dropless", compiler_options=FAST)
+run_encoder = jax.jit(encode, static_argnums=0, static_argnames="dropless", compiler_options=naive.FAST)
 
 
 def translation(config, sentences=4):
@@ -127,10 +107,9 @@ def translation(config, sentences=4):
     return params, source_BL, target_in_BL
 
 
-def decode(config, params, source_BL, target_in_BL, project=True):
+def decode(config, params, source_BL, target_in_BL):
     """Logits of all positions, one step after the other, in a cache longer than needed."""
-    memory = run_encoder(config, params, source_BL)
-    memory = project_memory(config, params, memory) if project else memory
+    memory = project_memory(config, params, run_encoder(config, params, source_BL))
     cache = init_cache(config, source_BL.shape[0], 7)
     rows = []
     for position in range(target_in_BL.shape[1]):
@@ -141,20 +120,14 @@ def decode(config, params, source_BL, target_in_BL, project=True):
     return np.stack(rows, axis=1)
 
 
-@TRANSLATORS
-def test_equals_forward(config):
-    params, source_BL, target_in_BL = translation(config)
-    roomy = dataclasses.replace(config, capacity_factor=math.inf, group_size=None) if config.experts else config
-    expected, _ = run(roomy, params, source_BL, target_in_BL)
-    got = decode(config, params, source_BL, target_in_BL)
-    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
-
-
-@TRANSLATORS
-def test_batch_mates_do_not_matter(config):
+@pytest.mark.parametrize("config", [MOE, pytest.param(MARKED, marks=pytest.mark.slow)])
+def test_equals_forward_and_batch_mates_do_not_matter(config):
     """Neither who they are nor how many."""
     params, source_BL, target_in_BL = translation(config)
+    roomy = dataclasses.replace(config, capacity_factor=math.inf, group_size=None)
+    expected, _ = run(roomy, params, source_BL, target_in_BL)
     together = decode(config, params, source_BL, target_in_BL)
+    np.testing.assert_allclose(together, expected, rtol=1e-4, atol=1e-4)
     others, their_targets = np.roll(source_BL, 1, axis=0), target_in_BL[::-1].copy()
     others[0], their_targets[0] = source_BL[0], target_in_BL[0]
     with_others = decode(config, params, others, their_targets)
@@ -189,7 +162,7 @@ def test_hypotheses_of_a_sentence_share_one_cache():
     B, Q, T = 4, 3, 3
     tokens_TBQ = naive.ids(3, 18, T, B, Q)
     tokens_TBQ[0] = 0
-    flat = jax.jit(decode_flat_step, static_argnums=0, compiler_options=FAST)
+    flat = jax.jit(decode_flat_step, static_argnums=0, compiler_options=naive.FAST)
     parents = [[0, 1, 2], [0, 2, 0], [1, 1, 0]]  # of the hypotheses of steps 0, 1, 2
     seen_QP = np.zeros((Q, T * Q), bool)
     cache = init_cache(MOE, B, T * Q)

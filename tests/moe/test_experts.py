@@ -12,9 +12,7 @@ import pytest
 from gshard.moe import ModelError, TransformerConfig, expert_layer, expert_specs
 from moe import naive
 
-# Small programs: compiling them costs more than running them.
-FAST = {"xla_backend_optimization_level": 0}
-layer = jax.jit(expert_layer, static_argnums=0, compiler_options=FAST)
+layer = jax.jit(expert_layer, static_argnums=0, compiler_options=naive.FAST)
 
 BASE = TransformerConfig(9, 9, model_dim=6, hidden_dim=10, experts=4, group_size=8, capacity_factor=1.0)
 
@@ -24,52 +22,20 @@ def case(config, seed=0):
     return naive.values(expert_specs(config), seed), x_BLM, naive.normal(seed + 2, 4, 6) > -0.8
 
 
-def value_and_gradients(config, params, x_BLM, valid_BL, key):
-    direction_BLM = naive.normal(99, *x_BLM.shape)
-
-    def run(params, x_BLM):
-        outputs, metrics = expert_layer(config, params, x_BLM, valid_BL, key=key)
-        return jnp.sum(outputs * direction_BLM) + metrics["aux_loss"], (outputs, metrics)
-
-    return jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), compiler_options=FAST)(params, x_BLM)
-
-
-def assert_trees_close(left, right, **tolerance):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), left, right)
-
-
-@pytest.mark.parametrize(
-    "group_size, capacity_factor, routing",
-    [
-        (24, 0.5, "lingvo"), (None, math.inf, "paper"),
-        *(pytest.param(*rest, marks=pytest.mark.slow) for rest in [
-            (8, 1.0, "paper"), (8, 1.0, "lingvo"),
-            (24, 0.5, "paper"), (4, 2.0, "paper"), (4, 2.0, "lingvo"), (None, math.inf, "lingvo"),
-        ]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("group_size, capacity_factor, routing", [
+    (24, 0.5, "lingvo"), (6, math.inf, "paper"), pytest.param(8, 1.0, "paper", marks=pytest.mark.slow),
+    pytest.param(None, math.inf, "lingvo", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_dispatches_agree(routing, group_size, capacity_factor):
     """Values, gradients and metrics; ``blocks`` too where nothing is dropped."""
     config = dataclasses.replace(
         BASE, routing=routing, group_size=group_size, capacity_factor=capacity_factor, dispatch="einsum"
     )
-    params, x_BLM, valid_BL = case(config)
-    expected = value_and_gradients(config, params, x_BLM, valid_BL, jax.random.key(5))
+    expected = naive.on_one_device(config, case(config), jax.random.key(5))
     assert float(jnp.abs(expected[0][1][0]).max()) > 0.1
     for dispatch in ("gather", "blocks") if capacity_factor == math.inf else ("gather",):
         other = dataclasses.replace(config, dispatch=dispatch)
-        got = value_and_gradients(other, params, x_BLM, valid_BL, jax.random.key(5))
-        assert_trees_close(got, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("group_size", [6, *(pytest.param(n, marks=pytest.mark.slow) for n in (24, 1))])
-def test_blocks_drop_nothing_in_groups_of_any_size(group_size):
-    config = dataclasses.replace(BASE, dispatch="einsum", capacity_factor=math.inf, group_size=group_size)
-    params, x_BLM, valid_BL = case(config)
-    key = jax.random.key(1)
-    expected, _ = layer(config, params, x_BLM, valid_BL, key=key)
-    got, _ = layer(dataclasses.replace(config, dispatch="blocks"), params, x_BLM, valid_BL, key=key)
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+        naive.assert_close(naive.on_one_device(other, case(config), jax.random.key(5)), expected)
 
 
 @pytest.mark.parametrize("dispatch", ["einsum", "gather"])
@@ -91,7 +57,7 @@ def test_groups_are_independent(dispatch):
     config = dataclasses.replace(BASE, group_size=6, dispatch=dispatch)
     params, x_BLM, _ = case(config)
 
-    @functools.partial(jax.jit, compiler_options=FAST)
+    @functools.partial(jax.jit, compiler_options=naive.FAST)
     @functools.partial(jax.value_and_grad, has_aux=True)
     def rest(x_BLM):
         outputs = expert_layer(config, params, x_BLM)[0][1:]

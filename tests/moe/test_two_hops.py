@@ -11,11 +11,8 @@ import pytest
 import gshard
 from gshard.moe import TransformerConfig, expert_layer, expert_specs, shapes
 from moe import naive
-from moe.test_data_axis import assert_trees_close, value_and_gradients
 from placed import in_every_way, mesh_of
 
-# Small programs: compiling them costs more than running them.
-FAST = {"xla_backend_optimization_level": 0}
 BASE = TransformerConfig.decoder_only(9, 2, model_dim=6, hidden_dim=10, experts=8, top_k=3, group_size=4,
     capacity_factor=math.inf, dispatch="two_hops")  # fmt: skip
 
@@ -35,41 +32,30 @@ def case(config, rows=8, skew=0.0, seed=0):
     return params, x_BLM, naive.normal(seed + 2, rows, 4) > -0.8
 
 
-def of_one_device(config, arguments):
-    return jax.jit(value_and_gradients(config), compiler_options=FAST)(*arguments)
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize(
-    "hosts, devices, data, rows, skew, changes",
-    [
-        (2, 4, 1, 8, 0.5, {}),
-        (4, 2, 1, 8, 3.0, {"top_k": 2, "shared_experts": 1}),  # fewer choices than hosts
-        (2, 4, 1, 7, 0.0, {"gates": "sigmoid", "balance": "bias"}),  # 7 groups on 8 devices
-        (4, 2, 1, 9, 0.5, {"experts": 24, "top_k": 5}),
-        (2, 2, 2, 6, 1.0, {}),
-        (8, 1, 1, 8, 0.5, {}),
-        (1, 8, 1, 8, 0.5, {"activation": "relu"}),
+@pytest.mark.parametrize("hosts, devices, data, rows, skew, changes", [
+    (4, 2, 1, 9, 3.0, {"experts": 24, "top_k": 2, "shared_experts": 1}),  # fewer choices than hosts, 9 groups
+    (2, 2, 2, 6, 1.0, {"gates": "sigmoid", "balance": "bias"}),
+    *(pytest.param(*rest, marks=pytest.mark.slow) for rest in [
+        (2, 4, 1, 7, 0.0, {"top_k": 5}), (8, 1, 1, 8, 0.5, {}), (1, 8, 1, 8, 0.5, {"activation": "relu"}),
         (2, 4, 1, 8, 0.5, {"routing": "paper", "top_k": 2}),
-    ],
-)
+    ]),
+])  # fmt: skip
 def test_equals_the_dispatches_of_one_hop(hosts, devices, data, rows, skew, changes):
     """Values, gradients and metrics without drops; three calls with arguments placed differently."""
     config = on_hosts(BASE, hosts, devices, data, **changes)
     arguments = case(config, rows, skew)
-    expected = of_one_device(dataclasses.replace(config, dispatch="ragged_all_to_all"), arguments)
+    expected = naive.on_one_device(dataclasses.replace(config, dispatch="ragged_all_to_all"), arguments)
     assert float(jnp.abs(expected[0][1][0]).max()) > 0.1
-    assert_trees_close(of_one_device(dataclasses.replace(config, dispatch="gather"), arguments), expected)
-    assert_trees_close(of_one_device(config, arguments), expected)
+    naive.assert_close(naive.on_one_device(config, arguments), expected)
     mesh = mesh_of(data=data, host=hosts, gpu=devices)
-    for got in in_every_way(gshard.jit(value_and_gradients(config), mesh=mesh), arguments, mesh):
-        assert_trees_close(got, expected)
+    for got in in_every_way(gshard.jit(naive.value_and_gradients(config), mesh=mesh), arguments, mesh):
+        naive.assert_close(got, expected)
 
 
 @pytest.mark.parametrize(
     "hosts, devices, data, rows, factor, skew",
     [(2, 4, 1, 8, 2.0, 0.0), *(pytest.param(*rest, marks=pytest.mark.slow) for rest in [
-        (4, 2, 1, 8, 1.5, 1.0), (4, 2, 1, 7, 3.5, 0.5), (2, 2, 2, 6, 2.0, 0.5), (2, 4, 1, 8, 0.25, 3.0),
+        (4, 2, 1, 7, 3.5, 0.5), (2, 2, 2, 6, 2.0, 0.5), (2, 4, 1, 8, 0.25, 3.0),
     ])],
 )  # fmt: skip
 def test_drops_are_those_without_room(hosts, devices, data, rows, factor, skew):
@@ -97,20 +83,20 @@ def test_drops_are_those_without_room(hosts, devices, data, rows, factor, skew):
                     kept_TK[t] &= ~wanted
         of_replicas.append(kept_TK)
     kept_TK = np.concatenate(of_replicas)
-    (_, (outputs, metrics)), gradients = of_one_device(config, arguments)
+    (_, (outputs, metrics)), gradients = naive.on_one_device(config, arguments)
     np.testing.assert_allclose(float(metrics["kept_share"]), kept_TK.sum() / (3 * valid_T.sum()), rtol=1e-6)
     none = (valid_T & ~kept_TK.any(1)).sum() / valid_T.sum()
     np.testing.assert_allclose(float(metrics["dropped_share"]), none, atol=1e-6)
     assert 0 < kept_TK.sum() < 3 * valid_T.sum()
     np.testing.assert_array_equal(np.abs(np.asarray(outputs).reshape(-1, 6)).max(1) > 0, kept_TK.any(1))
-    one_hop = of_one_device(dataclasses.replace(config, dispatch="ragged_all_to_all"), arguments)
+    one_hop = naive.on_one_device(dataclasses.replace(config, dispatch="ragged_all_to_all"), arguments)
     assert float(metrics["kept_share"]) <= float(one_hop[0][1][1]["kept_share"])
     mesh = mesh_of(data=data, host=hosts, gpu=devices)
-    for got in in_every_way(gshard.jit(value_and_gradients(config), mesh=mesh), arguments, mesh):
-        assert_trees_close(got, ((_, (outputs, metrics)), gradients))
+    for got in in_every_way(gshard.jit(naive.value_and_gradients(config), mesh=mesh), arguments, mesh):
+        naive.assert_close(got, ((_, (outputs, metrics)), gradients))
 
 
-@pytest.mark.parametrize("hosts, devices, top_k", [(2, 4, 4), (4, 2, 4), (4, 2, 2)])
+@pytest.mark.parametrize("hosts, devices, top_k", [(2, 4, 4), (4, 2, 2)])
 def test_a_token_crosses_to_a_host_once(hosts, devices, top_k):
     """Forward, between hosts: min(k, hosts) rows of each token there and back, their numbers, places and weights."""
     config = on_hosts(BASE, hosts, devices, model_dim=64, experts=16, group_size=32, top_k=top_k)
@@ -127,7 +113,5 @@ def test_a_token_crosses_to_a_host_once(hosts, devices, top_k):
     sent = sum(c.total_bytes for c in exchanges if set(c.atoms) == between)
     assert sent == (2 * rows * 64 * 4 + numbers) * (hosts - 1) // hosts
     assert "(Hops._to_hosts)  (inside gshard_put_rows)" in str(found)
-    assert "(Hops._from_devices)  (inside gshard_take_rows)" in str(found)
-    assert "sends elements to other devices inside gshard_put_rows" in str(found.purposes)
     rest = sum(c.total_bytes for c in found.spmd.collectives if c not in exchanges)
     assert rest < 4096

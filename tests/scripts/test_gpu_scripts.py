@@ -1,15 +1,11 @@
 """The scripts for a GPU resume, tell what failed, and read schedules; their dry run on CPU writes its page."""
 
-from __future__ import annotations
-
 import importlib
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,23 +50,22 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 
 
 @pytest.fixture(scope="module")
-def scripts() -> Iterator[SimpleNamespace]:
+def scripts():
     names = ("resumable", "gpu", "gpu_page", "gpu_schedule", "gpu_scaling")
     with pytest.MonkeyPatch.context() as patch:  # they stand beside each other
         patch.syspath_prepend(str(ROOT / "scripts"))
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
-def parts(resumable: ModuleType, folder: Path, seconds: float = 30) -> list[object]:
+def parts(resumable, folder, seconds=30):
     script = folder / "fake.py"
     script.write_text(FAKE)
     return [resumable.Part(kind, (str(script), kind), seconds) for kind in ("first", "broken", "last")]
 
 
-def test_what_is_finished_is_not_run_again_and_what_fails_stops_nothing(
-    scripts: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_what_is_finished_is_not_run_again_and_what_fails_stops_nothing(scripts, tmp_path):
     every, written = parts(scripts.resumable, tmp_path), []
+    ended = scripts.resumable.Part("ended", (str(tmp_path / "fake.py"), "ended"), 30)
     state = scripts.resumable.State(tmp_path / "state.json", {"mode": "gpu"})
     assert scripts.resumable.run(every[:2], state, 5, after=lambda: written.append(1))
     state = scripts.resumable.State(tmp_path / "state.json", {"mode": "gpu"})
@@ -82,37 +77,28 @@ def test_what_is_finished_is_not_run_again_and_what_fails_stops_nothing(
     assert state.found("broken") is None
     assert "the words of the error" in state.parts["broken"]["error"]
     assert str(tmp_path.home()) not in state.parts["broken"]["error"]
-    assert scripts.resumable.run(every, state, 5, retry=True)
-    assert (tmp_path / "ran").read_text().split() == [*ran, "broken"]
+    assert scripts.resumable.run([*every, ended], state, 5, retry=True)
+    assert (tmp_path / "ran").read_text().split() == [*ran, "broken", "ended"]
+    told = state.parts["ended"]["error"]
+    assert "the row of sine\nF0000 00:00:00.1 7 gpu.cc:1] Check failed: a == b" in told
+    assert told.count("PjitFunction") < 4
     with pytest.raises(SystemExit, match="another folder"):
         scripts.resumable.State(tmp_path / "state.json", {"mode": "dry-run"})
 
 
-def test_the_message_of_a_process_that_c_plus_plus_ends_is_kept(scripts: SimpleNamespace, tmp_path: Path) -> None:
-    parts(scripts.resumable, tmp_path)
-    state = scripts.resumable.State(tmp_path / "state.json", {})
-    ended = scripts.resumable.Part("ended", (str(tmp_path / "fake.py"), "ended"), 30)
-    assert scripts.resumable.run([ended], state, 5)
-    told = state.parts["ended"]["error"]
-    assert "the row of sine\nF0000" in told
-    assert "Check failed: a == b" in told
-    assert told.count("PjitFunction") < 4
-
-
-def test_a_slice_ends_and_the_next_one_begins_what_it_stopped_anew(scripts: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_slice_ends_and_the_next_one_begins_what_it_stopped_anew(scripts, tmp_path, monkeypatch):
     every = parts(scripts.resumable, tmp_path, seconds=120)
-    slow = scripts.resumable.Part("slow", (str(tmp_path / "fake.py"), "slow"), 21)
+    slow = scripts.resumable.Part("slow", (str(tmp_path / "fake.py"), "slow"), 3)
     state = scripts.resumable.State(tmp_path / "state.json", {})
-    begun = [every[0], slow]
-    # 22 seconds, of which 10 are kept; the first part takes a moment.
-    assert not scripts.resumable.run(begun, state, 22 / 60)
+    monkeypatch.setattr(scripts.resumable, "SAVING", 0.5)
+    assert not scripts.resumable.run([every[0], slow], state, 2.8 / 60)  # the first part takes a moment
     assert list(state.parts) == ["first"]
     short = scripts.resumable.Part("slow", slow.command, 1)
     assert scripts.resumable.run([short], state, 5), "what takes longer than its own time has failed"
     assert "took longer than 1 seconds" in state.parts["slow"]["error"]
 
 
-def test_the_page_has_failures_and_what_was_not_reached(scripts: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_page_has_failures_and_what_was_not_reached(scripts, tmp_path):
     state = scripts.resumable.State(tmp_path / "state.json", {})
     every = scripts.gpu.parts_of("gpu")
     state.put("laws", {"state": "done", "seconds": 3.0, "found": {"tried": 9, "of": 471, "wrong": {"sine": "is off"}}})
@@ -125,7 +111,7 @@ def test_the_page_has_failures_and_what_was_not_reached(scripts: SimpleNamespace
     assert "```python" not in text, "the tests run those"
 
 
-def test_parts_have_names_of_their_own_and_fit_into_a_slice(scripts: SimpleNamespace) -> None:
+def test_parts_have_names_of_their_own_and_fit_into_a_slice(scripts):
     for mode in ("gpu", "described", "dry-run"):
         every = scripts.gpu.parts_of(mode)
         assert len({part.name for part in every}) == len(every)
@@ -134,45 +120,31 @@ def test_parts_have_names_of_their_own_and_fit_into_a_slice(scripts: SimpleNames
         assert all(part.environment["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false" for part in every)
 
 
-def test_a_schedule_is_read(scripts: SimpleNamespace) -> None:
+def test_a_schedule_is_read(scripts):
     found = scripts.gpu_schedule.schedule(HLO)
     each = 2 * 32 * 3 // 4
     assert found["kinds"] == {"all_reduce": [4, 4 * each]}
     assert (found["asynchronous"], found["hidden"], found["hidden_bytes"], found["between"]) == (2, 1, each, 1)
 
 
-def test_the_comparison_of_models_takes_the_time_that_is_left(scripts: SimpleNamespace) -> None:
+def test_the_comparison_of_models_takes_the_time_that_is_left(scripts):
     line = scripts.gpu_scaling.scaling(Path("data"), Path("out"), "gpu", "one GPU", 7.5)
     assert line[line.index("--minutes") + 1] == "7.50"
 
 
-def dry_run(script: str, folder: Path, *options: str) -> str:
-    line = [sys.executable, ROOT / "scripts" / script, "--dry-run", "--output", folder, *options]
-    environment = {**os.environ, "XLA_FLAGS": ""}
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-def test_the_dry_run_writes_its_page_and_resumes(tmp_path: Path) -> None:
-    chosen = ("--only", "machine", "--only", "step dense", "--only", "virtual 8 tensor")
-    said = dry_run("gpu.py", tmp_path, *chosen)
-    assert said.count(" ... ") == 3
-    text = (tmp_path / "gpu.md").read_text()
-    assert "No figure of it means anything" in text
-    assert "`dense-12l-wide`" in text
-    assert "| Hidden units split over four devices, the batch over the others | 8 (data=2, model=4) | gshard |" in text
-    assert "What failed" not in text, text
-    first = json.loads((tmp_path / "state.json").read_text())
-    assert " ... " not in dry_run("gpu.py", tmp_path, *chosen)
-    assert json.loads((tmp_path / "state.json").read_text()) == first
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "page"), [("gpu.py", "gpu.md"), ("gpu_scaling.py", "gpu_throughput.md")])
-def test_the_whole_dry_run_has_no_failure(script: str, page: str, tmp_path: Path) -> None:
-    dry_run(script, tmp_path, "--minutes", "60")
+def test_the_whole_dry_run_has_no_failure_and_resumes(script, page, tmp_path):
+    def dry_run():
+        line = [sys.executable, ROOT / "scripts" / script, "--dry-run", "--output", tmp_path, "--minutes", "60"]
+        environment = {**os.environ, "XLA_FLAGS": ""}
+        done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert " ... " in dry_run()
     text = (tmp_path / page).read_text()
+    assert script != "gpu.py" or "No figure of it means anything" in text
     assert "What failed" not in text, text
     assert "not reached" not in text
+    assert " ... " not in dry_run()

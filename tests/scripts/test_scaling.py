@@ -10,16 +10,12 @@ import numpy as np
 import pytest
 
 from gshard_m4.encoded import Encoded
-from gshard_m4.prepare import PrepareConfig, prepare
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 import scaling
 import scaling_page
-from resumable import AGAIN
 from scaling import DENSE, GROUPS, SIZES, Trial, some_pairs
 from scaling_page import Claim, Estimate, Group, Measured, shown, total
-
-WORDS = "open close save print find the a new old file door page word tree today slowly again".split()
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
@@ -102,37 +98,3 @@ def test_gains_belong_to_the_size_of_the_text(tmp_path):
     better, lead = scaling_page.experts(found)
     assert (better.value.size, lead.value.size) == (pytest.approx(0.2), pytest.approx(0.2))
     assert lead.seeds == pytest.approx((0.2, 0.2, 0.2))
-
-
-@pytest.mark.slow
-def test_a_stopped_experiment_continues_and_writes_its_page(tmp_path):
-    rng = np.random.default_rng(0)
-    lines = []
-    for code, mark in (("de", "e"), ("fr", "u"), ("nl", "o")):
-        for _ in range(300):
-            words = rng.choice(WORDS, 5)
-            lines.append(f"{code}\t{' '.join(word + mark for word in words)}\t{' '.join(words)}")
-    (tmp_path / "own.tsv").write_text("\n".join(lines) + "\n")
-    prepare(PrepareConfig(
-        output=tmp_path / "data", sources=(), files=(tmp_path / "own.tsv",), length=24,
-        tokens=256, test=0.1,
-    ), print)  # fmt: skip
-    line = ["--data", str(tmp_path / "data"), "--size", "smallest", "--seeds", "1", "--runs", str(tmp_path / "runs")]
-    page = tmp_path / "results.md"
-    assert scaling.main([*line, "--page", str(page), "--minutes", "0"]) == AGAIN
-    assert not page.exists()
-    first = json.loads((tmp_path / "runs" / "resources-dense-seed-0" / "metrics.jsonl").read_text().splitlines()[0])
-    assert scaling.main([*line, "--page", str(page)]) == 0
-    records = (tmp_path / "runs" / "resources-dense-seed-0" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(records[0]) == first, "the first step was not taken again"
-    assert len(records) == SIZES["smallest"].steps
-    text = page.read_text()
-    for part in (
-        "moe-4 is better than dense",
-        "| low: 10 pairs |",
-        "2e-8l is better than 2e-4l",
-        "Seeds: 1",
-        "scripts/scaling.py --data",
-    ):
-        assert part in text, part
-    assert {p.name for p in tmp_path.glob("*.svg")} == {"results-resources.svg", "results-depth.svg"}
