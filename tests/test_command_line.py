@@ -17,22 +17,10 @@ import pytest
 import gshard
 from explanation.compiled_texts import GPU, TPU
 from gshard.__main__ import main
-<<<<<<< HEAD
 from gshard.commands import choices_of_options, mesh_of, shape_of
-from gshard.core.mesh import Mesh
-from gshard.device.machine import Machine
 from gshard.explanation.compiled_report import NO_MACHINE
 from gshard.moe.config import TABLE_1
-from gshard.plan_command import configured, lower, plan
-from gshard.xla.calibrate import calibrate
-=======
-from gshard.commands import choices_of_options
-from gshard.moe.config import TABLE_1
-from gshard.named_target import mesh_of, shape_of
 from gshard.plan_command import _batch, configured, plan
-from gshard.explanation.compiled_report import NO_MACHINE
-from explanation.compiled_texts import GPU, TPU
->>>>>>> m4tests
 
 MODEL = """
 import gshard, jax, jax.numpy as jnp

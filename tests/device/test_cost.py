@@ -107,13 +107,8 @@ def test_a_donated_argument_lends_its_place():
 
 
 def test_time_has_its_parts():
-<<<<<<< HEAD
-    _, found = costed("experts gradient", "v3:2x2")
-    for parts in (found.by_bound, found.by_kind):
-=======
     _, found = costed("vocabulary", "v3:2x2")
-    for parts in (found.by_bound, found.by_kind, found.by_line):
->>>>>>> m4tests
+    for parts in (found.by_bound, found.by_kind):
         assert sum(parts.values()) == pytest.approx(found.seconds)
     assert set(found.by_bound) == {"memory", "network", "latency"}, "a v3 starts kernels in no time"
     _, found = costed("vocabulary", "h100:1x8")

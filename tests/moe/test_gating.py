@@ -11,13 +11,9 @@ from gshard.moe import top_k_gating
 from moe import naive
 from sampled import crossed
 
-<<<<<<< HEAD
-# Small programs: compiling them costs more than running them.
-FAST = {"xla_backend_optimization_level": 0}
-gate = jax.jit(top_k_gating, static_argnums=1, static_argnames=("routing", "second_expert"), compiler_options=FAST)
-=======
-gate = jax.jit(top2_gating, static_argnums=1, static_argnames=("routing", "second_expert"), compiler_options=naive.FAST)
->>>>>>> m4tests
+gate = jax.jit(
+    top_k_gating, static_argnums=1, static_argnames=("routing", "second_expert"), compiler_options=naive.FAST
+)
 
 SIZES = [(1, 1, 2, 1), (3, 8, 2, 3), (2, 16, 4, 8), (2, 33, 8, 5), (4, 16, 16, 2), (1, 64, 5, 64)]
 
@@ -61,30 +57,14 @@ def test_equals_algorithm_1(routing, second_expert, size):
         np.testing.assert_allclose([gating.metrics[name] for name in names], shares, atol=1e-6)
 
 
-<<<<<<< HEAD
-def test_ties_go_to_the_first_expert():
-    gating = gate(jnp.zeros((1, 4, 5)), 4)
-    assert gating.first.expert_GS.tolist() == [[0] * 4]
-    assert gating.choices[1].expert_GS.tolist() == [[1] * 4]
-    np.testing.assert_allclose(gating.first.weight_GS, 0.5)
-
-
-@pytest.mark.parametrize("experts", [2, 8, pytest.param(64, marks=pytest.mark.slow)])
-def test_aux_loss_is_one_when_balanced(experts):
-    """Whatever the number of experts, and however much of the batch is padding."""
-    logits = np.tile(np.eye(experts, dtype=np.float32), (2, 3, 1)) * 3
-    for real in (3 * experts, experts):
-        valid = np.tile(np.arange(3 * experts) < real, (2, 1))
-=======
 def test_routers_that_know_nothing_are_balanced_or_collapsed():
     ties = gate(jnp.zeros((1, 4, 5)), 4)
     assert ties.first.expert_GS.tolist() == [[0] * 4], "ties go to the first expert"
-    assert ties.second.expert_GS.tolist() == [[1] * 4]
+    assert ties.choices[1].expert_GS.tolist() == [[1] * 4]
     np.testing.assert_allclose(ties.first.weight_GS, 0.5)
     logits = np.tile(np.eye(8, dtype=np.float32), (2, 3, 1)) * 3
     for real in (24, 8):  # however much of the batch is padding
         valid = np.tile(np.arange(24) < real, (2, 1))
->>>>>>> m4tests
         assert float(gate(jnp.asarray(logits), 6, valid_GS=valid).aux_loss) == pytest.approx(1.0, abs=1e-5)
     collapsed = gate(jnp.zeros((2, 16, 8)).at[:, :, 3].set(30.0), 16, second_expert="all")
     assert (float(collapsed.aux_loss), float(collapsed.metrics["dead_experts"])) == (pytest.approx(8.0, abs=1e-4), 6)
@@ -116,11 +96,7 @@ def test_gates_of_extreme_logits_are_finite():
     """The second gate underflows: its weight is 0, and nothing is divided by 0."""
     logits = jnp.array([[[1e4, -1e4, -2e4], [-1e4, 1e4, 0.0]]])
     weights, gradient = jax.jit(
-<<<<<<< HEAD
-        jax.value_and_grad(lambda x: jnp.sum(top_k_gating(x, 2).first.weight_GS)), compiler_options=FAST
-=======
-        jax.value_and_grad(lambda x: jnp.sum(top2_gating(x, 2).first.weight_GS)), compiler_options=naive.FAST
->>>>>>> m4tests
+        jax.value_and_grad(lambda x: jnp.sum(top_k_gating(x, 2).first.weight_GS)), compiler_options=naive.FAST
     )(logits)
     assert float(weights) == 2.0
     assert bool(jnp.isfinite(gradient).all())
