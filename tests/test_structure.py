@@ -396,15 +396,15 @@ def test_both_packages_are_typed() -> None:
 
 # Counts of today: a change may only lower them. What it adds is paid for by what goes.
 BUDGET = {
-    "lines of src/gshard": 63_729,
-    "lines of code of src/gshard": 40_329,
-    "lines of tests": 52_994,
+    "lines of src/gshard": 62_463,
+    "lines of code of src/gshard": 39_645,
+    "lines of tests": 46_812,
     "lines of packages/m4": 11_029,
-    "words of README and docs": 49_255,
+    "words of README and docs": 49_086,
     "pages of docs": 34,
     "words of m4's docs": 6_000,
     "public names": 30,
-    "files of src/gshard": 243,
+    "files of src/gshard": 234,
 }
 
 
