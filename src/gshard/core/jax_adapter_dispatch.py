@@ -46,11 +46,6 @@ def is_token(x: Any) -> bool:
     return isinstance(x, _core.Token) or (isinstance(x, _core.Tracer) and x.aval is _core.abstract_token)
 
 
-def looks_for_nans() -> bool:
-    """Whether ``jax.debug_nans`` or ``jax.debug_infs`` is on."""
-    return bool(_config.debug_nans.value or _config.debug_infs.value)
-
-
 def logs_compilations() -> bool:
     """Whether ``jax_log_compiles`` is on."""
     return bool(_config.log_compiles.value)
@@ -288,7 +283,8 @@ def fast_path(compiled: Any, out_tree: Any, results: Sequence[Any], captured: Se
     run = getattr(executable, "unsafe_call", None)
     if not isinstance(executable, _pxla.MeshExecutable) or not isinstance(run, _pxla.ExecuteReplicated):
         return None
-    if run.ordered_effects or run.has_unordered_effects or looks_for_nans():
+    looks_for_nans = _config.debug_nans.value or _config.debug_infs.value
+    if run.ordered_effects or run.has_unordered_effects or looks_for_nans:
         return None
     flat, tree = _pxla.reflatten_outputs_for_dispatch(out_tree, list(results))
     if not all(type(x) is _jax.ArrayImpl for x in flat):
