@@ -161,6 +161,11 @@ class Constant:
         return np.asarray(self.value).dtype
 
     @property
+    def bytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+    @property
     def number(self) -> float | None:
         """The value as a float if it is a real scalar; otherwise None."""
         value = np.asarray(self.value) if self.shape == () else None
