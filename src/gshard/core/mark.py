@@ -279,10 +279,6 @@ class Mark:
     # the pipeline in which loops over this stack run; None if it is no stack of a pipeline
     schedule: Schedule | None = dataclasses.field(default=None, repr=False)
 
-    def with_batch_dimension(self, dim: int) -> Mark:
-        """The same mark for an array with one more dimension, at ``dim``."""
-        return dataclasses.replace(self, batch_dims=(*self.batch_dims, dim))
-
     @property
     def transposed(self) -> Mark:
         """The mark of the cotangent, which is whole over axes where the value is unreduced, and the reverse."""
