@@ -211,6 +211,12 @@ class Block:
             for block in equation.blocks_on(devices):
                 yield from block.walk(devices)
 
+    def blocks(self) -> Iterator[Block]:
+        """This block and the bodies of all equations."""
+        yield self
+        for equation in self.walk():
+            yield from equation.blocks
+
     def runs(self, times: int = 1) -> Iterator[tuple[Equation, int]]:
         """All equations in order, each with the number of its runs in one call."""
         for equation in self.equations:

@@ -691,8 +691,7 @@ class _Search:
 
 
 def _blocks(program: Program) -> list[Block]:
-    every = [program.block, *(block for e in program.block.walk() for block in e.blocks)]
-    return [block for block in every if any(map(may_begin, block.equations))]
+    return [block for block in program.block.blocks() if any(map(may_begin, block.equations))]
 
 
 @where_split(_blocks)
