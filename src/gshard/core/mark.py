@@ -381,7 +381,9 @@ def resolve(mark: Mark, mesh: Mesh, shape: tuple[int, ...], line: str) -> Demand
                 dims = [()] * ndim
                 dims[mark.dim] = atoms_of_partitions(mark.partitions, mesh)
             case "assignment":
-                dims, order = _assignment(mark, mesh)
+                ids = np.asarray(mark.ids, dtype=np.int64).reshape(mark.ids_shape)
+                cuts, order = _cut_and_order(table_of_ids(ids, mesh), mesh)
+                dims = list(cuts)
             case _:
                 dims, order = _spec(mark, mesh, ndim)
         if mark.names:
@@ -514,12 +516,6 @@ def _along(name: str, mark: Mark, mesh: Mesh) -> Atoms:
 
 def _axis_or_none(name: str, mesh: Mesh) -> Atoms:
     return mesh.atoms_of.get(name) or ((name,) if name in mesh.atom_sizes else ())
-
-
-def _assignment(mark: Mark, mesh: Mesh) -> tuple[list[Atoms | None], Order]:
-    ids = np.asarray(mark.ids, dtype=np.int64).reshape(mark.ids_shape)
-    cuts, order = _cut_and_order(table_of_ids(ids, mesh), mesh)
-    return list(cuts), order
 
 
 def _cut_and_order(table: np.ndarray, mesh: Mesh) -> tuple[tuple[Atoms, ...], Order]:

@@ -342,7 +342,8 @@ def _epilogues_of(
     while len(last.writes) == 1 and last.writes[0] not in kept and len(readers.get(last.writes[0], ())) == 1:
         (result,) = last.writes
         (kernel,) = readers[result]
-        if kernel.kind == FUSED and len(kernel.writes) == 1 and _have_equal_sizes(kernel.writes[0], result):
+        size = math.prod(result.shape)
+        if kernel.kind == FUSED and len(kernel.writes) == 1 and math.prod(kernel.writes[0].shape) == size:
             extra_bytes = kernel.moved - 2 * result.bytes
         elif kernel.kind == OPERATOR and _updates(kernel, result, home):
             extra_bytes = 0  # the product writes its result into another array
@@ -358,10 +359,6 @@ def _epilogues_of(
         if kernel.kind == OPERATOR:
             break
     return added
-
-
-def _have_equal_sizes(a: Value, b: Value) -> bool:
-    return math.prod(a.shape) == math.prod(b.shape)
 
 
 def _updates(kernel: Kernel, value: Value, home: Mapping[Value, Value]) -> bool:

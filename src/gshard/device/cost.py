@@ -182,12 +182,10 @@ class Cost(CallTotals):
     @property
     def by_kind(self) -> dict[str, float]:
         """Seconds by kind of kernel, collectives by their own kinds."""
-        return self._seconds_by(lambda k: k.name if k.kind == COLLECTIVE else k.kind)
-
-    def _seconds_by(self, key: Any) -> dict[str, float]:
         found: dict[str, float] = {}
         for k in self.kernels:
-            found[key(k)] = found.get(key(k), 0.0) + k.total_seconds
+            kind = k.name if k.kind == COLLECTIVE else k.kind
+            found[kind] = found.get(kind, 0.0) + k.total_seconds
         return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
 

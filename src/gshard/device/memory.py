@@ -104,18 +104,14 @@ def _form(e: Equation, kernel: Kernel, forms: Mapping[Value, set[str] | None]) -
         if KINDS[e.name] in _MOVING if kernel.kind == COLLECTIVE else only_moves(e):
             return forms.get(e.outputs[0])
         return None
-    if e.rule is not None and all(str(y.dtype) == _BOOL for y in e.outputs) and _compares(e):
-        return {_BOOL}
+    if e.rule is not None and all(str(y.dtype) == _BOOL for y in e.outputs):
+        if sum(isinstance(x, Value) and math.prod(x.shape) > 1 for x in e.inputs) == 1:
+            return {_BOOL}  # all other operands are scalars, so the outcome can replace the operand
     if only_moves(e):
         return set()
     if len(e.inputs) == 1 and itemsize(e.outputs[0].dtype) < 4:
         return {str(e.outputs[0].dtype)}
     return None
-
-
-def _compares(e: Equation) -> bool:
-    """Whether all other operands are scalars, so that the outcome can replace the operand."""
-    return sum(1 for x in e.inputs if isinstance(x, Value) and math.prod(x.shape) > 1) == 1
 
 
 def joined(program: Kernels) -> list[Kernel]:

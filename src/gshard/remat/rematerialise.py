@@ -696,10 +696,7 @@ def peak_of(compiled: Any) -> int:
     """
     memory = compiled.memory_analysis()
     total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    reported_peak = getattr(memory, "peak_memory_in_bytes", 0) if _is_for_tpus(compiled) else 0
-    return int(reported_peak or total - memory.alias_size_in_bytes)
-
-
-def _is_for_tpus(compiled: Any) -> bool:
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    return any(device.platform == "tpu" for sharding in shardings[:1] for device in sharding.device_set)
+    is_for_tpus = any(device.platform == "tpu" for sharding in shardings[:1] for device in sharding.device_set)
+    reported_peak = getattr(memory, "peak_memory_in_bytes", 0) if is_for_tpus else 0
+    return int(reported_peak or total - memory.alias_size_in_bytes)

@@ -213,13 +213,11 @@ class _RuleOnMesh:
             atoms = [a for dim in dims for a in dim]
             if len(set(atoms)) != len(atoms):
                 return None
-        if self.in_results.issuperset(split) and not self._is_in_operands(split):
+        operands = self.factors.dims[: len(self.operator.in_types)]
+        in_operands = {f for dims in operands for dim in dims for f in dim}
+        if self.in_results.issuperset(split) and in_operands.isdisjoint(split):
             arrays = self.user.propagated(arrays)
         return self.user.settled(self.user.inferred(arrays))
-
-    def _is_in_operands(self, split: Mapping[int, Atoms]) -> bool:
-        operands = self.factors.dims[: len(self.operator.in_types)]
-        return any(f in dim for dims in operands for dim in dims for f in split)
 
     def _projected(self, arrays: Arrays) -> Split | None:
         """The split with these shardings; None if no split has them."""
