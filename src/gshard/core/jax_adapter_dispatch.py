@@ -264,12 +264,9 @@ def input_layouts(compiled: Any, captured: int) -> dict[int, Any]:
     return {
         i - captured: layout
         for i, layout, aval in zip(numbers, layouts, executable.in_avals, strict=True)
-        if i >= captured and layout and _has_plain_layout(aval.dtype)
+        if i >= captured and layout
+        if not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) and aval.dtype.name not in _PACKED
     }
-
-
-def _has_plain_layout(dtype: Any) -> bool:
-    return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) and dtype.name not in _PACKED
 
 
 def layout_of(x: Any) -> Any:

@@ -108,6 +108,7 @@ def dimensions_of(program: Program, paths: Sequence[str] = ()) -> Dimensions:
         dims = members[root]
         sizes = Counter(v.shape[d] for v, d in dims)
         twice = [v for v, n in Counter(v for v, _ in dims).items() if n > 1]
+        product = next((parts for whole, parts, _ in classes.products if classes.root(whole) == root), ())
         return DimensionClass(
             label=label[root],
             names=tuple(user_names.get(root, ())),
@@ -115,7 +116,7 @@ def dimensions_of(program: Program, paths: Sequence[str] = ()) -> Dimensions:
             sizes=tuple(sorted(sizes, reverse=True)),
             arguments=tuple((named_inputs[v], d) for v, d in dims if v in named_inputs),
             values=count[root],
-            product=tuple(label.get(classes.root(part), "1") for part in classes.product_of(root)),
+            product=tuple(label.get(classes.root(part), "1") for part in product),
             twice=tuple(_text(v, labels[v], producers.get(v), named_inputs.get(v, "")) for v in twice),
         )
 
@@ -231,10 +232,6 @@ class _Classes(UnionFind[Hashable]):
                 for a, b in zip(parts_of.setdefault((self.root(whole), sizes), parts), parts, strict=True):
                     changed |= self.join(a, b)
                 changed |= self.join(whole_of.setdefault((*map(self.root, parts), sizes), whole), whole)
-
-    def product_of(self, root: Hashable) -> tuple[Hashable, ...]:
-        """The factors of a class that is a product; otherwise ()."""
-        return next((parts for whole, parts, _ in self.products if self.root(whole) == root), ())
 
 
 def _read(block: Block, classes: _Classes) -> None:

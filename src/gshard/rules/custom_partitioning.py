@@ -159,7 +159,11 @@ class _RuleOnMesh:
                 if shardings is None or not split or f not in split:
                     continue
                 program = self.user.program(shardings)
-                if program is not None and self._is_complete(split, program):
+                if program is None:
+                    continue
+                # A program communicates over the atoms of factors that no result has, or it is not complete.
+                in_results = {atoms for g, atoms in split.items() if g in self.in_results}
+                if all(atoms in in_results or program.over.issuperset(atoms) for atoms in split.values()):
                     self._record(split, program)
                     return
 
@@ -190,7 +194,9 @@ class _RuleOnMesh:
         for dims in arrays:
             if members & {g for dim in dims for g in dim}:
                 continue
-            fitting = [(d, dim[0]) for d, dim in enumerate(dims) if len(dim) == 1 and self._may_join(dim[0], parts)]
+            alone = [(d, dim[0]) for d, dim in enumerate(dims) if len(dim) == 1]
+            unsplit = [(d, g) for d, g in alone if self.table[g].kind != REPLICATE and self.group[g] not in self.kinds]
+            fitting = [(d, g) for d, g in unsplit if self.factors.sizes[g] % parts == 0]
             equal = [(d, g) for d, g in fitting if self.factors.sizes[g] == self.factors.sizes[f]]
             equal.sort(key=lambda candidate: candidate[0] not in places_in_any)
             same_size += [g for _, g in equal[:1]]
@@ -200,11 +206,6 @@ class _RuleOnMesh:
         for others in itertools.islice(_diagonally(list(large_first), small_first), _MOST_TRIALS):
             if others:
                 yield tuple(sorted({h for g in others for h in self._members(g)}))
-
-    def _may_join(self, g: int, parts: int) -> bool:
-        """Whether no split of a factor is found yet, and the number of parts divides its size."""
-        is_open = self.table[g].kind != REPLICATE and self.group[g] not in self.kinds
-        return is_open and self.factors.sizes[g] % parts == 0
 
     def _settled(self, split: Mapping[int, Atoms]) -> Arrays | None:
         """The shardings that ``partition`` returns for the shardings of a split; None if it refuses."""
@@ -228,11 +229,6 @@ class _RuleOnMesh:
                     return None
         exact = all(place(dims, split) == sharding for dims, sharding in zip(self.factors.dims, arrays, strict=True))
         return split if exact else None
-
-    def _is_complete(self, split: Split, program: DeviceProgram) -> bool:
-        """Whether the program communicates over the atoms of factors that no result has."""
-        in_results = {atoms for f, atoms in split.items() if f in self.in_results}
-        return all(atoms in in_results or program.over.issuperset(atoms) for atoms in split.values())
 
     def _record(self, split: Split, program: DeviceProgram) -> None:
         """Joins the factors that a split splits together to a group, and notes its kind."""
