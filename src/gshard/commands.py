@@ -92,21 +92,11 @@ def _not_imported(module: str, error: ImportError) -> TargetError:
     return TargetError(f"{module!r} cannot be imported: {error}.", at)
 
 
-def named(text: str) -> Any:
-    """What a command line names, a function in general."""
-    found = _named(text)
-    if not callable(found):
-        raise TargetError(f"{text!r} is a {type(found).__name__} and no function.")
-    return found
-
-
 def load(text: str, shapes: Sequence[str] = (), stages: tuple[type, ...] = ()) -> tuple[Any, tuple[Any, ...]]:
     """The function and its arguments."""
-    found = _named(text)
+    found = named(text, () if shapes else stages)
     if isinstance(found, stages) and not shapes:
         return found, ()
-    if not callable(found):
-        raise TargetError(f"{text!r} is a {type(found).__name__} and no function.")
     if shapes:
         arguments = tuple(map(shape_of, shapes))
         try:
@@ -141,8 +131,8 @@ def load(text: str, shapes: Sequence[str] = (), stages: tuple[type, ...] = ()) -
     return made[0], made[1:]
 
 
-def _named(text: str) -> Any:
-    """What a text names, of any type."""
+def named(text: str, stages: tuple[type, ...] = ()) -> Any:
+    """What a command line names: a function, or a stage of one."""
     module, colon, name = text.rpartition(":")
     if not colon or not module or not name:
         raise TargetError(f"{text!r} names no function.", hint="Write module:function or file.py:function.")
@@ -161,11 +151,11 @@ def _named(text: str) -> Any:
         ) from error
     for part in name.split("."):
         if not hasattr(found, part):
-            near = (
-                ", ".join(n for n in vars(found) if not n.startswith("_"))[:200] if hasattr(found, "__dict__") else ""
-            )
+            near = ", ".join(n for n in getattr(found, "__dict__", ()) if not n.startswith("_"))[:200]
             raise TargetError(f"{module!r} has no {name!r}.", got=f"it has: {near}")
         found = getattr(found, part)
+    if not callable(found) and not isinstance(found, stages):
+        raise TargetError(f"{text!r} is a {type(found).__name__} and no function.")
     return found
 
 

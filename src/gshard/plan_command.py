@@ -322,9 +322,10 @@ def plan(
         )
     else:
         lowered, batch = lower(config, mesh, tokens_of_device, memory_limit, machine)
+    plan = lowered.plan
     weights = [
-        (v.bytes, local)
-        for v, local in zip(lowered.program.block.inputs, _local_bytes(lowered), strict=True)
+        (v.bytes, local_bytes(v, plan.shardings[v], plan.mesh))
+        for v in plan.program.block.inputs
         if v.shape and str(v.dtype).startswith("float")
     ]
     collectives: dict[str, tuple[int, int]] = {}
@@ -345,8 +346,3 @@ def plan(
         found,
         compiled_by_libtpu(lowered, machine) if compiled else {},
     )
-
-
-def _local_bytes(lowered: Lowered) -> list[int]:
-    plan = lowered.plan
-    return [local_bytes(v, plan.shardings[v], plan.mesh) for v in plan.program.block.inputs]

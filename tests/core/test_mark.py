@@ -120,7 +120,7 @@ def test_axes_of_another_mesh_over_the_same_devices():
 
 
 def test_dimensions_that_vmap_adds_are_open():
-    mark = Mark("split", dim=0, partitions=2).with_batch_dimension(1).with_batch_dimension(0)
+    mark = Mark("split", dim=0, partitions=2, batch_dims=(1, 0))
     demand = resolve(mark, Mesh.abstract(a=2), (7, 4, 6), "")
     assert demand.dims == ((), ("a",), ())
     assert demand.open == (True, False, True)

@@ -12,7 +12,7 @@ from families import CASES
 from gshard.comm.collectives import KINDS
 from gshard.core.program import Value
 from gshard.device.cost import cost, kernel_cost
-from gshard.device.fusion_model import REGION, size
+from gshard.device.fusion_model import REGION
 from gshard.device.machine import Machine
 from gshard.device.roofline import copy_seconds
 from gshard.emit.partition import partition
@@ -40,7 +40,7 @@ def test_the_time_of_a_plan_is_predicted(name):
     priced, alone = found.searched.cost, each_by_itself(found.searched.cost, lowered.mesh)
     # The search counts the copy of what was exchanged also where what reads it takes it as it lies.
     exchanged = [k.writes[0] for k, _ in priced.program.walk() if KINDS.get(k.equation.name) == "all_to_all"]
-    copies = sum(copy_seconds(priced.machine, size(v)) for v in exchanged)
+    copies = sum(copy_seconds(priced.machine, v.bytes) for v in exchanged)
     assert found.solution.value / alone >= 0.95
     assert found.solution.value / (alone + copies) <= 1.05
     assert not copies or name == "moves/reshape_across"

@@ -402,17 +402,13 @@ class Configurations:
             return None
         return max(0.0, 1 - self.bound / found.best.predicted)
 
-    def table(self, shown: int = _SHOWN) -> str:
-        """The best configurations, one a line.
-
-        Args:
-            shown: the number of lines.
-        """
+    def _table(self) -> str:
+        """The best configurations, one a line."""
         keywords = list(dict.fromkeys(key for row in self.rows for key in row.keywords))
         batch = any(row.global_batch is not None for row in self.rows)
         head = ["a step", *(["examples/s"] if batch else []), "peak", "sent", "on host", "mesh", *keywords]
         lines = [[*head, "gshard recomputes", "gap"]]
-        for row in self.rows[:shown]:
+        for row in self.rows[:_SHOWN]:
             fits = row.cost.peak <= self.limit
             rate = row.examples_per_second
             lines.append([
@@ -458,7 +454,7 @@ class Configurations:
         lines = [
             f"{total} configuration{'s' * (total != 1)} on {self.machine.name}, "
             f"{format_bytes(int(self.limit))} of memory; {len(self.rows)} with plans; {self.seconds:.1f} s",
-            self.table(),
+            self._table(),
             headline(best.cost),
         ]
         if best.found is not None:

@@ -95,7 +95,8 @@ class Jitted(Generic[P, R]):
 
     def __init__(self, f: Callable[P, R], parameters: Parameters, options: Options):
         functools.update_wrapper(self, f)
-        self._f, self._parameters, self._options = f, parameters.placed_by(options.in_shardings), options
+        self._f, self._options = f, options
+        self._parameters = dataclasses.replace(parameters, in_shardings=options.in_shardings)
         self._made, self._traced = _CACHES.of(f, (parameters.told, options.key))
         self._tables = Tables(_PLANS)
         self._seen_last: Signature | None = None

@@ -512,7 +512,7 @@ def placed_arguments(lowered: Lowered, leaves: Sequence[Any]) -> Placed:
         leaves = [*leaves, *lowered.closed_over]
         refuse_twice(leaves, lambda: lowered.program.names[len(lowered.program.captured) :], lowered.program.name)
         leaves = arrays_of(leaves)
-    lowered.executable.agree()  # to move an array may take collectives as well
+    lowered.executable.agreed  # noqa: B018  to move an array may take collectives as well
     donated, unread, targets = lowered.donated, lowered.unread, lowered.argument_shardings
     layouts = input_layouts(lowered.executable.compiled, len(lowered.program.captured))
     _check(lowered, leaves)

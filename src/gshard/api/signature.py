@@ -304,10 +304,6 @@ class Parameters:
     static_leaves: bool = False  # whether what is no array inside of the others is static as well
     in_shardings: Any = None  # where arguments are put before a call, in which memory among others
 
-    def placed_by(self, in_shardings: Any) -> Parameters:
-        """The same for a function whose arguments are put somewhere before a call."""
-        return dataclasses.replace(self, in_shardings=in_shardings)
-
     @property
     def told(self) -> Hashable:
         """Which arguments, without the function."""
@@ -332,11 +328,12 @@ class Parameters:
         try:
             return Parameters(f, *named_arguments(f, static, donated), static_leaves)
         except (ValueError, TypeError) as error:
+            names = parameters_of(f)
             raise ArgumentError.like(
                 error,
                 str(error),
                 user_line(),
-                f"{name_of(f)}{_text_of_parameters(f)}",
+                f"{name_of(f)}({', '.join(names)})" if names else name_of(f),
                 "Name arguments that the function has, each as static or as donated.",
             ) from None
 
@@ -471,11 +468,6 @@ def _signature_without(f: Callable[..., Any], numbers: Container[int], names: Co
     rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     kept = [p for i, p in enumerate(parameters) if p.kind in rest or (i not in numbers and p.name not in names)]
     return inspect.Signature(kept)
-
-
-def _text_of_parameters(f: Callable[..., Any]) -> str:
-    names = parameters_of(f)
-    return f"({', '.join(names)})" if names else ""
 
 
 # New kinds: logs what tells a call that needs a program of its own from the last one.

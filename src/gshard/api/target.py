@@ -201,7 +201,8 @@ class Options(_Kept):
     @property
     def key(self) -> Hashable:
         """The options as something that has a hash, as far as what they hold has one."""
-        shardings, tree = jax.tree.flatten((self.in_shardings, self.out_shardings, self.names), is_leaf=_is_none)
+        options = (self.in_shardings, self.out_shardings, self.names)
+        shardings, tree = jax.tree.flatten(options, is_leaf=lambda x: x is None)
         rest = dataclasses.replace(self, in_shardings=None, out_shardings=None, names=None)
         return rest, self.mesh and self.mesh.given, tuple(shardings), tree
 
@@ -220,7 +221,3 @@ class Options(_Kept):
             machine=machine,
             **{field.name: getattr(self, field.name) for field in dataclasses.fields(_Kept)},
         )
-
-
-def _is_none(x: Any) -> bool:
-    return x is None

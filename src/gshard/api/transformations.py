@@ -426,8 +426,9 @@ def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target, over: Any = No
         return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *arguments)
     if target.around is not None:
         with no_mesh_set(), jax.sharding.use_abstract_mesh(target.around):
-            run = functools.partial(_run_inside, jaxpr=jaxpr, target=target)
-            return mlir.lower_fun(run, multiple_results=True)(ctx, *arguments)
+            return mlir.lower_fun(
+                lambda *arrays: run_inside(arrays, jaxpr, target, partitioned), multiple_results=True
+            )(ctx, *arguments)
     marks: tuple[Mark | None, ...] | None = None
     try:
         marks = marks_of_operands(ctx, arguments, target)
@@ -445,10 +446,6 @@ def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target, over: Any = No
     with no_mesh_set(), jax.sharding.use_abstract_mesh(target.mesh.abstract_jax_mesh):
         plain = ctx.replace(avals_in=_untyped(ctx.avals_in), avals_out=_untyped(ctx.avals_out))
         return mlir.lower_fun(inline, multiple_results=True)(plain, *arguments)
-
-
-def _run_inside(*arrays: Any, jaxpr: Any, target: Target) -> list[Any]:
-    return run_inside(arrays, jaxpr, target, partitioned)
 
 
 def _untyped(avals: Sequence[Any]) -> list[Any]:

@@ -190,7 +190,10 @@ def laid_out(x: Any, received_chunks: Sequence[Any], dim: int, atoms: Atoms, win
     same_offset = len({window.start(i) - i * size for i in used}) == 1
     if same_offset:
         # Use the whole own part and slice the concatenation: XLA fuses this slice, but copies slices it concatenates.
-        shifts = tuple(dataclasses.replace(s, begin=0, end=size) if _is_own_most(s, size) else s for s in shifts)
+        shifts = tuple(
+            s if s.distance or 2 * (s.end - s.begin) < size else dataclasses.replace(s, begin=0, end=size)
+            for s in shifts
+        )
 
     def padded(x: Any, low: int, high: int) -> Any:
         if not low and not high:
@@ -234,10 +237,6 @@ def add_windows(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window, size
 def is_number(x: Any) -> bool:
     """Whether a value is a concrete number."""
     return isinstance(x, int | float | complex | np.generic) or (isinstance(x, np.ndarray) and not x.shape)
-
-
-def _is_own_most(shift: Shift, size: int) -> bool:
-    return not shift.distance and 2 * (shift.end - shift.begin) >= size
 
 
 def _cut(x: Any, begin: int, end: int, dim: int) -> Any:

@@ -46,11 +46,6 @@ def is_token(x: Any) -> bool:
     return isinstance(x, _core.Token) or (isinstance(x, _core.Tracer) and x.aval is _core.abstract_token)
 
 
-def looks_for_nans() -> bool:
-    """Whether ``jax.debug_nans`` or ``jax.debug_infs`` is on."""
-    return bool(_config.debug_nans.value or _config.debug_infs.value)
-
-
 def logs_compilations() -> bool:
     """Whether ``jax_log_compiles`` is on."""
     return bool(_config.log_compiles.value)
@@ -269,12 +264,9 @@ def input_layouts(compiled: Any, captured: int) -> dict[int, Any]:
     return {
         i - captured: layout
         for i, layout, aval in zip(numbers, layouts, executable.in_avals, strict=True)
-        if i >= captured and layout and _has_plain_layout(aval.dtype)
+        if i >= captured and layout
+        if not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) and aval.dtype.name not in _PACKED
     }
-
-
-def _has_plain_layout(dtype: Any) -> bool:
-    return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) and dtype.name not in _PACKED
 
 
 def layout_of(x: Any) -> Any:
@@ -288,7 +280,8 @@ def fast_path(compiled: Any, out_tree: Any, results: Sequence[Any], captured: Se
     run = getattr(executable, "unsafe_call", None)
     if not isinstance(executable, _pxla.MeshExecutable) or not isinstance(run, _pxla.ExecuteReplicated):
         return None
-    if run.ordered_effects or run.has_unordered_effects or looks_for_nans():
+    looks_for_nans = _config.debug_nans.value or _config.debug_infs.value
+    if run.ordered_effects or run.has_unordered_effects or looks_for_nans:
         return None
     flat, tree = _pxla.reflatten_outputs_for_dispatch(out_tree, list(results))
     if not all(type(x) is _jax.ArrayImpl for x in flat):

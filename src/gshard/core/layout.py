@@ -40,10 +40,6 @@ class Names:
     # dimensions that vmap added, in the order they were added; ``dims`` does not count them
     batch_dims: tuple[int, ...] = ()
 
-    def with_batch_dimension(self, dim: int) -> Names:
-        """The same names for an array with one more dimension, at ``dim``."""
-        return dataclasses.replace(self, batch_dims=(*self.batch_dims, dim))
-
     @property
     def placed(self) -> tuple[str | None, ...]:
         """The name of each dimension, including dimensions that vmap added, which have no name."""

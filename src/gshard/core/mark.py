@@ -279,10 +279,6 @@ class Mark:
     # the pipeline in which loops over this stack run; None if it is no stack of a pipeline
     schedule: Schedule | None = dataclasses.field(default=None, repr=False)
 
-    def with_batch_dimension(self, dim: int) -> Mark:
-        """The same mark for an array with one more dimension, at ``dim``."""
-        return dataclasses.replace(self, batch_dims=(*self.batch_dims, dim))
-
     @property
     def transposed(self) -> Mark:
         """The mark of the cotangent, which is whole over axes where the value is unreduced, and the reverse."""
@@ -385,7 +381,9 @@ def resolve(mark: Mark, mesh: Mesh, shape: tuple[int, ...], line: str) -> Demand
                 dims = [()] * ndim
                 dims[mark.dim] = atoms_of_partitions(mark.partitions, mesh)
             case "assignment":
-                dims, order = _assignment(mark, mesh)
+                ids = np.asarray(mark.ids, dtype=np.int64).reshape(mark.ids_shape)
+                cuts, order = _cut_and_order(table_of_ids(ids, mesh), mesh)
+                dims = list(cuts)
             case _:
                 dims, order = _spec(mark, mesh, ndim)
         if mark.names:
@@ -518,12 +516,6 @@ def _along(name: str, mark: Mark, mesh: Mesh) -> Atoms:
 
 def _axis_or_none(name: str, mesh: Mesh) -> Atoms:
     return mesh.atoms_of.get(name) or ((name,) if name in mesh.atom_sizes else ())
-
-
-def _assignment(mark: Mark, mesh: Mesh) -> tuple[list[Atoms | None], Order]:
-    ids = np.asarray(mark.ids, dtype=np.int64).reshape(mark.ids_shape)
-    cuts, order = _cut_and_order(table_of_ids(ids, mesh), mesh)
-    return list(cuts), order
 
 
 def _cut_and_order(table: np.ndarray, mesh: Mesh) -> tuple[tuple[Atoms, ...], Order]:

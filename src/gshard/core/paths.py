@@ -108,10 +108,8 @@ def leaf_names(f: Callable[..., Any], arguments: tuple[Any, Any]) -> tuple[str, 
     """The names of the flat arguments, in the user's terms: ``params['wi']`` for a leaf of the argument ``params``."""
     positional = positional_names(f, len(arguments[0]))
     paths, _ = jax.tree_util.tree_flatten_with_path(arguments)
-    return tuple(_leaf_name(path, positional) for path, _ in paths)
-
-
-def _leaf_name(path: Sequence[Any], positional: Sequence[str]) -> str:
-    is_keyword, argument = path[0].idx == 1, path[1]
-    name = argument.key if is_keyword else positional[argument.idx]
-    return f"{name}{jax.tree_util.keystr(tuple(path[2:]))}"
+    names = []
+    for (kind, argument, *rest), _ in paths:
+        name = positional[argument.idx] if kind.idx == 0 else argument.key
+        names.append(f"{name}{jax.tree_util.keystr(tuple(rest))}")
+    return tuple(names)

@@ -346,17 +346,15 @@ class Plan:
         """Texts of the gathered equations: primitive, user's line, operands and their bytes on every device."""
         lines = []
         for e in self.gathered:
-            operands = [v for v in e.inputs if isinstance(v, Value)]
-            text = ", ".join(map(type_text, operands))
+            split = self.splits.get(e, {})
+            operands = [
+                (v, operand_sharding(e.operator_rule, i, split)) for i, v in enumerate(e.inputs) if isinstance(v, Value)
+            ]
+            text = ", ".join(type_text(v) for v, _ in operands)
+            size = sum(local_bytes(v, s, self.mesh) for v, s in operands)
             why = f"; {e.rule.why}" if e.rule is not None and e.rule.why else ""
-            lines.append(f"{e.name} at {e.line}: {text} ({self._gathered_bytes(e)} B on every device){why}")
+            lines.append(f"{e.name} at {e.line}: {text} ({size} B on every device){why}")
         return lines
-
-    def _gathered_bytes(self, e: Equation) -> int:
-        """Bytes of the operands on every device, where all dimensions but batch dimensions are whole."""
-        shardings = [operand_sharding(e.operator_rule, i, self.splits.get(e, {})) for i in range(len(e.inputs))]
-        pairs = [(v, s) for v, s in zip(e.inputs, shardings, strict=True) if isinstance(v, Value)]
-        return sum(local_bytes(v, s, self.mesh) for v, s in pairs)
 
     def _block(self, block: Block, indent: str) -> list[str]:
         lines = [f"{indent}({', '.join(f'%{v.index}:{self.format(v)}' for v in block.inputs)}) ->"]

@@ -161,6 +161,11 @@ class Constant:
         return np.asarray(self.value).dtype
 
     @property
+    def bytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+    @property
     def number(self) -> float | None:
         """The value as a float if it is a real scalar; otherwise None."""
         value = np.asarray(self.value) if self.shape == () else None
@@ -205,6 +210,12 @@ class Block:
             yield equation
             for block in equation.blocks_on(devices):
                 yield from block.walk(devices)
+
+    def blocks(self) -> Iterator[Block]:
+        """This block and the bodies of all equations."""
+        yield self
+        for equation in self.walk():
+            yield from equation.blocks
 
     def runs(self, times: int = 1) -> Iterator[tuple[Equation, int]]:
         """All equations in order, each with the number of its runs in one call."""

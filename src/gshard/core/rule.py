@@ -181,7 +181,7 @@ class Rule:
         """A letter for each factor. Letters are assigned in the order of the factors in the text of the rule."""
         in_text = dict.fromkeys(f for tensor in (*self.operands, *self.results) for dim in tensor for f in dim)
         others = [f for f in range(len(self.factors)) if f not in in_text]
-        letters = {f: _letter(i) for i, f in enumerate([*in_text, *others])}
+        letters = {f: f"{string.ascii_lowercase[i % 26]}{i // 26 or ''}" for i, f in enumerate([*in_text, *others])}
         return tuple(letters[f] for f in range(len(self.factors)))
 
     def __str__(self) -> str:
@@ -199,18 +199,10 @@ class Rule:
             if factor.kind == REDUCE:
                 text += f"; {factor.monoid} over {names[i]}={factor.size}"
         for kind in (COMMUNICATE, REPLICATE):
-            of_kind = sorted((names[i] for i, f in enumerate(self.factors) if f.kind == kind), key=_alphabetic)
+            of_kind = [names[i] for i, f in enumerate(self.factors) if f.kind == kind]
+            of_kind.sort(key=lambda name: (int(name[1:] or 0), name))
             text += f"; {kind} {' '.join(of_kind)}" if of_kind else ""
         return text
-
-
-def _letter(i: int) -> str:
-    alphabet = string.ascii_lowercase
-    return alphabet[i] if i < 26 else f"{alphabet[i % 26]}{i // 26}"
-
-
-def _alphabetic(name: str) -> tuple[int, str]:
-    return int(name[1:] or 0), name
 
 
 class RuleMaker:

@@ -206,16 +206,12 @@ def _moved_as_integers(move: Callable[..., Any]) -> Callable[..., Any]:
     """A collective that only moves elements, changed to move floats that XLA for CPU would widen as integers."""
 
     def moved(x: Any, **params: Any) -> Any:
-        if not _is_widened(x.dtype):
+        is_float = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != jnp.float16
+        if not is_float or jnp.finfo(x.dtype).bits not in (8, 16):  # XLA widens floats of 8 bits and bfloat16
             return move(x, **params)
         return lax.bitcast_convert_type(move(lax.bitcast_convert_type(x, _bits(x.dtype)), **params), x.dtype)
 
     return moved
-
-
-def _is_widened(dtype: Any) -> bool:
-    """Whether gshard moves a dtype as integers on CPU: floats of 8 bits and bfloat16, which XLA would widen."""
-    return bool(jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float16 and jnp.finfo(dtype).bits in (8, 16))
 
 
 def _like(jax_primitive: Any, on_cpu: Callable[..., Any]) -> Primitive:

@@ -143,7 +143,7 @@ def _way(perm: Sequence[tuple[int, int]], mesh: Mesh, machine: Machine) -> froze
 def gather_stalls(plan: Plan, machine: Machine) -> dict[tuple[Equation, int], float]:
     """For each equation and operand index, the seconds for which the equation waits for that operand."""
     found: dict[tuple[Equation, int], float] = {}
-    for block in (plan.program.block, *(body for e in plan.program.block.walk() for body in e.blocks)):
+    for block in plan.program.block.blocks():
         found.update(_of_block(block, plan, machine))
     return found
 

@@ -25,7 +25,6 @@ from gshard.device.fusion_model import (
     moves_elements,
     only_moves,
     readers_of,
-    size,
 )
 from gshard.device.machine import Compiler, Machine
 from gshard.device.roofline import kernel_roofline
@@ -178,8 +177,8 @@ def _is_recomputed(kernel: Kernel, buffers: _Buffers) -> bool:
         return True
     if len(readers) < 2 or not all(k.kind in (FUSED, REDUCTION) for k in readers):
         return False
-    read = sum(map(size, kernel.reads))
-    return len(readers) * read <= read + (1 + len(readers)) * size(result)
+    read = sum(v.bytes for v in kernel.reads)
+    return len(readers) * read <= read + (1 + len(readers)) * result.bytes
 
 
 def _recompute(kernel: Kernel, buffers: _Buffers, changed: dict[Kernel, Kernel]) -> None:
@@ -277,7 +276,7 @@ def hoisted_operands(program: Kernels) -> dict[Kernel, tuple[int, ...]]:
         arrays = [v for v in _expensive_small_arrays(kernel, position) if v not in known]
         known.update(arrays)
         if arrays:
-            bytes_of[kernel] = tuple(size(v) for v in arrays)
+            bytes_of[kernel] = tuple(v.bytes for v in arrays)
     return bytes_of
 
 
@@ -343,8 +342,9 @@ def _epilogues_of(
     while len(last.writes) == 1 and last.writes[0] not in kept and len(readers.get(last.writes[0], ())) == 1:
         (result,) = last.writes
         (kernel,) = readers[result]
-        if kernel.kind == FUSED and len(kernel.writes) == 1 and _have_equal_sizes(kernel.writes[0], result):
-            extra_bytes = kernel.moved - 2 * size(result)
+        size = math.prod(result.shape)
+        if kernel.kind == FUSED and len(kernel.writes) == 1 and math.prod(kernel.writes[0].shape) == size:
+            extra_bytes = kernel.moved - 2 * result.bytes
         elif kernel.kind == OPERATOR and _updates(kernel, result, home):
             extra_bytes = 0  # the product writes its result into another array
         else:
@@ -359,10 +359,6 @@ def _epilogues_of(
         if kernel.kind == OPERATOR:
             break
     return added
-
-
-def _have_equal_sizes(a: Value, b: Value) -> bool:
-    return math.prod(a.shape) == math.prod(b.shape)
 
 
 def _updates(kernel: Kernel, value: Value, home: Mapping[Value, Value]) -> bool:
@@ -452,13 +448,13 @@ def layout_copies(program: Kernels, machine: Machine) -> dict[Kernel, tuple[int,
         writing_kinds = {FUSED, REDUCTION, PRODUCT} if any_layout else {FUSED, REDUCTION}
         reading_kinds = writing_kinds if any_layout else {FUSED}
         is_free = writer is not None and writer.kind in writing_kinds and readers[home] == [kernel]
-        arrays = [size(operand)] if before and not is_free else []
+        arrays = [operand.bytes] if before and not is_free else []
         users = readers.get(result, [])
         shares_layout = len(users) == 1 or any_layout
         if after and (
             result in results or not users or not shares_layout or any(k.kind not in reading_kinds for k in users)
         ):
-            arrays.append(size(result))
+            arrays.append(result.bytes)
         if arrays:
             copies[kernel] = tuple(arrays)
     return copies
@@ -516,7 +512,7 @@ def combined(program: Kernels, machine: Machine) -> dict[Kernel, int]:
         needed = frozenset[int]().union(*(needs.get(program.home.get(v, v), frozenset()) for v in kernel.reads))
         if kernel.kind == COLLECTIVE and KINDS[kernel.equation.name] in machine.compiler.combines:
             e = kernel.equation
-            operand_bytes = sum(size(v) for v in e.inputs if isinstance(v, Value))
+            operand_bytes = sum(v.bytes for v in e.inputs if isinstance(v, Value))
             among = str(e.params.get("axes", e.params.get("axis_name")))
             message, sent_before = messages.send(
                 (e.name, among, short_dtype(kernel.writes[0].dtype)), operand_bytes, needed

@@ -24,7 +24,7 @@ from gshard.device.compiled_kernels import (
     layout_copies,
     stack_slices,
 )
-from gshard.device.fusion_model import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels, device_program, size
+from gshard.device.fusion_model import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels, device_program
 from gshard.device.machine import Machine
 from gshard.device.memory import Memory, memory_of
 from gshard.device.network import latency, permutation_seconds, seconds
@@ -212,7 +212,7 @@ def cost_of_kernels(program: Kernels, mesh: Mesh, machine: Machine, donated: Ite
     joined_bytes, copied_bytes = combined(program, machine), layout_copies(program, machine) | hoisted_operands(program)
     filled_bytes: dict[Kernel, int] = {}
     for stack_slice in stack_slices(program, machine.compiler):
-        kernel, slice_bytes = stack_slice.kernel, size(stack_slice.value)
+        kernel, slice_bytes = stack_slice.kernel, stack_slice.value.bytes
         if stack_slice.copied:
             copied_bytes[kernel] = (*copied_bytes.get(kernel, ()), slice_bytes)
         if stack_slice.filled:
@@ -274,7 +274,7 @@ def kernel_cost(
         taken = seconds_of_message + copies + starts
         return row(name=name, kind=COLLECTIVE, axes=atoms, moved=moved, sent=sent, seconds=taken, parts=parts)
     if changes_memory(e) and machine.host_link:
-        spent, launch = host_seconds(machine, sum(map(size, e.outputs))), launch_seconds(machine, kernel.moved)
+        spent, launch = host_seconds(machine, sum(v.bytes for v in e.outputs)), launch_seconds(machine, kernel.moved)
         parts = ("host", spent), ("launch", launch)
         return row(name=e.name, kind=kernel.kind, moved=kernel.moved, seconds=spent + launch, parts=parts)
     products, others = kernel.product_flops, kernel.vector_flops
@@ -291,7 +291,7 @@ def _collective(kernel: Kernel, mesh: Mesh, machine: Machine, joined: int) -> tu
     axes: Any = e.params.get("axes", e.params.get("axis_name"))
     atoms: Atoms = tuple(axes) if isinstance(axes, tuple) else (axes,)
     name = KINDS[e.name]
-    operands = sent_sizes(e.name, [size(v) for v in e.inputs if isinstance(v, Value)])
+    operands = sent_sizes(e.name, [v.bytes for v in e.inputs if isinstance(v, Value)])
     sent = sum(sent_bytes(name, operand, mesh.count(atoms)) for operand in operands)
     if "perm" in e.params:
         pairs = _pairs(e.params["perm"], atoms, mesh)

@@ -17,7 +17,7 @@ from typing import Any
 
 from gshard.comm.collectives import KINDS
 from gshard.core.planning_tables import tabulated
-from gshard.core.program import Block, Constant, Equation, Program, Value, itemsize
+from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.core.rule import COMMUNICATE, MONOIDS, PARALLEL, REDUCE, Rule, moves
 from gshard.core.spmd import SpmdProgram
 from gshard.language.transfer import changes_memory
@@ -78,9 +78,9 @@ class Kernel:
             return 0
         if self.in_place:
             first, *others = self.equation.inputs
-            return self._bytes_read({*self.reads} - {first}) + max(map(size, others))
+            return self._bytes_read({*self.reads} - {first}) + max(x.bytes for x in others)
         written = [v for v in self.writes if v not in self.spared]
-        return self._bytes_read({*self.reads} - self.spared) + sum(map(size, (*written, *self.carried)))
+        return self._bytes_read({*self.reads} - self.spared) + sum(v.bytes for v in (*written, *self.carried))
 
     def _bytes_read(self, values: Set[Value | Constant]) -> int:
         users: dict[Any, dict[Equation, None]] = {}
@@ -91,8 +91,8 @@ class Kernel:
                     users.setdefault(x, {})[e] = None
                     if e.rule is None or not (is_looked_up(e.rule, i) or moves_elements(e.rule)):
                         whole.add(x)
-        found = {v: sum(size(x) for e in users[v] for x in e.outputs) for v in users.keys() - whole}
-        return sum(min(size(v), found.get(v, size(v))) for v in values)
+        found = {v: sum(x.bytes for e in users[v] for x in e.outputs) for v in users.keys() - whole}
+        return sum(min(v.bytes, found.get(v, v.bytes)) for v in values)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -160,11 +160,6 @@ def is_product(rule: Rule) -> bool:
     if rule.products is not None:
         return rule.products > 0
     return len(rule.operands) > 1 and any(f.kind == REDUCE for f in rule.factors)
-
-
-def size(value: Value | Constant) -> int:
-    """Bytes of one device's part."""
-    return math.prod(value.shape) * itemsize(value.dtype)
 
 
 def products_of(e: Equation) -> int:

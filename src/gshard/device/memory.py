@@ -25,7 +25,6 @@ from gshard.device.fusion_model import (
     is_update,
     moves_elements,
     only_moves,
-    size,
 )
 from gshard.naming.array_names import ArrayNames
 
@@ -64,7 +63,7 @@ def narrow_forms(program: Kernels) -> dict[Value, Narrow]:
         types_of[v] = types if last_whole_read < 0 else None
         elements = math.prod(v.shape)
         narrow_bytes = sum(itemsize(jax.numpy.dtype(form)) * elements for form in types)
-        if narrow_bytes < size(v) and last_whole_read < readers[v][-1]:
+        if narrow_bytes < v.bytes and last_whole_read < readers[v][-1]:
             narrow[v] = Narrow(last_whole_read, narrow_bytes)
     return narrow
 
@@ -105,18 +104,14 @@ def _form(e: Equation, kernel: Kernel, forms: Mapping[Value, set[str] | None]) -
         if KINDS[e.name] in _MOVING if kernel.kind == COLLECTIVE else only_moves(e):
             return forms.get(e.outputs[0])
         return None
-    if e.rule is not None and all(str(y.dtype) == _BOOL for y in e.outputs) and _compares(e):
-        return {_BOOL}
+    if e.rule is not None and all(str(y.dtype) == _BOOL for y in e.outputs):
+        if sum(isinstance(x, Value) and math.prod(x.shape) > 1 for x in e.inputs) == 1:
+            return {_BOOL}  # all other operands are scalars, so the outcome can replace the operand
     if only_moves(e):
         return set()
     if len(e.inputs) == 1 and itemsize(e.outputs[0].dtype) < 4:
         return {str(e.outputs[0].dtype)}
     return None
-
-
-def _compares(e: Equation) -> bool:
-    """Whether all other operands are scalars, so that the outcome can replace the operand."""
-    return sum(1 for x in e.inputs if isinstance(x, Value) and math.prod(x.shape) > 1) == 1
 
 
 def joined(program: Kernels) -> list[Kernel]:
@@ -146,7 +141,7 @@ def joined(program: Kernels) -> list[Kernel]:
 
 def _on_device(value: Value) -> int:
     """Bytes of device memory that a value takes: none if it is in host memory."""
-    return 0 if value.on_host else size(value)
+    return 0 if value.on_host else value.bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -417,7 +412,7 @@ def held_at_peak(memory: Memory, block: Block, program: Program, names: ArrayNam
     rows: dict[tuple[str, str, str], Held] = {}
     for v, e in memory.alive:
         name = array_names.array(v)
-        row = Held(f"{v.dtype_name}[{','.join(map(str, v.shape))}]", name.text or e.name, e, size(v), 1)
+        row = Held(f"{v.dtype_name}[{','.join(map(str, v.shape))}]", name.text or e.name, e, v.bytes, 1)
         key = row.type, name.alike or e.name, e.line
         if key in rows:  # arrays of equal layers: keep the name that they share
             earlier = rows[key]

@@ -41,7 +41,7 @@ class Executable:
 
     def __call__(self, *arguments: Any) -> list[Any]:
         """Runs on flat arguments in the shardings of the program. Results are flat global arrays."""
-        self.agree()
+        self.agreed  # noqa: B018  compares the program at the first call
         spmd, inputs = self.spmd, [*self.captured, *arguments]
         # Arguments that XLA does not read stay where they are.
         for i in spmd.in_orders and spmd.in_orders.keys() & kept_arguments(self.compiled):
@@ -56,16 +56,13 @@ class Executable:
             results[i] = relabelled(results[i], output_sharding)
         return results
 
-    def agree(self) -> None:
-        """Compares the program with those of the other processes of its mesh, if there are any, at the first call.
+    @functools.cached_property
+    def agreed(self) -> None:
+        """Compares the program, once, with those of the other processes of its mesh, if there are any.
 
         Raises:
             PlanError: another process is about to run another program.
         """
-        self._agreed  # noqa: B018  cached: it compares once
-
-    @functools.cached_property
-    def _agreed(self) -> None:
         group = Group.of(self.spmd.mesh.devices)
         if group is not None:
             group.agree(self.spmd.program.name, self.spmd.identified())

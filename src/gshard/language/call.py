@@ -31,7 +31,8 @@ class Call:
     def __str__(self) -> str:
         shapes = [f"[{','.join(map(str, s))}]" for s in (*self.in_shapes, *self.out_shapes)]
         count = len(self.in_shapes)
-        operands = ", ".join(f"{_dtype_name(t)}{s}" for t, s in zip(self.in_dtypes, shapes))
+        dtypes = (t if isinstance(t, str) else short_dtype(t) for t in self.in_dtypes)
+        operands = ", ".join(f"{t}{s}" for t, s in zip(dtypes, shapes))
         return f"equation: {self.name} {operands} -> {', '.join(shapes[count:])}"
 
     @property
@@ -43,7 +44,3 @@ class Call:
     def is_complex(self) -> bool:
         """Whether the first operand is complex. Complex numbers have no minimum or maximum to fill padding with."""
         return bool(self.in_dtypes) and jax.dtypes.issubdtype(self.in_dtypes[0], np.complexfloating)
-
-
-def _dtype_name(dtype: Any) -> str:
-    return dtype if isinstance(dtype, str) else short_dtype(dtype)

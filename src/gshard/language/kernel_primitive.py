@@ -97,7 +97,9 @@ def flat(jaxpr: Any) -> Any:
     body, consts = closed(jaxpr)
 
     def run(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-        called = eqn.params["kernel"].plain_of(eqn) if eqn.primitive.name == "gshard_kernel" else called_jaxpr(eqn)
+        called = called_jaxpr(eqn)
+        if eqn.primitive.name == "gshard_kernel":
+            called = eqn.params["kernel"].plain_jaxpr(types_of(v.aval for v in eqn.invars))
         if eqn.primitive is name_p:
             return operands
         if called is None:
@@ -173,10 +175,6 @@ class Kernel:
                 )
             self._plain_jaxprs[types] = made
         return self._plain_jaxprs[types]
-
-    def plain_of(self, eqn: Any) -> Any:
-        """The plain function of an equation of this kernel."""
-        return self.plain_jaxpr(types_of(v.aval for v in eqn.invars))
 
     def result_types(self, types: Types) -> Types:
         """Shapes and dtypes of the results."""

@@ -54,7 +54,8 @@ def _define_identity(primitive: Primitive) -> None:
 
     def batched(args: Sequence[Any], dims: Sequence[int], *, mark: Mark | Names) -> tuple[Any, int]:
         """The mark leaves the dimension that vmap adds open."""
-        return primitive.bind(args[0], mark=mark.with_batch_dimension(dims[0])), dims[0]
+        mark = dataclasses.replace(mark, batch_dims=(*mark.batch_dims, dims[0]))
+        return primitive.bind(args[0], mark=mark), dims[0]
 
     primitive.def_impl(impl)
     primitive.def_abstract_eval(typed)

@@ -235,10 +235,6 @@ def _while_entry(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
     return [sharding(v) for v in (*condition.inputs[:cond_consts], *body.inputs)]
 
 
-def _while_leave(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
-    return [sharding(v) for v in equation.blocks[1].inputs[equation.params["body_nconsts"] :]]
-
-
 def _while_crossings(equation: Equation) -> list[Crossing]:
     condition, body = equation.blocks
     cond_consts, body_consts = equation.params["cond_nconsts"], equation.params["body_nconsts"]
@@ -268,14 +264,6 @@ def _emit_while(equation: Equation, emitter: Interpreter, arrays: Sequence[Any])
 
     start = list(arrays[cond_consts + body_consts :])
     return list(lax.while_loop(go_on, beforehand(step, start), start))
-
-
-def _cond_entry(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
-    return [Sharding(()), *(sharding(v) for v in equation.inputs[1:])]
-
-
-def _cond_leave(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
-    return [sharding(v) for v in equation.outputs]
 
 
 def _cond_crossings(equation: Equation) -> list[Crossing]:
@@ -323,7 +311,7 @@ REGIONS: dict[str, Region] = {
         lambda params: [params["cond_jaxpr"], params["body_jaxpr"]],
         _while_edges,
         _while_entry,
-        _while_leave,
+        lambda equation, sharding: list(map(sharding, equation.blocks[1].inputs[equation.params["body_nconsts"] :])),
         _emit_while,
         _while_crossings,
         same=lambda params: [
@@ -335,8 +323,8 @@ REGIONS: dict[str, Region] = {
     "cond": Region(
         lambda params: list(params["branches"]),
         lambda equation: [c.edge for c in _cond_crossings(equation)],
-        _cond_entry,
-        _cond_leave,
+        lambda equation, sharding: [Sharding(()), *map(sharding, equation.inputs[1:])],
+        lambda equation, sharding: list(map(sharding, equation.outputs)),
         _emit_cond,
         _cond_crossings,
         same=lambda params: [range(1, 1 + len(body.in_avals)) for body in params["branches"]],

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import string
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from gshard.core.program import Block, Equation, Program, Value
@@ -95,7 +95,8 @@ def dimensions_of(program: Program, paths: Sequence[str] = ()) -> Dimensions:
     count = {root: len({v for v, _ in dims}) for root, dims in members.items()}
     ranked = sorted(members, key=lambda root: -count[root])  # stable: equal counts keep the order of the program
     taken = {name for names in user_names.values() for name in names}
-    free = (letter for letter in _letters() if letter not in taken)
+    letters = (f"{letter}{n or ''}" for n in itertools.count() for letter in string.ascii_lowercase)
+    free = (letter for letter in letters if letter not in taken)
     label = {root: next(iter(user_names[root])) if root in user_names else next(free) for root in ranked}
     labels = {v: _with_primes(v, classes, label) for v in program.block.values()}
     inputs = program.block.inputs[len(program.captured) :]
@@ -107,6 +108,7 @@ def dimensions_of(program: Program, paths: Sequence[str] = ()) -> Dimensions:
         dims = members[root]
         sizes = Counter(v.shape[d] for v, d in dims)
         twice = [v for v, n in Counter(v for v, _ in dims).items() if n > 1]
+        product = next((parts for whole, parts, _ in classes.products if classes.root(whole) == root), ())
         return DimensionClass(
             label=label[root],
             names=tuple(user_names.get(root, ())),
@@ -114,7 +116,7 @@ def dimensions_of(program: Program, paths: Sequence[str] = ()) -> Dimensions:
             sizes=tuple(sorted(sizes, reverse=True)),
             arguments=tuple((named_inputs[v], d) for v, d in dims if v in named_inputs),
             values=count[root],
-            product=tuple(label.get(classes.root(part), "1") for part in classes.product_of(root)),
+            product=tuple(label.get(classes.root(part), "1") for part in product),
             twice=tuple(_text(v, labels[v], producers.get(v), named_inputs.get(v, "")) for v in twice),
         )
 
@@ -231,10 +233,6 @@ class _Classes(UnionFind[Hashable]):
                     changed |= self.join(a, b)
                 changed |= self.join(whole_of.setdefault((*map(self.root, parts), sizes), whole), whole)
 
-    def product_of(self, root: Hashable) -> tuple[Hashable, ...]:
-        """The factors of a class that is a product; otherwise ()."""
-        return next((parts for whole, parts, _ in self.products if self.root(whole) == root), ())
-
 
 def _read(block: Block, classes: _Classes) -> None:
     """Joins the dimensions of all equations, and of the edges of regions."""
@@ -248,11 +246,6 @@ def _read(block: Block, classes: _Classes) -> None:
             classes.array(edge.inner, edge.rule.results[0], edge.rule, edge_key)
             for d in range(edge.stacked):
                 classes.join((e, "iteration", d), (edge.outer, d))
-
-
-def _letters() -> Iterator[str]:
-    for n in itertools.count():
-        yield from (f"{letter}{n or ''}" for letter in string.ascii_lowercase)
 
 
 def _with_primes(v: Value, classes: _Classes, label: Mapping[Hashable, str]) -> tuple[str, ...]:

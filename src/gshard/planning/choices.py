@@ -403,10 +403,6 @@ class ChoiceTables:
         moves = self.interned.table(("leaving", *key), lambda: self._costs_with_cuts(v, inside, states))
         return caller_costs, moves
 
-    def next_call_costs(self, v: Value, states: Sequence[Sharding], argument: Value) -> Floats:
-        """float64 [states of the argument, states]: the reshards that the next call may need."""
-        return _AFTERWARDS * self.move_costs(states, self.states_of(argument), v).T
-
     def _caller_costs(self, v: Value, states: Sequence[Sharding]) -> Floats:
         """float64 [states]: the reshards to the propagated sharding, which some callers need."""
         known = None if self.propagated is None or v in self.propagated.undecided else self.propagated.shardings[v]
@@ -679,7 +675,8 @@ class _Builder:
         """Adds the edge between a result and the argument that it becomes in the next call."""
         group = self.groups.of[argument]
         if not is_donated:
-            self.edges.append((group, node, self.tables.next_call_costs(v, states, argument)))
+            moves = self.tables.move_costs(states, self.tables.states_of(argument), v)
+            self.edges.append((group, node, _AFTERWARDS * moves.T))  # the reshards that the next call may need
             return
         same = np.array([[0.0 if s == t else np.inf for t in states] for s in self.states[group]])
         if np.isfinite(same).any():

@@ -57,7 +57,7 @@ def windowed(plan: Plan, policy: CollectiveMatmul | None) -> Plan:
         return plan
     rings: dict[Equation, Ring] = {}
     shardings, chooser = dict(plan.shardings), policy.on(plan)
-    for block in _all_blocks(plan.program.block):
+    for block in plan.program.block.blocks():
         needs = _needs(block, plan)
         block_rings = _rings_of_block(block, plan, chooser, needs)
         shardings.update(
@@ -65,12 +65,6 @@ def windowed(plan: Plan, policy: CollectiveMatmul | None) -> Plan:
         )
         rings.update(block_rings)
     return dataclasses.replace(plan, shardings=shardings, rings=rings)
-
-
-def _all_blocks(block: Block) -> Iterator[Block]:
-    yield block
-    for e in block.walk():
-        yield from e.blocks
 
 
 def _rings_of_block(block: Block, plan: Plan, chooser: Chooser, needs: Needs) -> dict[Equation, Ring]:

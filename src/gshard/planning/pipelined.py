@@ -631,7 +631,8 @@ class PipelinedLoop:
         for i, (aval, rows) in enumerate(zip(self._out_avals, self.body.outputs, strict=True)):
             leading = self.layout.leading if i >= carry else (self.layout.stages,)
             if rows is None and (i >= carry or self.added[i]):
-                dtype = _wide(aval.dtype) if self.body.sums[i] else aval.dtype
+                adds_floats = self.body.sums[i] and jnp.issubdtype(aval.dtype, jnp.floating)
+                dtype = jnp.promote_types(aval.dtype, jnp.float32) if adds_floats else aval.dtype
                 zeros[i] = self.layout.pinned(jnp.zeros((*leading, *aval.shape), dtype), 0)
         return zeros
 
@@ -658,11 +659,6 @@ class PipelinedLoop:
         if self.body.start_as_sums[consts + i]:
             return flow[i].sum(0).astype(dtype)
         return flow[i][0]
-
-
-def _wide(dtype: Any) -> Any:
-    """The dtype in which values of this dtype are added up."""
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 # Micro-batches: the batch dimensions of a loop, and its body on one micro-batch. If rows of a batch are one parallel

@@ -83,7 +83,7 @@ def classes_of_layers(graph: Graph) -> Ints | None:
 @tabulated(16)
 def _in_layers(program: Program) -> tuple[tuple[Equation, Equation], ...]:
     """Pairs of an equation and the equation one period later, of a program with layers; none of other programs."""
-    blocks = list(_blocks(program.block))
+    blocks = list(program.block.blocks())
     pairs = [list(_repeated(block.equations)) for block in blocks]
     return tuple(itertools.chain(*pairs)) if any(map(_has_layers, blocks, pairs)) else ()
 
@@ -100,16 +100,8 @@ def _has_layers(block: Block, pairs: Sequence[tuple[Equation, Equation]]) -> boo
 
 
 def _multiplies(e: Equation) -> bool:
-    return (e.rule is not None and is_product(e.rule)) or any(
-        q.rule is not None and is_product(q.rule) for body in e.blocks for q in body.walk()
-    )
-
-
-def _blocks(block: Block) -> Iterator[Block]:
-    yield block
-    for e in block.equations:
-        for body in e.blocks:
-            yield from _blocks(body)
+    every = (e, *(q for body in e.blocks for q in body.walk()))
+    return any(q.rule is not None and is_product(q.rule) for q in every)
 
 
 def _repeated(equations: Sequence[Equation]) -> Iterator[tuple[Equation, Equation]]:

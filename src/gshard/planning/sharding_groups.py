@@ -47,7 +47,8 @@ def sharding_groups_of(
 ) -> ShardingGroups:
     """Finds the sharding groups of a program."""
     monoids = _possible_monoids(program, finished, unreduced)
-    read_by_several = set() if fused else _read_by_several(program)
+    readers = Counter(v for e in program.block.walk() for v in {v for v in e.inputs if isinstance(v, Value)})
+    read_by_several = set() if fused else {v for v, n in readers.items() if n > 1}
     classes = UnionFind[Value]()
     tied: list[Equation] = []
     in_place: set[Value] = set()  # results that are in a group with operands
@@ -86,12 +87,6 @@ def free_result_groups(program: Program, groups: ShardingGroups, results: Collec
                 operand_groups = (groups.of[v] for v in e.inputs if isinstance(v, Value))
                 free.update(group for group in operand_groups if users[group] - groups.tied <= {e})
     return free
-
-
-def _read_by_several(program: Program) -> set[Value]:
-    """The values that more than one equation reads."""
-    readers = Counter(v for e in program.block.walk() for v in {v for v in e.inputs if isinstance(v, Value)})
-    return {v for v, n in readers.items() if n > 1}
 
 
 def _together(

@@ -116,7 +116,8 @@ def _prefetch_of(loop: Equation, body: Kernels, waited: set[Equation], *, stacks
             early.update(e.outputs)
             sliced.update(e.outputs if reads & sliced else ())
     first = body.kernels.index(products[0])
-    waiting = [k.equation for k in body.kernels[:first] if _is_gather(k) and k.equation in waited]
+    before = [k.equation for k in body.kernels[:first] if k.kind == COLLECTIVE]
+    waiting = [e for e in before if KINDS[e.name] == ALL_GATHER and e in waited]
     gathers = [e for e in waiting if early.issuperset(e.inputs) and not sliced.isdisjoint(e.inputs)]
     last = products[-1].equation
     late_operands = [v for v in last.inputs if isinstance(v, Value) and v not in early]
@@ -125,10 +126,6 @@ def _prefetch_of(loop: Equation, body: Kernels, waited: set[Equation], *, stacks
     sent = tuple(v for e in gathers for v in e.inputs)
     makes = without_dead_code(Block(inputs, tuple(computable), sent)).equations
     return _Prefetch(loop, tuple(gathers), makes, last, late_operands[0])
-
-
-def _is_gather(kernel: Kernel) -> bool:
-    return kernel.kind == COLLECTIVE and KINDS[kernel.equation.name] == ALL_GATHER
 
 
 def _rewritten(spmd: SpmdProgram, before: Cost, chosen: Mapping[Equation, _Prefetch]) -> SpmdProgram:

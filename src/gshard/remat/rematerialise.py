@@ -18,7 +18,7 @@ from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Constant, Equation, Program, Value, format_bytes, itemsize
 from gshard.core.spmd import Recomputation, Recomputed, SpmdProgram
 from gshard.device.cost import kernel_cost
-from gshard.device.fusion_model import FUSED, REGION, Kernel, Kernels, device_program, flops, kernels_of, kind_of, size
+from gshard.device.fusion_model import FUSED, REGION, Kernel, Kernels, device_program, flops, kernels_of, kind_of
 from gshard.device.machine import Machine
 from gshard.device.memory import Memory, held_at_peak, memory_of
 from gshard.emit.compile import Executable, compile_spmd
@@ -140,7 +140,7 @@ def stacked_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: fro
             assert found_slice is not None, "slices that can be recomputed"
             equations, inputs = found_slice
             needed = sum(_kept_for(liveness, pair, x) for x in inputs)
-            freed = sum(map(size, group)) - needed
+            freed = sum(v.bytes for v in group) - needed
             if freed > 0:
                 trip_count = pair.writer.equation.trip_count
                 extra_seconds = trip_count * sum(
@@ -188,12 +188,12 @@ def _kept_for(liveness: Liveness, pair: _Pair, x: Value) -> int:
     consts, carry = scan_counts(e.params)
     at = e.blocks[0].inputs.index(x)
     if consts <= at < consts + carry:
-        return size(x) * e.trip_count
+        return x.bytes * e.trip_count
     outer = e.inputs[at]
     if isinstance(outer, Constant):
         return 0
     v = liveness.home(outer)
-    return 0 if v not in liveness.made or liveness.last[v] >= pair.at[1] else size(v)
+    return 0 if v not in liveness.made or liveness.last[v] >= pair.at[1] else v.bytes
 
 
 def without_stacking(liveness: Liveness, found: Stacked, names: Iterator[int]) -> Block:
@@ -353,7 +353,7 @@ def low_precision_over(liveness: Liveness, peak: int, elsewhere: frozenset[Value
                 users = (liveness.kernels.kernels[j].kind for j in liveness.users[v])
                 if all(kind != REGION for kind in users):
                     wide, thin = itemsize(v.dtype), itemsize(source.dtype)
-                    found.append(LowPrecision(e, (v,), size(v) * (wide - thin) // wide))
+                    found.append(LowPrecision(e, (v,), v.bytes * (wide - thin) // wide))
     return found
 
 
@@ -620,7 +620,7 @@ def _with_body(kernels: Kernels, region: Equation, old: Block, new: Block) -> Bl
 
 def _noted(item: _Offer, liveness: Liveness) -> Recomputation:
     values = _values(item)
-    largest = max(values, key=size)
+    largest = max(values, key=lambda v: v.bytes)
     producer = liveness.producer[largest]
     if not isinstance(item, Kept):
         stacked = item.writer.blocks[0].outputs[item.writer.outputs.index(largest)]
@@ -696,10 +696,7 @@ def peak_of(compiled: Any) -> int:
     """
     memory = compiled.memory_analysis()
     total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    reported_peak = getattr(memory, "peak_memory_in_bytes", 0) if _is_for_tpus(compiled) else 0
-    return int(reported_peak or total - memory.alias_size_in_bytes)
-
-
-def _is_for_tpus(compiled: Any) -> bool:
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    return any(device.platform == "tpu" for sharding in shardings[:1] for device in sharding.device_set)
+    is_for_tpus = any(device.platform == "tpu" for sharding in shardings[:1] for device in sharding.device_set)
+    reported_peak = getattr(memory, "peak_memory_in_bytes", 0) if is_for_tpus else 0
+    return int(reported_peak or total - memory.alias_size_in_bytes)

@@ -17,7 +17,7 @@ from gshard.core.mesh import Mesh
 from gshard.core.program import Block, Equation, Value
 from gshard.core.spmd import RECOMPUTED, Collective, SpmdProgram
 from gshard.core.xla_workarounds import opaque_identity
-from gshard.device.fusion_model import COLLECTIVE, Kernels, kernels_of, size
+from gshard.device.fusion_model import COLLECTIVE, Kernels, kernels_of
 from gshard.language.region import Interpreter
 
 
@@ -96,7 +96,7 @@ def _attributes(kernels: Kernels, mesh: Mesh) -> Iterator[tuple[_Attributes, Equ
             axes: Any = e.params.get("axes", e.params.get("axis_name"))
             atoms = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
             operands = [v for v in e.inputs if isinstance(v, Value)]
-            for bytes_of_array, v in zip(sent_sizes(e.name, [size(v) for v in operands]), operands, strict=False):
+            for bytes_of_array, v in zip(sent_sizes(e.name, [v.bytes for v in operands]), operands, strict=False):
                 shape = f"{v.dtype_name}[{','.join(map(str, v.shape))}]"
                 sent = sent_bytes(KINDS[e.name], bytes_of_array, mesh.count(atoms))
                 yield (KINDS[e.name], atoms, sent, times, shape, e.line), e

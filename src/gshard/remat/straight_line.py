@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from gshard.core.jax_adapter import optimization_barrier_p
 from gshard.core.program import Block, Constant, Equation, Value
-from gshard.device.fusion_model import PASSING, REGION, Kernel, Kernels, kind_of, size
+from gshard.device.fusion_model import PASSING, REGION, Kernel, Kernels, kind_of
 from gshard.language.registry import Call, rule_of
 from gshard.rewrite.equation_graph import is_pure, operands_first
 
@@ -108,14 +108,14 @@ def kept_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: frozen
             or peak in liveness.users[v]
             or v in liveness.ends
             or v in elsewhere
-            or not size(v)
+            or not v.bytes
         ):
             continue
         kernels = liveness.recomputation(v, later_users[0], peak)
         if kernels is None:
             continue
         anchors = {u for kernel in kernels for u in kernel.reads} - {w for kernel in kernels for w in kernel.writes}
-        found.append(Kept(v, size(v), sum(map(seconds, kernels)), frozenset(anchors)))
+        found.append(Kept(v, v.bytes, sum(map(seconds, kernels)), frozenset(anchors)))
     return found
 
 

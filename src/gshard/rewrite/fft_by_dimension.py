@@ -26,18 +26,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gshard.core.program import Equation, Program, Value
+from gshard.core.program import Equation, Value
 from gshard.rewrite.driver import Split, where_split
 from gshard.rewrite.equation_graph import Others, written
 
 _LEAST = 4096  # smallest size of a single dimension that is treated as two
 
 
-def _transforms(program: Program) -> list[Equation]:
-    return [e for e in program.block.walk() if e.name == "fft"]
-
-
-@where_split(_transforms)
+@where_split(lambda program: [e for e in program.block.walk() if e.name == "fft"])
 def fft_by_dimension(e: Equation, split: Split) -> Iterator[Others]:
     """Replaces a transform of split dimensions by transforms of single dimensions."""
     parts = [

@@ -175,13 +175,9 @@ def _swapped(dot: Equation, transpose: Equation) -> dict[str, Any] | None:
     shared = len(batch[0])
     order = (*range(shared), *range(lhs, lhs + rhs - shared), *range(shared, lhs))
     precision = dot.params["precision"]
-    if tuple(transpose.params["permutation"]) != order or not _is_per_operand(precision):
+    is_per_operand = precision is None or isinstance(precision, tuple | lax.Precision)  # or the default
+    if tuple(transpose.params["permutation"]) != order or not is_per_operand:
         return None
     if isinstance(precision, tuple):
         precision = precision[::-1]
     return {**dot.params, "dimension_numbers": (summed[::-1], batch[::-1]), "precision": precision}
-
-
-def _is_per_operand(precision: Any) -> bool:
-    """Whether a precision is the default, or is given for each operand."""
-    return precision is None or isinstance(precision, tuple | lax.Precision)

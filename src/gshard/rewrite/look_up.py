@@ -270,7 +270,7 @@ def _shared(looked_up: _LookUp, indices: Known) -> tuple[list[Array], Any] | Non
             b
             for b in range(at.ndim if is_known and d in looked_up.dropped else 0)
             if b not in taken and at.shape[b] == shape[d] > 1
-            and np.array_equal(at, np.broadcast_to(_counting(at.ndim, b, shape[d]), at.shape))
+            and (np.moveaxis(at, b, -1) == np.arange(shape[d])).all()
         )  # fmt: skip
         b = next(counted, None)
         if b is None:
@@ -285,10 +285,6 @@ def _shared(looked_up: _LookUp, indices: Known) -> tuple[list[Array], Any] | Non
     if not new_pairs:
         return None
     return kept, looked_up.with_batching(new_pairs)
-
-
-def _counting(ndim: int, dim: int, n: int) -> np.ndarray:
-    return np.arange(n).reshape([-1 if d == dim else 1 for d in range(ndim)])
 
 
 def _one_window(looked_up: _LookUp, indices: np.ndarray, least: float) -> Callable[..., Any] | None:

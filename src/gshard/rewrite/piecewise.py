@@ -568,15 +568,13 @@ class _Search:
                 else:
                     self.bring(x)
         for x in self.dims:
-            if x not in self.forced and x not in self.brought and x not in self.kept and self.is_read_elsewhere(x):
-                self.keep(x)
+            if x not in self.forced and x not in self.brought and x not in self.kept:
+                if x in self.outputs or any(not self.reads_pieces(e, x) for e in self.readers.get(x, ())):
+                    self.keep(x)
         for e, treatment in self.equations.items():
             if isinstance(treatment, Moves) and treatment != self.moves(e, treatment.dim):
                 raise _OpenError  # an operand became an array in pieces later
         return Region(self.dims, self.layouts, self.equations, self.brought & self.dims.keys(), self.kept, self.joined)
-
-    def is_read_elsewhere(self, x: Array) -> bool:
-        return x in self.outputs or any(not self.reads_pieces(e, x) for e in self.readers.get(x, ()))
 
     def reads_pieces(self, e: Equation, x: Array) -> bool:
         treatment = self.equations.get(e)
@@ -691,8 +689,7 @@ class _Search:
 
 
 def _blocks(program: Program) -> list[Block]:
-    every = [program.block, *(block for e in program.block.walk() for block in e.blocks)]
-    return [block for block in every if any(map(may_begin, block.equations))]
+    return [block for block in program.block.blocks() if any(map(may_begin, block.equations))]
 
 
 @where_split(_blocks)
@@ -748,7 +745,8 @@ class _Emitter:
 
     def computed(self, e: Equation, t: Touch) -> list[Equation]:
         """The equations that compute an equation in pieces."""
-        layout = next(self.region.layouts[x] for x, d in _touched(e, t) if d is not None)
+        touched = zip((*e.inputs, *e.outputs), (*t.operands, *t.results), strict=True)
+        layout = next(self.region.layouts[x] for x, d in touched if d is not None)
         results: list[Value] = []
         for v, d in zip(e.outputs, t.results, strict=True):
             if d is None:
@@ -818,7 +816,3 @@ class _Emitter:
             return flat_results
 
         return written(self.writer, flat, inputs, results, e)
-
-
-def _touched(e: Equation, t: Touch) -> list[tuple[Array, int | None]]:
-    return [*zip(e.inputs, t.operands, strict=True), *zip(e.outputs, t.results, strict=True)]

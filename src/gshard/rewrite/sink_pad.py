@@ -112,7 +112,10 @@ class _Frames:
         u, result = e.inputs[0], e.outputs[0]
         config = [tuple(map(int, c)) for c in e.params["padding_config"]]
         producer = self.producer(u)
-        if 0 in u.shape or producer is None or not self.may_start(producer, result) or any(min(c) < 0 for c in config):
+        if 0 in u.shape or producer is None or any(min(c) < 0 for c in config):
+            return None
+        repeats = producer.name == "broadcast_in_dim" and result not in self.moved
+        if not repeats and not traits_of(producer.name).computes:
             return None
         frame = _Frame(result.shape, tuple(low for low, _, _ in config), tuple(i + 1 for _, _, i in config))
         nodes: dict[Any, _Node] = {}
@@ -138,10 +141,6 @@ class _Frames:
             return lax.select(_inside(frame, u.shape), whole, lax.broadcast_in_dim(number, frame.shape, ()))
 
         return self.graph.write(sunk, (e.inputs[1], *leaves), (result,), e)
-
-    def may_start(self, producer: Equation, result: Value) -> bool:
-        """Whether the rewrite applies to a pad to ``result`` of the result of this equation."""
-        return traits_of(producer.name).computes or (producer.name == "broadcast_in_dim" and result not in self.moved)
 
     # Arrays in frames.
 

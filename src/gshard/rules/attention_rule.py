@@ -14,7 +14,7 @@ from gshard.comm.collectives import sent_bytes
 from gshard.comm.rotation import Rotation
 from gshard.comm.shards import Shards, mask
 from gshard.comm.steps import ALL_REDUCE
-from gshard.core.mesh import Atoms, Mesh
+from gshard.core.mesh import Mesh
 from gshard.core.program import itemsize
 from gshard.core.rule import REDUCE, Rule, RuleMaker, Split
 from gshard.language.attention_primitive import AttentionParams, merged, wide_dtype
@@ -125,19 +125,6 @@ def _exchanged_bytes(shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, 
     query_shape, out_features = shapes["q"], shapes["v"][-1]
     query_itemsize = sizes["q"] // max(1, math.prod(query_shape))
     return operands + math.prod(query_shape[:-1]) * (out_features * query_itemsize + max(4, query_itemsize))
-
-
-def on_ring(shards: Shards, sequences: Sequences, atoms: Atoms, arrays: _Arrays) -> list[Any]:
-    """One device's part of the result and of the log-sum-exp. The padding of keys and values must be finite."""
-    ring = _Ring(shards, sequences, Rotation(shards, atoms), arrays)
-    out, lse = ring.forward()
-    return [out.astype(shards.equation.outputs[0].dtype), lse]
-
-
-def gradient_on_ring(shards: Shards, sequences: Sequences, atoms: Atoms, arrays: _Arrays) -> list[Any]:
-    """One device's parts of the gradients of queries, keys and values. The padding of operands must be zero."""
-    ring = _Ring(shards, sequences, Rotation(shards, atoms), arrays)
-    return [x.astype(v.dtype) for x, v in zip(ring.backward(), shards.equation.outputs, strict=True)]
 
 
 class _Ring:
@@ -319,7 +306,10 @@ def attention(call: Call) -> Rule:
         arrays = dims.without_padding(shards, dict(zip(names, parts, strict=True)))
         query_atoms, key_atoms = shards.atoms(dims.t[0]), shards.atoms(dims.s[0])
         if dims.together and query_atoms:
-            return on_ring(shards, dims.sequences(shards.mesh, shards.split), query_atoms, arrays)
+            # The padding of keys and values is finite here.
+            ring = _Ring(shards, dims.sequences(shards.mesh, shards.split), Rotation(shards, query_atoms), arrays)
+            out, lse = ring.forward()
+            return [out.astype(shards.equation.outputs[0].dtype), lse]
         if not key_atoms and not query_atoms:
             return shards.bind(*arrays.values())
         params_of_part, arrays = dims.for_part(shards, arrays)
@@ -367,7 +357,9 @@ def attention_gradient(call: Call) -> Rule:
         arrays = dims.without_padding(shards, dict(zip(names, parts, strict=True)))
         query_atoms = shards.atoms(dims.t[0])
         if dims.together and query_atoms:
-            return gradient_on_ring(shards, dims.sequences(shards.mesh, shards.split), query_atoms, arrays)
+            # The padding of operands is zero here.
+            ring = _Ring(shards, dims.sequences(shards.mesh, shards.split), Rotation(shards, query_atoms), arrays)
+            return [x.astype(v.dtype) for x, v in zip(ring.backward(), shards.equation.outputs, strict=True)]
         if not shards.atoms(dims.s[0]) and not query_atoms:
             return shards.bind(*arrays.values())
         params_of_part, arrays = dims.for_part(shards, arrays)

@@ -159,7 +159,11 @@ class _RuleOnMesh:
                 if shardings is None or not split or f not in split:
                     continue
                 program = self.user.program(shardings)
-                if program is not None and self._is_complete(split, program):
+                if program is None:
+                    continue
+                # A program communicates over the atoms of factors that no result has, or it is not complete.
+                in_results = {atoms for g, atoms in split.items() if g in self.in_results}
+                if all(atoms in in_results or program.over.issuperset(atoms) for atoms in split.values()):
                     self._record(split, program)
                     return
 
@@ -190,7 +194,9 @@ class _RuleOnMesh:
         for dims in arrays:
             if members & {g for dim in dims for g in dim}:
                 continue
-            fitting = [(d, dim[0]) for d, dim in enumerate(dims) if len(dim) == 1 and self._may_join(dim[0], parts)]
+            alone = [(d, dim[0]) for d, dim in enumerate(dims) if len(dim) == 1]
+            unsplit = [(d, g) for d, g in alone if self.table[g].kind != REPLICATE and self.group[g] not in self.kinds]
+            fitting = [(d, g) for d, g in unsplit if self.factors.sizes[g] % parts == 0]
             equal = [(d, g) for d, g in fitting if self.factors.sizes[g] == self.factors.sizes[f]]
             equal.sort(key=lambda candidate: candidate[0] not in places_in_any)
             same_size += [g for _, g in equal[:1]]
@@ -201,11 +207,6 @@ class _RuleOnMesh:
             if others:
                 yield tuple(sorted({h for g in others for h in self._members(g)}))
 
-    def _may_join(self, g: int, parts: int) -> bool:
-        """Whether no split of a factor is found yet, and the number of parts divides its size."""
-        is_open = self.table[g].kind != REPLICATE and self.group[g] not in self.kinds
-        return is_open and self.factors.sizes[g] % parts == 0
-
     def _settled(self, split: Mapping[int, Atoms]) -> Arrays | None:
         """The shardings that ``partition`` returns for the shardings of a split; None if it refuses."""
         arrays = tuple(place(dims, split) for dims in self.factors.dims)
@@ -213,13 +214,11 @@ class _RuleOnMesh:
             atoms = [a for dim in dims for a in dim]
             if len(set(atoms)) != len(atoms):
                 return None
-        if self.in_results.issuperset(split) and not self._is_in_operands(split):
+        operands = self.factors.dims[: len(self.operator.in_types)]
+        in_operands = {f for dims in operands for dim in dims for f in dim}
+        if self.in_results.issuperset(split) and in_operands.isdisjoint(split):
             arrays = self.user.propagated(arrays)
         return self.user.settled(self.user.inferred(arrays))
-
-    def _is_in_operands(self, split: Mapping[int, Atoms]) -> bool:
-        operands = self.factors.dims[: len(self.operator.in_types)]
-        return any(f in dim for dims in operands for dim in dims for f in split)
 
     def _projected(self, arrays: Arrays) -> Split | None:
         """The split with these shardings; None if no split has them."""
@@ -230,11 +229,6 @@ class _RuleOnMesh:
                     return None
         exact = all(place(dims, split) == sharding for dims, sharding in zip(self.factors.dims, arrays, strict=True))
         return split if exact else None
-
-    def _is_complete(self, split: Split, program: DeviceProgram) -> bool:
-        """Whether the program communicates over the atoms of factors that no result has."""
-        in_results = {atoms for f, atoms in split.items() if f in self.in_results}
-        return all(atoms in in_results or program.over.issuperset(atoms) for atoms in split.values())
 
     def _record(self, split: Split, program: DeviceProgram) -> None:
         """Joins the factors that a split splits together to a group, and notes its kind."""

@@ -50,15 +50,11 @@ def shard_map(call: Call) -> Rule:
     return make.rule(operands, results, local=local, fixed=fixed)
 
 
-def _sum_of_addends(x: Any, *, mesh: Any, spec: Any) -> Any:
-    return lax.reduce_sum(x, (0,))
-
-
-def _type_of_sum(x: Any, *, mesh: Any, spec: Any) -> Any:
-    return jax.core.ShapedArray(x.shape[1:], x.dtype, weak_type=x.weak_type)
-
-
-sum_of_devices_p = function_primitive("sum_of_devices", _sum_of_addends, _type_of_sum)
+sum_of_devices_p = function_primitive(
+    "sum_of_devices",
+    lambda x, *, mesh, spec: lax.reduce_sum(x, (0,)),
+    lambda x, *, mesh, spec: jax.core.ShapedArray(x.shape[1:], x.dtype, weak_type=x.weak_type),
+)
 
 
 @rule("sum_of_devices")

@@ -17,7 +17,7 @@ from gshard.core.jax_adapter import as_if_at, bind, closed
 from gshard.core.jax_adapter_context import context_of, in_context
 from gshard.core.memory_kinds import is_on_host, shape_in_memory
 from gshard.core.program import Program, Value
-from gshard.device.fusion_model import is_product, size
+from gshard.device.fusion_model import is_product
 from gshard.language.transfer import transferred
 
 _LEAST = 1e-3  # of the bytes of the state: smaller arrays stay on the devices
@@ -36,8 +36,8 @@ def state_to_offload(program: Program, donated: Iterable[int]) -> dict[int, int]
         for i, after in program.state([first + i for i in donated])
         if not inputs[i].on_host and _is_read_by_update_only(program, inputs[i])
     }
-    total = sum(size(inputs[first + i]) for i in found)
-    return {i: result for i, result in found.items() if size(inputs[first + i]) >= _LEAST * total}
+    total = sum(inputs[first + i].bytes for i in found)
+    return {i: result for i, result in found.items() if inputs[first + i].bytes >= _LEAST * total}
 
 
 def _is_read_by_update_only(program: Program, argument: Value) -> bool:

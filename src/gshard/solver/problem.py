@@ -95,12 +95,14 @@ class Problem:
                 u, v, table = v, u, transposed[id(table)]
             sums[u, v] = sums[u, v] + table if (u, v) in sums else table
         keys = sorted(sums)
+        if limit is not None and not limit >= 0:
+            raise ProblemError(f"The limit is {limit}.", hint="Give bytes, or None.")
         return cls(
             costs=tuple(node_costs),
             ends=np.array(keys, dtype=np.int64).reshape(-1, 2),
             tables=tuple(np.ascontiguousarray(sums[key]) for key in keys),
             loads=tuple(_loads(loads, node_costs, node_names, numbers)),
-            limit=_limit(limit),
+            limit=None if limit is None else float(np.floor(limit)),
             names=tuple(names),
         )
 
@@ -273,12 +275,6 @@ def _loads(
         raise ProblemError(
             f"The loads are {total:.3g} bytes together.", hint="Count in larger units: sums must stay below 2**53."
         )
-
-
-def _limit(limit: float | None) -> float | None:
-    if limit is not None and not limit >= 0:
-        raise ProblemError(f"The limit is {limit}.", hint="Give bytes, or None.")
-    return None if limit is None else float(np.floor(limit))
 
 
 def _flat(arrays: Iterable[Floats]) -> Floats:

@@ -421,7 +421,10 @@ class _Work:
         if by_row is not None:
             merges.append((len(self.tables_of[j]), j, i, by_row))
         for _, node, into, choice in sorted(merges, key=lambda way: way[:3]):
-            if self._growth(node, into) <= GROWTH:
+            # The entries that the merge adds to the tables.
+            others = sum(table.shape[1] for k, table in self.tables_of[node].items() if k != into)
+            added = (self.cost[into].size - self.cost[node].size) * others
+            if added - self.tables_of[node][into].size <= GROWTH:
                 self._merge(node, into, choice)
                 return
 
@@ -520,11 +523,6 @@ class _Work:
         for j in self.tables_of[i]:
             self._set_table(i, j, self.done(operator.getitem, self.tables_of[i][j], allowed))
             self.edges[i, j] = self.changed[j] = None
-
-    def _growth(self, i: int, j: int) -> int:
-        """The entries that a merge of i into j adds to the tables."""
-        others = sum(table.shape[1] for k, table in self.tables_of[i].items() if k != j)
-        return (self.cost[j].size - self.cost[i].size) * others - self.tables_of[i][j].size
 
     def _dominated(self, i: int) -> _DominatedStates:
         """Dominated states of a node, the last first, each with one that beats it; and a mask of the others or None."""

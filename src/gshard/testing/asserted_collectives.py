@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -576,22 +576,19 @@ class SentRecord:
 
     def differs(self, now: SentRecord, exact: bool, tolerance: float) -> list[str]:
         """How another record exceeds this one, or differs from it, in words; nothing if it does not."""
-        return list(self._differences(now, exact, tolerance))
-
-    def _differences(self, now: SentRecord, exact: bool, tolerance: float) -> Iterator[str]:
-        if self.mesh != now.mesh:
-            yield f"mesh: {now.mesh}, was {self.mesh}"
+        found = [] if self.mesh == now.mesh else [f"mesh: {now.mesh}, was {self.mesh}"]
         for where in sorted({*self.sums, *now.sums}):
             before, after = self.sums.get(where, (0, 0)), now.sums.get(where, (0, 0))
             if _is_more(after, before) or (exact and after != before):
-                yield (
+                found.append(
                     f"{where[0]} over {where[1]}: {after[0]} in one call, {format_bytes(after[1])}; "
                     f"was {before[0]}, {format_bytes(before[1])}"
                 )
         if now.peak > self.peak * (1 + tolerance) or (exact and now.peak < self.peak * (1 - tolerance)):
-            yield f"peak memory: {format_bytes(now.peak)}, was {format_bytes(self.peak)}"
+            found.append(f"peak memory: {format_bytes(now.peak)}, was {format_bytes(self.peak)}")
         if exact and self.sums == now.sums and self.rows != now.rows:
-            yield "other arrays, or other modules, are sent in the same number of collectives"
+            found.append("other arrays, or other modules, are sent in the same number of collectives")
+        return found
 
     def grown(self, now: SentRecord, exact: bool) -> set[Key]:
         """The rows of another record that are not here, run more often or send more."""

@@ -183,11 +183,8 @@ class Alone:
                 continue
             want = numbers_of(whole)
             for device, got in enumerate(map(numbers_of, per_device)):
-                right = are_close(got, want, tolerance)
-                if not right.all():
-                    at = tuple(map(int, np.argwhere(~right)[0]))
-                    one = f"element {list(at)} is {got[at]} on device {device}, and {want[at]} unsplit"
-                    raise self._lie(split, mesh, f"result {i}: {one} ({(~right).sum()} of {right.size} differ)")
+                if found := first_difference(got, want, tolerance, f"on device {device}", "unsplit"):
+                    raise self._lie(split, mesh, f"result {i}: {found}")
 
     def compare_sent(self, spmd: SpmdProgram, split: Split) -> None:
         """Compares what the devices send with what the rule's ``local`` reports of it."""
@@ -367,6 +364,16 @@ def are_close(got: np.ndarray, want: np.ndarray, tolerance: float) -> np.ndarray
     return np.isclose(got.astype(wide), want.astype(wide), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
+def first_difference(got: np.ndarray, want: np.ndarray, tolerance: float, one: str, other: str) -> str:
+    """The first element that differs, and how many do; nothing if none does."""
+    right = are_close(got, want, tolerance)
+    if right.all():
+        return ""
+    at = tuple(map(int, np.argwhere(~right)[0]))
+    differ = f"({(~right).sum()} of {right.size} differ)"
+    return f"element {list(at)} is {got[at]} {one}, and {want[at]} {other} {differ}"
+
+
 # Kernel checks: checks that the two functions of a ``gshard.kernel`` compute the same, whole and on shards.
 
 
@@ -443,14 +450,10 @@ def _compare(
 ) -> None:
     fast, plain = (jax.tree.leaves(jax.jit(compute, static_argnums=0)(f, *arguments)) for f in (kernel, kernel.like))
     for i, (got, want) in enumerate(zip(fast, plain, strict=True)):
-        first, second = numbers_of(got), numbers_of(want)
-        right = are_close(first, second, tolerance)
-        if not right.all():
-            at = tuple(map(int, np.argwhere(~right)[0]))
+        if found := first_difference(numbers_of(got), numbers_of(want), tolerance, "of fast", "of like"):
             raise RuleError(
                 f"the two functions of kernel {kernel} do not compute the same.",
                 user_line(),
-                f"{what}result {i}: element {list(at)} is {first[at]} of fast, and {second[at]} of like "
-                f"({(~right).sum()} of {right.size} differ)",
+                f"{what}result {i}: {found}",
                 "Both must compute the same for arrays of all sizes; tolerance= allows for rounding.",
             )

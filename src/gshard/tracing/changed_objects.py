@@ -49,7 +49,9 @@ def with_kept_objects(f: Callable[..., Any], name: str) -> Callable[..., Any]:
                 has_all_leaves = len(leaves_before) == len(jax.tree.leaves(arguments))
                 names = leaf_names(f, arguments) if has_all_leaves else ()
                 lost_names = [names[i] if names else f"leaf {i}" for i in lost]
-                raise _lost(f, name, lost_names, any(_counts_or_is_key(leaves_before[i]) for i in lost))
+                kinds = (np.integer, jax.dtypes.prng_key)  # of the state of random numbers
+                counts = any(jax.dtypes.issubdtype(leaves_before[i].dtype, kind) for i in lost for kind in kinds)
+                raise _lost(f, name, lost_names, counts)
         return results
 
     return checked
@@ -100,11 +102,6 @@ def _source(body: Any, out: Any) -> Any:
             return out
         out = producer.invars[list(inner.invars).index(source)]
     return out
-
-
-def _counts_or_is_key(x: Any) -> bool:
-    """Whether an array is an integer or a random key, as the state of random numbers is."""
-    return any(jax.dtypes.issubdtype(x.dtype, kind) for kind in (np.integer, jax.dtypes.prng_key))
 
 
 def _lost(f: Callable[..., Any], name: str, names: Sequence[str], random: bool) -> ArgumentError:

@@ -114,7 +114,11 @@ def written_out(params: dict[str, Any], in_avals: Sequence[Any]) -> Any | None:
     def step(*arrays: Any) -> list[Any]:
         consts, flags, carry = arrays[:count], arrays[count], arrays[count + 1 :]
         results = body_function(*consts[cond_consts:], *carry)
-        new_carry = [_selected(flags, new, old) for new, old in zip(results, carry, strict=True)]
+        # New values for examples whose flag is set. The examples are the leading dimensions.
+        new_carry = [
+            old if new is old else lax.select(lax.broadcast_in_dim(flags, old.shape, range(flags.ndim)), new, old)
+            for new, old in zip(results, carry, strict=True)
+        ]
         return [flags_of(consts, new_carry), *new_carry]
 
     def loop(*arrays: Any) -> list[Any]:
@@ -124,13 +128,6 @@ def written_out(params: dict[str, Any], in_avals: Sequence[Any]) -> Any | None:
         return list(mapped_while_p.bind(*consts, flags, *start, body=body, consts=count))[1:]
 
     return jax.make_jaxpr(loop)(*shapes_of(in_avals))
-
-
-def _selected(flags: Any, new: Any, old: Any) -> Any:
-    """``new`` for examples whose flag is set, ``old`` for the others. The examples are the leading dimensions."""
-    if new is old:
-        return old
-    return lax.select(lax.broadcast_in_dim(flags, old.shape, range(flags.ndim)), new, old)
 
 
 def _edges(equation: Equation) -> list[Edge]:
@@ -145,10 +142,6 @@ def _edges(equation: Equation) -> list[Edge]:
 
 def _entry(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
     return [sharding(v) for v in equation.blocks[0].inputs]
-
-
-def _leave(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
-    return [sharding(v) for v in equation.blocks[0].inputs[equation.params["consts"] :]]
 
 
 def _crossings(equation: Equation) -> list[Crossing]:
@@ -214,7 +207,7 @@ REGIONS[mapped_while_p.name] = Region(
     lambda params: [params["body"]],
     _edges,
     _entry,
-    _leave,
+    lambda equation, sharding: list(map(sharding, equation.blocks[0].inputs[equation.params["consts"] :])),
     _emit,
     _crossings,
     decided=lambda equation: (equation.blocks[0].inputs[equation.params["consts"]],),

@@ -198,7 +198,10 @@ class Dataflow:
                 follows = list(self._into(at, user))
                 if user.opcode in through or is_move(user):
                     yield at.computation, user, None
-                    follows.append(Array(at.computation, user.name, self._moved_element(at, user)))
+                    # An instruction with several operands makes an element of its result of each.
+                    moves_several = len(user.operands) > 1 and user.type.startswith("(")
+                    element = user.operands.index(at.name) if moves_several else None
+                    follows.append(Array(at.computation, user.name, element))
                 elif not follows and user.opcode not in ("get-tuple-element", "tuple"):
                     yield at.computation, user, None
                 following += follows
@@ -206,12 +209,6 @@ class Dataflow:
                 if after not in seen:
                     seen.add(after)
                     waiting.append(after)
-
-    def _moved_element(self, at: Array, user: Instruction) -> int | None:
-        """Which element of its result has what an instruction with several operands makes of this one."""
-        if len(user.operands) > 1 and user.type.startswith("("):
-            return user.operands.index(at.name)
-        return None
 
     def _into(self, at: Array, user: Instruction) -> Iterator[Array]:
         """The array as an element of a tuple, or as what a called computation takes."""

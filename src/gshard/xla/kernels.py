@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -212,7 +212,10 @@ def _convolution(made: Instruction, operands: list[Instruction]) -> tuple[int, i
     window = re.search(r"\bwindow=\{([^}]*)\}", made.attributes)
     settings = dict(word.split("=") for word in window[1].split()) if window else {}
     for d in range(sum(label.isdigit() for label in of_kernel)):
-        stride, hole, step = (_setting(settings, name, d) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+        stride, hole, step = (
+            int(settings[name].split("x")[d]) if name in settings else 1
+            for name in ("stride", "lhs_dilate", "rhs_dilate")
+        )
         pad = int(settings["pad"].split("x")[d].split("_")[0]) if "pad" in settings else 0
         n, k, m = (
             shape[at.index(str(d))]
@@ -221,11 +224,6 @@ def _convolution(made: Instruction, operands: list[Instruction]) -> tuple[int, i
         place = np.arange(m)[:, None] * stride + np.arange(k)[None, :] * step - pad
         pairs *= int(np.count_nonzero((place >= 0) & (place <= (n - 1) * hole) & (place % hole == 0)))
     return 2 * pairs, 0, image.dtype
-
-
-def _setting(settings: Mapping[str, str], name: str, d: int) -> int:
-    """What a window has along one of its dimensions; 1 if it is not told."""
-    return int(settings[name].split("x")[d]) if name in settings else 1
 
 
 # Elapsed: the modelled time of a compiled program on a machine, instruction by instruction.
