@@ -1,6 +1,5 @@
 """The programs that benchmarks measure: they trace, some keep what they send, and the reports tell of them."""
 
-import importlib.util
 import math
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import gshard
 from emitted import emitted, reported
 from families import CASES, SMALL
+from search.test_patch import loaded
 
 BENCHMARK = Path(__file__).resolve().parent.parent / "benchmarks" / "against_xla_programs.py"
 
@@ -21,10 +21,7 @@ def benchmark():
         patch.setenv("XLA_FLAGS", "")
         patch.setenv("JAX_PLATFORMS", "cpu")
         patch.syspath_prepend(str(BENCHMARK.parent))  # what it imports stands beside it
-        spec = importlib.util.spec_from_file_location("against_xla_programs", BENCHMARK)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module
+        return loaded(BENCHMARK, "against_xla_programs")
 
 
 def test_there_are_many_on_eight_devices():

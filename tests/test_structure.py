@@ -396,9 +396,9 @@ def test_both_packages_are_typed() -> None:
 
 # Counts of today: a change may only lower them. What it adds is paid for by what goes.
 BUDGET = {
-    "lines of src/gshard": 62_463,
-    "lines of code of src/gshard": 39_645,
-    "lines of tests": 46_812,
+    "lines of src/gshard": 62_273,
+    "lines of code of src/gshard": 39_571,
+    "lines of tests": 46_728,
     "lines of packages/m4": 11_029,
     "words of README and docs": 49_086,
     "pages of docs": 34,

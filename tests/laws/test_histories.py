@@ -72,18 +72,13 @@ def options_of(option, mesh, arguments, function):
     """What ``gshard.jit`` is given besides the function and the mesh."""
     axis, on = FIRST_AXIS[mesh], mesh_of(**MESHES[mesh])
     found = {
-        "plain": {},
-        "in": {"in_shardings": P(None, axis)},
-        "out": {"out_shardings": P()},
+        "plain": {}, "in": {"in_shardings": P(None, axis)}, "out": {"out_shardings": P()},
         "in and out": {"in_shardings": P(axis), "out_shardings": P()},
         "layout": {"layout": gshard.Layout(batch=axis), "names": "_ batch"},
-        "kept": {"uneven": "keep"},
-        "donated": {"donate_argnums": 0},
-        "limited": {"memory_limit": "64KiB"},
+        "kept": {"uneven": "keep"}, "donated": {"donate_argnums": 0}, "limited": {"memory_limit": "64KiB"},
         "search": {"search": 0.1, "machine": "h100:1x8"},
-        "machine": {"machine": "h100:1x8", "collective_matmul": True},
-        "unused": {"keep_unused": True},
-    }
+        "machine": {"machine": "h100:1x8", "collective_matmul": True}, "unused": {"keep_unused": True},
+    }  # fmt: skip
     if option == "plan":
         shapes = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), arguments)
         return {"plan": gshard.search(function, *shapes, mesh=on, machine="h100:1x8", budget_seconds=0.1).plan}

@@ -26,17 +26,13 @@ FEW = (
 SHAPES = {"square": (8, 8), "uneven": (13, 11), "tall": (16, 8)}
 ON = {"2x4": GRID, "8": {"a": 8}, "2x2x2": {"b": 2, "a": 2, "c": 2}}
 OPTIONS = {
-    "plain": {},
-    "in_shardings": {"in_shardings": P(None, "a")},
+    "plain": {}, "in_shardings": {"in_shardings": P(None, "a")},
     "in_shardings, one left open": {"in_shardings": (P("a"), None)},
     "in and out": {"in_shardings": P("a"), "out_shardings": P()},
     "layout": {"layout": gshard.Layout(batch="a"), "names": "_ batch"},
-    "donated": {"donate_argnums": 0},
-    "searched": {"search": 0.1, "machine": "h100:1x8"},
-    "limited": {"memory_limit": "1MiB"},
-    "kept": {"uneven": "keep"},
-    "all arguments": {"keep_unused": True},
-}
+    "donated": {"donate_argnums": 0}, "searched": {"search": 0.1, "machine": "h100:1x8"},
+    "limited": {"memory_limit": "1MiB"}, "kept": {"uneven": "keep"}, "all arguments": {"keep_unused": True},
+}  # fmt: skip
 
 
 def as_they_come(arguments, in_shardings):

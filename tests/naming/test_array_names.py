@@ -218,12 +218,11 @@ def test_weights_that_are_stacked_inside_keep_their_names(partitioner):
 
     layers = {
         f"block_{i}": {
-            "up": at(64, 256, spec=("data", "model")),
-            "down": at(256, 64, spec=("model", "data")),
+            "up": at(64, 256, spec=("data", "model")), "down": at(256, 64, spec=("model", "data")),
             "bias": at(256, spec=("model",)),
         }
         for i in range(LAYERS)
-    }
+    }  # fmt: skip
 
     def loss(params, x):
         def layer(x, w):

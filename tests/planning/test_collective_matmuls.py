@@ -94,7 +94,6 @@ def test_what_is_hidden_anyway_stays():
 def test_the_plan_says_what_it_brings_and_costs_what_it_says():
     step = gshard.jit(mlp, mesh=MESH, machine="v5e:2x4")
     found = gshard.explain(step, *LARGE)
-    assert found.plan.spared is not None
     without, taken, machine = found.plan.spared
     assert machine == "v5e:2x4"
     assert found.cost("v5e:2x4").seconds == pytest.approx(taken)

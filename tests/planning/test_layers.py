@@ -83,15 +83,10 @@ def lowered(layer, count, dtype, accumulates, machine=None):
 
 
 @pytest.mark.parametrize(("layer", "count", "dtype", "accumulates", "machine"), [
-    (feed_forward, 2, "bfloat16", True, None),
-    (feed_forward, 4, "bfloat16", True, None),
-    (feed_forward, 8, "bfloat16", True, None),
-    (feed_forward, 4, "bfloat16", True, "h100:1x8"),
-    (feed_forward, 4, "float32", False, None),
-    (feed_forward, 4, "float32", True, None),
-    (block, 2, "bfloat16", True, None),
-    (block, 4, "bfloat16", True, None),
-    (block, 4, "float32", False, None),
+    (feed_forward, 2, "bfloat16", True, None), (feed_forward, 4, "bfloat16", True, None),
+    (feed_forward, 8, "bfloat16", True, None), (feed_forward, 4, "bfloat16", True, "h100:1x8"),
+    (feed_forward, 4, "float32", False, None), (feed_forward, 4, "float32", True, None),
+    (block, 2, "bfloat16", True, None), (block, 4, "bfloat16", True, None), (block, 4, "float32", False, None),
     pytest.param(block, 8, "bfloat16", True, None, marks=pytest.mark.slow),
     pytest.param(block, 4, "bfloat16", True, "v5e:2x4", marks=pytest.mark.slow),
 ])  # fmt: skip

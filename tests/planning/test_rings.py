@@ -49,16 +49,12 @@ def grid(x, w):
 
 
 CASES = {
-    "gathered": (gathered, (256, 128), (128, 2048)),
-    "gathered, uneven": (gathered, (250, 127), (127, 2001)),
-    "contracted": (contracted, (1024, 512), (512, 256)),
-    "contracted, uneven": (contracted, (2041, 125), (125, 251)),
-    "scattered": (scattered, (128, 1024), (1024, 256)),
-    "scattered, uneven": (scattered, (121, 1021), (1021, 251)),
+    "gathered": (gathered, (256, 128), (128, 2048)), "gathered, uneven": (gathered, (250, 127), (127, 2001)),
+    "contracted": (contracted, (1024, 512), (512, 256)), "contracted, uneven": (contracted, (2041, 125), (125, 251)),
+    "scattered": (scattered, (128, 1024), (1024, 256)), "scattered, uneven": (scattered, (121, 1021), (1021, 251)),
     "batched": (batched, (2, 64, 32), (2, 1024, 32)),
-    "grid": (grid, (256, 256), (256, 256)),
-    "grid, uneven": (grid, (250, 251), (251, 249)),
-}
+    "grid": (grid, (256, 256), (256, 256)), "grid, uneven": (grid, (250, 251), (251, 249)),
+}  # fmt: skip
 # Results leave in whole parts, and arguments come so: uneven ones take memory at the boundary.
 SMALLER = {"gathered": 0.6, "contracted": 0.7, "scattered": 0.5, "grid": 0.9}
 HOW = {"at once": False, "one way": True, "both ways": CollectiveMatmul(both_ways=True), "two at once": 0}
@@ -152,45 +148,41 @@ def test_loops_and_rows_of_the_explanation(mesh_2x4):
     assert by_kind["collective_permute"] == row.bytes
 
 
-class TestOnAMachine:
-    """Two steps a round, so that a part goes to and fro between two places, and parts in an order of their own.
+def in_pairs(lowered):
+    """Two steps a round, so that a part goes to and fro between two places, and parts in an order of their own."""
 
-    Numbers and bytes are the same.
-    """
+    def changed(ring):
+        parts = ring.steps(lowered.mesh)
+        order = (*range(1, parts, 2), *range(0, parts, 2))
+        return dataclasses.replace(ring, two_steps=True, order=order)
 
-    @staticmethod
-    def in_pairs(lowered):
-        def changed(ring):
-            parts = ring.steps(lowered.mesh)
-            return dataclasses.replace(
-                ring, two_steps=True, order=tuple(range(1, parts, 2)) + tuple(range(0, parts, 2))
-            )
+    return dataclasses.replace(lowered.plan, rings={e: changed(ring) for e, ring in lowered.plan.rings.items()})
 
-        return dataclasses.replace(lowered.plan, rings={e: changed(ring) for e, ring in lowered.plan.rings.items()})
 
-    @pytest.mark.parametrize("size", [2, 3, 8])
-    @pytest.mark.parametrize("f", [gathered, contracted, scattered])
-    def test_numbers_and_bytes(self, f, size):
-        """With one step, with an even number of them, and with an odd one."""
-        x, w = whole(0, 41, 61), whole(1, 61, 53)
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("f", [gathered, contracted, scattered])
+def test_numbers_and_bytes_of_two_steps_a_round(f, size):
+    """With one step, with an even number of them, and with an odd one."""
+    x, w = whole(0, 41, 61), whole(1, 61, 53)
 
-        def g(x, w):
-            return f(x, w) if size == 8 else split(split(x, int(f is scattered), size) @ split(w, 0, size), 0, size)
+    def g(x, w):
+        return f(x, w) if size == 8 else split(split(x, int(f is scattered), size) @ split(w, 0, size), 0, size)
 
-        lowered = gshard.jit(g, mesh=size, collective_matmul=True).lower(x, w)
-        plan = self.in_pairs(lowered)
-        assert plan.rings
-        (unroll,) = {e.params["unroll"] for e in scans(partition(plan).jaxpr.jaxpr)}
-        assert unroll == min(2, size - 1)
-        step = gshard.jit(g, mesh=size, plan=plan)
-        np.testing.assert_array_equal(step(x, w), f(x, w))
-        assert reported(step.lower(x, w).spmd.collectives) == reported(lowered.spmd.collectives)
+    lowered = gshard.jit(g, mesh=size, collective_matmul=True).lower(x, w)
+    plan = in_pairs(lowered)
+    assert plan.rings
+    (unroll,) = {e.params["unroll"] for e in scans(partition(plan).jaxpr.jaxpr)}
+    assert unroll == min(2, size - 1)
+    step = gshard.jit(g, mesh=size, plan=plan)
+    np.testing.assert_array_equal(step(x, w), f(x, w))
+    assert reported(step.lower(x, w).spmd.collectives) == reported(lowered.spmd.collectives)
 
-    def test_a_saved_plan_keeps_it(self, tmp_path):
-        lowered = gshard.jit(gathered, mesh=8, collective_matmul=True).lower(whole(0, 16, 8), whole(1, 8, 16))
-        recorded = SavedPlan.of(self.in_pairs(lowered))
-        recorded.save(tmp_path / "plan.json")
-        assert SavedPlan.load(tmp_path / "plan.json") == recorded
+
+def test_a_saved_plan_keeps_its_rings(tmp_path):
+    lowered = gshard.jit(gathered, mesh=8, collective_matmul=True).lower(whole(0, 16, 8), whole(1, 8, 16))
+    recorded = SavedPlan.of(in_pairs(lowered))
+    recorded.save(tmp_path / "plan.json")
+    assert SavedPlan.load(tmp_path / "plan.json") == recorded
 
 
 @pytest.mark.parametrize("both_ways", [False, True])

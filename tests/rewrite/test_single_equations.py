@@ -258,13 +258,10 @@ def thirds(x):
 
 
 MOVED = {
-    "halves": halves,
-    "halves, by slices": halves_by_slices,
-    "in derivatives": backwards,
-    "thirds": thirds,
+    "halves": halves, "halves, by slices": halves_by_slices, "in derivatives": backwards, "thirds": thirds,
     "all of it": lambda x: jnp.concatenate([-x[:, 8:], -x[:, :8]], 1),
     "rows": lambda x: jnp.concatenate([-x[3:], x[:3]]),
-}
+}  # fmt: skip
 
 
 def same_bits(found, expected):

@@ -47,7 +47,6 @@ def test_axes_in_each_others_places_change_no_time(name):
     ways, compared = OwnWays(mesh, machine), 0
     with tables():
         for e in program().block.walk():
-            assert e.rule is not None
             own = [s for s in splits(e.rule, components(e.rule)[0], mesh, axes_of(mesh)) if has_own_way(e.rule, s)]
             for split in own[::8]:
                 found, expected = ways.of(e, split), emitted_alone(e, split, mesh, machine)
@@ -85,7 +84,6 @@ def test_what_is_emitted_takes_no_less_than_is_assumed(name):
         for program_of in (program, convolution):
             for kernel, _ in costs.kernels(program_of().block):
                 rule = kernel.equation.rule
-                assert rule is not None
                 some = splits(rule, components(rule)[0], mesh, axes_of(mesh))[::14]
                 own = [split for split in some if has_own_way(rule, split)]
                 least = Seconds(mesh, machine, axes_of(mesh)).assuming().split_costs(kernel, own, math.inf)

@@ -18,15 +18,6 @@ def f32(*shape):
     return ShapeDtypeStruct(shape, "float32")
 
 
-def rounds(x, w):
-    """A loop over a split dimension: an operator once that is known."""
-    return jax.lax.map(lambda row: jnp.tanh(row @ w), gshard.split(x, 0, "data")).sum()
-
-
-def transform(x):
-    return jnp.abs(jnp.fft.fft2(gshard.split(x, 1, "data")))
-
-
 def token_in_front(x, token):
     """A sequence that is joined with little and reduced: computed in pieces."""
     x = jnp.concatenate([token, gshard.split(x, 0, "data")])
@@ -38,8 +29,12 @@ def products(x, w):
 
 
 REWRITTEN = {
-    "rounds": (rounds, (f32(16, 4, 32), f32(32, 8))),
-    "transform": (transform, (f32(8, 16, 16),)),
+    # A loop over a split dimension: an operator once that is known.
+    "rounds": (
+        lambda x, w: jax.lax.map(lambda row: jnp.tanh(row @ w), gshard.split(x, 0, "data")).sum(),
+        (f32(16, 4, 32), f32(32, 8)),
+    ),
+    "transform": (lambda x: jnp.abs(jnp.fft.fft2(gshard.split(x, 1, "data"))), (f32(8, 16, 16),)),
     "token in front": (token_in_front, (f32(64, 4), f32(1, 4))),
 }
 

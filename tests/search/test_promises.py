@@ -93,14 +93,12 @@ def test_a_returned_plan_is_priced_in_the_model_that_has_the_bound():
     mesh = gshard.Mesh.abstract(x=2, y=4)
     found = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine=H100, donate_argnums=0)
     best = found.best
-    assert best.graph is not None
     assert in_model(best.graph, best.searched.plan) == pytest.approx(best.solution.value, rel=1e-9)
     assert best.predicted == pytest.approx(best.solution.value, rel=1e-9)
     of_others = {other.name: in_model(best.graph, other.plan) for other in best.others}
     assert len(of_others) == 4, "the expected ones, since the plan is within a percent of the bound"
     for other in best.others:
         predicted = of_others[other.name]
-        assert predicted is not None
         assert predicted >= best.bound * (1 - 1e-9)
         # One preset instead of what was searched: its own gap, not that of the other plan.
         alone = dataclasses.replace(found, best=dataclasses.replace(best, chosen=other, predicted=predicted))
@@ -218,7 +216,6 @@ def test_the_command_line_writes_what_was_found_before_a_signal(tmp_path):
     ]  # fmt: skip
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": TESTS}
     with subprocess.Popen(command, **pipes) as running:
-        assert running.stderr is not None
         for line in running.stderr:
             if "the preset" in line:
                 running.send_signal(signal.SIGTERM)

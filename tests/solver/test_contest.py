@@ -1,30 +1,27 @@
 """The benchmark that reads the contest's instances reads them as the contest means them."""
 
 import gzip
-import importlib.util
 import json
 from pathlib import Path
 
 import numpy as np
 
 from gshard.solver.solve import solve
+from search.test_patch import loaded
 
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "search_contest.py"
 
 
 def test_an_instance_is_read(tmp_path):
-    specification = importlib.util.spec_from_file_location("search_contest", BENCHMARK)
-    contest = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(contest)
+    contest = loaded(BENCHMARK, "search_contest")
     problem = {
         "nodes": {
-            "intervals": [[0, 3], [2, 2], [1, 4]],
-            "costs": [[15, 80], [65], [0, 10**18]],
+            "intervals": [[0, 3], [2, 2], [1, 4]], "costs": [[15, 80], [65], [0, 10**18]],
             "usages": [[7, 4], [9], [3, 1]],
         },
         "edges": {"nodes": [[1, 0], [2, 0]], "costs": [[4, 10**18], [1, 2, 3, 2 * 10**18]]},
         "usage_limit": 9,
-    }
+    }  # fmt: skip
     path = tmp_path / "asplos-2025-iopddl-A.json.gz"
     path.write_bytes(gzip.compress(json.dumps({"problem": problem}).encode()))
     given = contest.read(path)

@@ -1,12 +1,9 @@
 """Schedules of TPU programs: halves of collectives, what stands between them, and what stops everything."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
-import pytest
-
 from gshard.xla.tpu import estimated_cycles
+from search.test_patch import loaded
 
 SCHEDULES = Path(__file__).resolve().parents[2] / "benchmarks" / "tpu_schedules.py"
 
@@ -76,16 +73,8 @@ ENTRY %main (a: bf16[8,8], b: bf16[64,8]) -> bf16[8,8] {
 EVERYBODY = tuple(range(8))
 
 
-@pytest.fixture(scope="module")
-def schedules():
-    spec = importlib.util.spec_from_file_location("tpu_schedules", SCHEDULES)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tpu_schedules"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_what_stands_between_the_halves(schedules):
+def test_what_stands_between_the_halves():
+    schedules = loaded(SCHEDULES, "tpu_schedules")
     schedule, scheduled = schedules.schedule, schedules.Scheduled
     part = 8 * 8 * 2
     assert schedule(TEXT) == (

@@ -84,14 +84,10 @@ def counted(x):
 
 
 @pytest.mark.parametrize("read", [lambda text: text, without_trip_counts], ids=["noted", "derived"])
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (scanned, {"all_reduce": (5, 5 * 384)}),
-        (counted, {"all_reduce": (7, 7 * 384)}),
-        (nested, {"all_gather": (8, 8 * 256), "all_reduce": (24, 24 * 384), "collective_permute": (8, 8 * 32)}),
-    ],
-)
+@pytest.mark.parametrize(("function", "expected"), [
+    (scanned, {"all_reduce": (5, 5 * 384)}), (counted, {"all_reduce": (7, 7 * 384)}),
+    (nested, {"all_gather": (8, 8 * 256), "all_reduce": (24, 24 * 384), "collective_permute": (8, 8 * 32)}),
+])  # fmt: skip
 def test_loops_multiply(read, function, expected, mesh):
     text = read(compiled_text(function, mesh, X))
     found = collectives(text)

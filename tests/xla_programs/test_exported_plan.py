@@ -121,6 +121,11 @@ def test_a_part_of_an_axis_is_exported_as_it_is_compiled():
     assert plan.in_shardings[0]["up"] == P(None, None)
     assert any("a part of an axis has no name" in line for line in plan.less_split)
     close(in_jax(step, plan, mesh_of(DATA))[0](*arguments()), jax.jit(step)(*arguments()))
+    # 60 rows over 8 devices: the plan splits them inside, jax.jit takes and returns them whole, or split less.
+    plan = quick(lambda x, w: gshard.split(x, 0, 8) @ gshard.split(w, 1, 2), f32(60, 512), f32(512, 64))
+    assert plan.in_shardings == (P(None, None), P(None, None))
+    assert "60 does not divide evenly" in "\n".join(plan.less_split)
+    assert "split less than by the plan: " in str(plan)
 
 
 def test_what_is_not_exported():
@@ -149,14 +154,6 @@ def test_keywords_static_and_captured_arguments():
     on = jax.device_put(x, ins[0]), jax.device_put(scale, jax.NamedSharding(devices, plan.keywords["scale"]))
     close(jitted("tanh", on[0], scale=on[1]), jnp.tanh(x @ table))
     assert not collectives(jitted.lower("tanh", on[0], scale=on[1]).compile().as_text())
-
-
-def test_what_jax_cannot_split_is_told():
-    """60 rows over 8 devices: the plan splits them inside, jax.jit takes and returns them whole, or split less."""
-    plan = quick(lambda x, w: gshard.split(x, 0, 8) @ gshard.split(w, 1, 2), f32(60, 512), f32(512, 64))
-    assert plan.in_shardings == (P(None, None), P(None, None))
-    assert "60 does not divide evenly" in "\n".join(plan.less_split)
-    assert "split less than by the plan: " in str(plan)
 
 
 def test_arrays_in_the_memory_of_the_host_stay_there():
