@@ -29,7 +29,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LONG = """
     configure.md exporting.md moe.md translating.md
     beside_xla.py decoder_moe.py explained_transformer.py haiku_batch_norm.py layout_transformer.py local_gather.py
-    moe_layer.py pipeline.py sequence_parallel.py spatial_unet.py train_gpt.py
+    pipeline.py sequence_parallel.py spatial_unet.py
 """.split()
 
 

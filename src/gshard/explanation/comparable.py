@@ -38,7 +38,11 @@ class Comparable:
 
     def difference(self, before: Comparable | Mapping[str, Any], machine: Machine | str | None = None) -> Difference:
         """What became more and what less against another explanation, by line of the source."""
-        return difference(_data_of(before, machine), self.data(machine))
+        return difference(_data_of(before, machine), self._compared(machine))
+
+    def _compared(self, machine: Machine | str | None) -> Mapping[str, Any]:
+        """The data that a difference reads."""
+        return self.data(machine)
 
     def _write_page(
         self,
@@ -55,7 +59,7 @@ class Comparable:
 
 def _data_of(side: Comparable | Mapping[str, Any], machine: Machine | str | None) -> Mapping[str, Any]:
     """The data of an explanation; data that is given stays."""
-    return side.data(machine) if isinstance(side, Comparable) else side
+    return side._compared(machine) if isinstance(side, Comparable) else side
 
 
 def write_text(path: str | Path, text: str) -> Path:

@@ -123,6 +123,9 @@ class Explanation(ExplainedPlan):
         found = self.cost(machine)
         return report_data(self, found, merged(self.spmd, found, self.names), self._verdict(found, seconds))
 
+    def _compared(self, machine: Machine | str | None) -> Mapping[str, Any]:
+        return self.data(machine, 0.0)  # a difference shows no other marks
+
     def html(
         self,
         path: str | Path,
