@@ -12,7 +12,6 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -24,7 +23,6 @@ from gshard.core.mesh import Mesh
 from gshard.core.paths import path_of
 from gshard.core.program import format_bytes
 from gshard.device.machine import Machine, kind_of_devices, machine_of
-from gshard.explanation.comparable import Comparable, write_trace
 from gshard.explanation.compiled_cost import CompiledCost, CompiledVerdict, compiled_cost
 from gshard.explanation.compiled_program import (
     WHOLE,
@@ -51,6 +49,7 @@ from gshard.explanation.compiled_rows import (
     whole_lines,
 )
 from gshard.explanation.constraint_candidates import Planned, constraints_to_try
+from gshard.explanation.difference import Comparable
 from gshard.explanation.report.page import framed
 from gshard.explanation.traced_expressions import TracedProgram
 from gshard.explanation.tried_changes import (
@@ -330,42 +329,10 @@ class CompiledExplanation(Comparable):
             self.program, self.collectives, self.parts, self.arguments, self.whole, self.regathered, found, verdict
         )
 
-    def html(
-        self,
-        path: str | Path,
-        machine: Machine | str | None = None,
-        against: Comparable | Mapping[str, Any] | None = None,
-        tried: Sequence[Tried] = (),
-    ) -> Path:
-        """Writes the report as one HTML file that needs no network.
-
-        Args:
-            path: where to.
-            machine: as for ``data``.
-            against: shows the difference to this one, line by line; as for ``difference``.
-            tried: as for ``data``.
-
-        Returns:
-            the path.
-        """
-        return self._write_page(path, self.data(machine, tried), against, machine)
-
-    def trace(self, path: str | Path, machine: Machine | str | None = None) -> Path:
-        """Writes the modelled timeline of a call in the Trace Event Format, for ui.perfetto.dev or chrome://tracing.
-
-        Args:
-            path: where to.
-            machine: as for ``cost``.
-
-        Returns:
-            the path.
-
-        Raises:
-            MachineError, ArgumentError: as for ``cost``.
-        """
+    def _trace(self, machine: Machine | str | None) -> dict[str, Any]:
         there = self if machine is None else self.on(machine)
         there.cost()  # refuses a program without a machine
-        return write_trace(path, there._report().trace())
+        return there._report().trace()
 
     def _repr_html_(self) -> str:
         """The report in a frame, for notebooks."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +22,6 @@ from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import Cost, cost, origins
 from gshard.device.machine import Machine, machine_of, unknown_devices
 from gshard.emit.compile import compile_spmd, named_sharding
-from gshard.explanation.comparable import Comparable, write_trace
 from gshard.explanation.compiled_explanation import read_compiled
 from gshard.explanation.difference import Difference, difference
 from gshard.explanation.explained_plan import ExplainedPlan
@@ -126,26 +124,6 @@ class Explanation(ExplainedPlan):
     def _compared(self, machine: Machine | str | None) -> Mapping[str, Any]:
         return self.data(machine, 0.0)  # a difference shows no other marks
 
-    def html(
-        self,
-        path: str | Path,
-        machine: Machine | str | None = None,
-        against: Comparable | Mapping[str, Any] | None = None,
-        seconds: float = TRIAL_SECONDS,
-    ) -> Path:
-        """Writes the report as one HTML file that needs no network.
-
-        Args:
-            path: where to.
-            machine: as for ``cost``.
-            against: shows the difference to this one, line by line; as for ``difference``.
-            seconds: as for ``verdict``.
-
-        Returns:
-            the path.
-        """
-        return self._write_page(path, self.data(machine, seconds), against, machine)
-
     def against_xla(self, machine: Machine | str | None = None) -> Difference:
         """The difference from XLA's own partitioner, given the same marks, to this, as XLA compiles both, by line.
 
@@ -173,18 +151,9 @@ class Explanation(ExplainedPlan):
         name = f"{program.name} by"
         return difference(before | {"name": f"{name} XLA's partitioner"}, after | {"name": f"{name} gshard"})
 
-    def trace(self, path: str | Path, machine: Machine | str | None = None) -> Path:
-        """Writes the modelled timeline of a call in the Trace Event Format, for ui.perfetto.dev or chrome://tracing.
-
-        Args:
-            path: where to.
-            machine: as for ``cost``.
-
-        Returns:
-            the path.
-        """
+    def _trace(self, machine: Machine | str | None) -> dict[str, Any]:
         found = self.cost(machine)
-        return write_trace(path, trace_of(found, origins(self.spmd, found), self.name))
+        return trace_of(found, origins(self.spmd, found), self.name)
 
     def _repr_html_(self) -> str | None:
         """The report in a frame, for notebooks; None, which shows the text, where there is no model of the devices."""

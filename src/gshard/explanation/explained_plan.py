@@ -19,7 +19,7 @@ from gshard.core.program import Block, Constant, Equation, Program, Value, forma
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.device.fusion_model import device_program, is_product
-from gshard.explanation.comparable import Comparable
+from gshard.explanation.difference import Comparable
 from gshard.explanation.rows import (
     CollectiveRow,
     TensorRow,

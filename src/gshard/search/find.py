@@ -29,8 +29,7 @@ from gshard.planning.reshard_costs import axes_of, in_two
 from gshard.planning.saved_plan import plan_of
 from gshard.planning.settled import settled
 from gshard.search.pipeline import Planned, PricedPlan, Pricing, plans_of
-from gshard.search.pipeline_presets import best_pipeline
-from gshard.search.presets import AS_IT_IS, Preset, expected_presets, marked_presets
+from gshard.search.presets import AS_IT_IS, Preset, best_pipeline, expected_presets, marked_presets
 from gshard.search.seconds import on_machine, seconds_on
 from gshard.search.time_budget import EFFORT, EQUATIONS, TimeBudget
 from gshard.solver.problem import Problem, ProblemError
