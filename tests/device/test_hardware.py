@@ -193,12 +193,3 @@ def test_no_times_are_made_up(unknown):
     best = gshard.search(loss, *arguments(), mesh={"d": 8}, machine="h100:1x8")
     assert best.cost.machine.kind == "h100"
     assert "no model" not in str(best.explain())
-
-
-def test_devices_of_the_table_have_their_page(monkeypatch):
-    found = gshard.explain(jax.grad(loss), *arguments(), mesh={"d": 8})
-    assert "no model" not in str(found)
-    assert str(found._repr_html_()).startswith("<iframe")
-    assert found.cost().machine == Machine.of("cpu:8")
-    monkeypatch.setattr(hardware, "kind_called", lambda device_kind, platform: "mi300x")
-    assert found.cost().machine == Machine.of("mi300x:1x8")

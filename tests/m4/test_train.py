@@ -19,7 +19,7 @@ from gshard_m4.train import TrainError
 
 B, L, V = 16, 8, 12
 MODEL = moe.TransformerConfig(
-    V, V, model_dim=16, hidden_dim=32, heads=2, head_dim=8, encoder_layers=2, decoder_layers=2, experts=4,
+    0, V, model_dim=16, hidden_dim=32, heads=2, head_dim=8, encoder_layers=0, decoder_layers=2, experts=4,
     group_size=None, dropout=0.1,
 )  # fmt: skip
 OPTIONS = TrainConfig(steps=6, peak_step=20, warmup_steps=2)
@@ -55,7 +55,8 @@ def bytes_of(state):
 @pytest.mark.slow
 def test_it_learns(tmp_path):
     options = TrainConfig(steps=200, peak_step=400, warmup_steps=10)
-    result = run_of(tmp_path, options, held_out=[batch(1000), batch(1001)])
+    model = dataclasses.replace(MODEL, source_vocabulary=V, encoder_layers=2)
+    result = run_of(tmp_path, options, model, held_out=[batch(1000), batch(1001)])
     assert list(result.held_out) == [0, 200]
     assert result.held_out[200] < 0.5 * result.held_out[0]
     records = [json.loads(line) for line in Run(tmp_path).metrics.read_text().splitlines()]
