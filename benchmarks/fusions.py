@@ -32,7 +32,7 @@ import gshard
 from gshard.core.program import Value
 from gshard.device.compiled_kernels import stack_slices
 from gshard.device.cost import cost
-from gshard.device.fusion_model import kernels_of, size
+from gshard.device.fusion_model import kernels_of
 from gshard.device.machine import Machine
 from gshard.tracing.trace import trace
 from gshard.xla.hlo_parser import Module, read_module, type_bytes
@@ -136,7 +136,7 @@ def modelled(function: Callable[..., Any], arguments: tuple[Any, ...], least: fl
     kernels = moved = 0
     for kernel, times in cost(lowered.spmd, Machine.of("h100:1x1")).program.walk():
         buffers: list[Value] = [v for v in (*kernel.reads, *kernel.writes) if v not in kernel.spared]
-        large = [n for v in (*buffers, *kernel.carried) if (n := size(v)) >= least]
+        large = [n for v in (*buffers, *kernel.carried) if (n := v.bytes) >= least]
         if large and kernel.moved >= least:
             kernels, moved = kernels + times, moved + times * sum(large)
     return kernels, moved

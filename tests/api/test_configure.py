@@ -118,7 +118,6 @@ def test_bounds_are_below_what_was_found(found):
         assert row.found is not None
         assert row.found.best.predicted is None or row.found.best.predicted >= found.bound * (1 - 1e-9)
     assert [row.seconds for row in found] == sorted(row.seconds for row in found)
-    assert all(other.least_seconds >= found.bound for other in found.not_searched if other.fits)
     for text in ("examples/s", "micro_batches", "estimated to be no faster", "no configuration takes less than"):
         assert text in str(found)
 

@@ -246,7 +246,7 @@ class Hops:
     ) -> jax.Array:
         """The weighted sums of the rows of each token, in float32: [R * T, M]."""
         D, M = self.devices, outputs_PXM.shape[2]
-        outputs_HFM = jax.vmap(functools.partial(take_rows, sorted_parts=D))(
+        outputs_HFM = jax.vmap(self._from_devices)(
             outputs_PXM.reshape(-1, D * self.room, M), _joined(received.target_HDF)
         )
         weighted_HFM = _joined(received.weight_HDF)[:, :, None] * outputs_HFM.astype(jnp.float32)
@@ -265,6 +265,10 @@ class Hops:
     def _to_devices(self, x_FM: jax.Array, target_F: jax.Array) -> jax.Array:
         """Hop 2 of a host."""
         return put_rows(x_FM, target_F, self.devices * self.room, sorted_parts=self.devices)
+
+    def _from_devices(self, x_XM: jax.Array, target_F: jax.Array) -> jax.Array:
+        """The way back of hop 2."""
+        return take_rows(x_XM, target_F, sorted_parts=self.devices)
 
     def _from_hosts(self, rows_LJ: jax.Array, sums_NYM: jax.Array) -> jax.Array:
         """The sums of the rows that come back to the tokens of a lane."""
