@@ -158,7 +158,8 @@ class Constant:
 
     @property
     def dtype(self) -> Any:
-        return np.asarray(self.value).dtype
+        known = getattr(self.value, "dtype", None)  # a literal of JAX 0.12 is a float of Python with a dtype
+        return np.asarray(self.value).dtype if known is None else known
 
     @property
     def bytes(self) -> int:
