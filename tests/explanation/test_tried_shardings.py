@@ -86,3 +86,20 @@ def test_changes_that_jax_refuses_are_counted(mesh):
     )
     assert tried.refused == tried.tried > 0
     assert f"JAX or XLA refused {tried.refused} of them" in str(tried)
+
+
+class Both:
+    """A function of a library that calls two jitted functions, and lowers itself."""
+
+    def __call__(self, x):
+        return jax.jit(jnp.sin)(jax.jit(lambda x: x @ x.T)(x))
+
+    def lower(self, x):
+        return jax.jit(self.__call__).lower(x)
+
+
+@pytest.mark.parametrize("ask", ["try_shardings", "try_constraints"])
+def test_a_function_that_calls_several_jitted_ones_is_refused(mesh, ask):
+    found = gshard.explain(Both(), given(mesh, (256, 256), "data", "model"))
+    with pytest.raises(gshard.ArgumentError, match="Both calls 2 jitted functions: explain one around these"):
+        getattr(found, ask)(seconds=1)
