@@ -140,7 +140,7 @@ def test_plans_near_the_marks_are_as_good(name, monkeypatch):
     for large in (0.0, float("inf")):
         monkeypatch.setattr(nearby, "LARGE", large)
         found = choose(settled(program, CUBE))
-        cost[large] = found.cost
+        cost[large] = found.graph.problem.value(found.states)
     assert cost[0.0] <= cost[float("inf")] * (1 + 2e-6)
 
 
