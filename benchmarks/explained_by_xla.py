@@ -68,7 +68,7 @@ def explained(step: Step, devices: Sequence[Any] | None, machine: str | None) ->
     report = found.program.memory
     return {
         "sent": sent,
-        "attributed": found.attributed,
+        "attributed": sum(r.bytes for r in found.collectives if r.line or r.module) / rows if rows else 1.0,
         "named": named / rows if rows else 1.0,
         "off": abs(rows - sent) / sent if sent else 0.0,
         "temporaries": found.program.held.temporaries / max(report["temporaries"], 1) if report else 1.0,

@@ -2,8 +2,7 @@
 
     python examples/layout_transformer.py
 
-Two names inside, two of arguments, and the table says the rest: ``gshard.stages.dimensions`` finds the names of all
-arguments by those of a few.
+Names inside and names of arguments say what dimensions are, and a table says how they are split.
 """
 
 import os
@@ -48,11 +47,13 @@ params = {
 tokens = jax.random.randint(next(keys), (BATCH, LENGTH), 0, VOCABULARY)
 gradient = jax.value_and_grad(loss)
 
-few = {"params/table": "vocabulary embed", "params/blocks/q": "layers embed heads head"}
-found = gshard.stages.dimensions(gradient, params, tokens, names=few)
-print(found, end="\n\n")
-assert found.arguments["params/blocks/k"] == "layers embed heads head"
-
+names = {
+    "params/table": "vocabulary embed",
+    **dict.fromkeys(("params/blocks/q", "params/blocks/k", "params/blocks/v"), "layers embed heads head"),
+    "params/blocks/o": "layers heads head embed",
+    "params/blocks/w1": "layers embed hidden",
+    "params/blocks/w2": "layers hidden embed",
+}
 layouts = {
     "data parallel": gshard.Layout(batch=("data", "model")),
     "ZeRO-3": gshard.Layout({"params:embed": ("data", "model")}, batch=("data", "model")),
@@ -62,7 +63,7 @@ layouts = {
 }
 held = {}
 for kind, layout in layouts.items():
-    step = gshard.jit(gradient, mesh={"data": 2, "model": 4}, layout=layout, names=dict(found.arguments))
+    step = gshard.jit(gradient, mesh={"data": 2, "model": 4}, layout=layout, names=names)
     explained = gshard.explain(step, params, tokens)
     held[kind] = explained.argument_bytes[1]
     print(f"{kind}: {held[kind]} bytes of arguments on each device, {explained.total_bytes} bytes sent")

@@ -396,15 +396,15 @@ def test_both_packages_are_typed() -> None:
 
 # Counts of today: a change may only lower them. What it adds is paid for by what goes.
 BUDGET = {
-    "lines of src/gshard": 62_222,
-    "lines of code of src/gshard": 39_563,
-    "lines of tests": 46_720,
+    "lines of src/gshard": 61_998,
+    "lines of code of src/gshard": 39_478,
+    "lines of tests": 46_714,
     "lines of packages/m4": 11_029,
-    "words of README and docs": 49_136,
+    "words of README and docs": 49_120,
     "pages of docs": 34,
     "words of m4's docs": 6_000,
     "public names": 30,
-    "files of src/gshard": 232,
+    "files of src/gshard": 229,
 }
 
 

@@ -17,7 +17,7 @@ Besides::
     kernel                      a fast function (Pallas, cuDNN, ...) that is partitioned as a plain one
     rule                        register a rule of an operator; rules: its parts (RuleMaker, Call, Shards, Rule)
     stages                      what jit does, verb by verb, and the classes of what gshard returns; export_plan (a plan
-                                as shardings for jax.jit), dimensions (which are the same one), kinds of errors
+                                as shardings for jax.jit), kinds of errors
     testing                     check a rule; limits and baselines of what a jitted function sends, for your tests
     GShardError                 the base of all errors raised on purpose
 """

@@ -8,7 +8,6 @@ prefetching follow ``partition`` (``search.pipeline``).
 
 from gshard.api.configuration import Configuration as Configuration
 from gshard.api.configuration import Configurations as Configurations
-from gshard.api.dimensions import dimensions as dimensions
 from gshard.api.export import export_plan as export_plan
 from gshard.api.jit import Jitted as Jitted
 from gshard.api.kernel_function import KernelFunction as KernelFunction
@@ -28,7 +27,6 @@ from gshard.emit.partition import partition as partition
 from gshard.explanation.compiled_explanation import CompiledExplanation as CompiledExplanation
 from gshard.explanation.explain import Explanation as Explanation
 from gshard.explanation.search_result import SearchResult as SearchResult
-from gshard.naming.dimension_classes import Dimensions as Dimensions
 from gshard.planning.collective_matmuls import CollectiveMatmul as CollectiveMatmul
 from gshard.planning.propagate import propagate as propagate
 from gshard.remat.rematerialise import MemoryLimitError as MemoryLimitError
@@ -42,7 +40,6 @@ __all__ = [
     "Configuration",
     "Configurations",
     "Cost",
-    "Dimensions",
     "Executable",
     "Explanation",
     "ExportedPlan",
@@ -59,7 +56,6 @@ __all__ = [
     "UnevenArray",
     "UnknownMachineWarning",
     "compile",
-    "dimensions",
     "export_plan",
     "partition",
     "propagate",

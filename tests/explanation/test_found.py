@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from gshard.device.machine import Machine
 from gshard.emit.partition import partition
-from gshard.search.alternatives import alternatives
+from gshard.explanation.search_result import alternatives
 from search.test_search import EIGHT, H100, RESIDUAL, free, shape, small, trained
 
 

@@ -6,14 +6,24 @@ import optax
 import pytest
 
 import gshard
-from gshard import Layout
-from gshard.core.errors import ArgumentError, ShardingError
+from gshard.api.names import names_of_arguments, with_names_of_arguments
+from gshard.core.paths import positional_names
+from gshard.naming.argument_names import path_of_name
 from gshard.naming.dimension_classes import dimensions_of, of_equal_layers
-from gshard.stages import dimensions
+from gshard.tracing.trace import trace
 
 
 def shape(*sizes, dtype="float32"):
     return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def dimensions(f, *arguments, names=None):
+    """The classes of a function with named arguments, and the labels of each argument."""
+    said = names_of_arguments(positional_names(f, len(arguments)), names, arguments, {})
+    program = with_names_of_arguments(trace(f, *arguments), said, ())
+    found = dimensions_of(program)
+    paths = zip(map(path_of_name, program.names), program.block.inputs, strict=True)
+    return found, {path: " ".join(found.labels[v]) for path, v in paths}
 
 
 def members(found):
@@ -53,50 +63,27 @@ def test_a_few_names_name_a_transformer(transformed, arguments):
     def loss(params, tokens):
         return gpt(params, tokens)
 
-    found = dimensions(transformed(loss), *arguments, names=NAMES)
-    columns = found.arguments["params/blocks/q"].split()[-1]
-    read = found.arguments["params/blocks/v"].split()[-1]
+    found, labels = dimensions(transformed(loss), *arguments, names=NAMES)
+    columns, read = (labels[f"params/blocks/{name}"].split()[-1] for name in ("q", "v"))
     blocks = {
         "k": f"embed {columns}", "o": f"{read} embed", "q": f"embed {columns}", "v": f"embed {read}",
         "w1": "embed hidden", "w2": "hidden embed",
     }  # fmt: skip
     weights = {f"params/blocks/{name}": f"layers {dims}" for name, dims in blocks.items()}
-    assert found.arguments == {"params/table": "vocabulary embed", "tokens": "batch length", **weights}
+    assert labels == {"params/table": "vocabulary embed", "tokens": "batch length", **weights}
     assert columns != read
-    heads = found[columns].product[0]
-    assert found[read].product[0] == heads
-    assert found[heads].size == 4
-    assert [found[part].size for part in found[read].product] == [4, 8]
-    assert all("length,length'" in text for text in found["length"].twice)
-    assert found["length"].twice
-    assert not found["batch"].twice
-    assert found["batch"].names == ("batch",)
-    assert f"length and length' in one value: {found['length'].twice[0]}" in str(found)
-
-
-def test_the_found_names_are_names_of_jit(arguments):
-    """Named all, a layout of arguments cuts each as it cuts those that were named."""
-    named = dimensions(gpt, *arguments, names=NAMES)
-    layout = Layout(batch="data", hidden="model", embed=None, vocabulary="model")
-    mesh = gshard.Mesh.abstract(data=2, model=4)
-    lowered = gshard.jit(gpt, mesh=mesh, layout=layout, names=dict(named.arguments)).lower(*arguments)
-    model = mesh.atoms_of["model"]
-    found = dict(zip(lowered.program.names, lowered.program.block.inputs, strict=True))
-    assert lowered.plan.sharding(found["params['blocks']['w2']"]).dims == ((), model, ())
-    assert lowered.plan.sharding(found["params['table']"]).dims == (model, ())
-    assert dimensions(gshard.jit(gpt, mesh=mesh, layout=layout, names=NAMES), *arguments).arguments == named.arguments
+    products = {c.label for c in found.classes if c.is_product}
+    assert {columns, read} <= products
+    assert products.isdisjoint({"batch", "length", "embed", "hidden"})
+    assert any("length'" in words for words in found.labels.values()), "scores have it twice"
 
 
 def test_the_closure_by_hand():
     """What is elementwise, transposed, contracted, sliced and joined; what never meets stays apart."""
     f = lambda a, b, c: (jnp.sin(a).T @ b, c[:, 1:].sum(0), jnp.concatenate([b, b * 2], 1))  # noqa: E731
-    found = dimensions(f, shape(3, 4), shape(3, 5), shape(6, 7))
+    found, _ = dimensions(f, shape(3, 4), shape(3, 5), shape(6, 7))
     assert members(found) == {frozenset({"a.0", "b.0"}), frozenset({"a.1"}), frozenset({"b.1"}), frozenset({"c.0"}),
         frozenset({"c.1"})}  # fmt: skip
-    (sliced,) = (c for c in found.classes if ("c", 1) in c.arguments)
-    assert (sliced.size, sliced.sizes) == (6, (7, 6))
-    (joined,) = (c for c in found.classes if ("b", 1) in c.arguments)
-    assert joined.sizes == (10, 5)
 
 
 def test_a_product_is_taken_apart_as_it_was_made():
@@ -106,12 +93,12 @@ def test_a_product_is_taken_apart_as_it_was_made():
         flat = x.reshape(6 * 5, 7) @ w
         return flat.reshape(6, 5, 8) + y, flat.reshape(10, 3, 8)
 
-    found = dimensions(f, shape(6, 5, 7), shape(7, 8), shape(6, 5, 8))
+    found, _ = dimensions(f, shape(6, 5, 7), shape(7, 8), shape(6, 5, 8))
     assert members(found) == {
         frozenset({"x.0", "y.0"}), frozenset({"x.1", "y.1"}), frozenset({"x.2", "w.0"}), frozenset({"w.1", "y.2"})
     }  # fmt: skip
     (flat,) = (c for c in found.classes if c.size == 30)
-    assert [found[label].arguments[0] for label in flat.product] == [("x", 0), ("x", 1)]
+    assert flat.is_product
     assert {c.size for c in found.classes} == {6, 5, 7, 8, 30, 10, 3}
 
 
@@ -121,35 +108,24 @@ def test_loops_and_branches():
         c = jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c * 2, c)
         return jax.lax.cond(c[0] > 0, lambda a, b: a, lambda a, b: -a, c, out), out
 
-    found = dimensions(f, shape(5, 3, 4), shape(5, 4), shape(3))
+    found, _ = dimensions(f, shape(5, 3, 4), shape(5, 4), shape(3))
     assert members(found) == {frozenset({"xs.0", "ys.0"}), frozenset({"xs.1", "c.0"}), frozenset({"xs.2", "ys.1"})}
 
 
 def test_what_people_say_against_each_other():
-    found = dimensions(lambda x, y: gshard.name(x + y, "_ z"), shape(3, 1), shape(3, 4), names={"x": "a _", "y": "b c"})
-    assert found["a"].names == ("a", "b")
-    assert set(found["c"].names) == {"c", "z"}
-    assert "called a and b, which are the same dimension" in str(found)
-    assert found.arguments == {"x": "a _", "y": "a c"}
-    with pytest.raises(KeyError, match="no class is called 'b'"):
-        found["b"]
+    f = lambda x, y: gshard.name(x + y, "_ z")  # noqa: E731
+    found, labels = dimensions(f, shape(3, 1), shape(3, 4), names={"x": "a _", "y": "b c"})
+    assert {c.label: set(c.names) for c in found.classes} == {"a": {"a", "b"}, "c": {"c", "z"}}
+    assert labels == {"x": "a _", "y": "a c"}
 
 
 def test_names_inside_under_vmap_are_placed_and_letters_are_none_of_the_names():
-    found = dimensions(jax.vmap(lambda x: gshard.name(x * 2, "rows columns"), in_axes=1), shape(3, 4, 5))
-    assert found.arguments["x"].split()[::2] == ["rows", "columns"]
-    assert (found["rows"].arguments, found["columns"].arguments) == ((("x", 0),), (("x", 2),))
-    found = dimensions(lambda x, y: x @ y, shape(3, 4), shape(4, 5), names={"x": "_ a"})
+    _, labels = dimensions(jax.vmap(lambda x: gshard.name(x * 2, "rows columns"), in_axes=1), shape(3, 4, 5))
+    assert labels["x"].split()[::2] == ["rows", "columns"]
+    found, _ = dimensions(lambda x, y: x @ y, shape(3, 4), shape(4, 5), names={"x": "_ a"})
     assert sorted(c.label for c in found.classes) == ["a", "b", "c"]
-    assert found["a"].arguments == (("x", 1), ("y", 0))
-
-
-def test_what_cannot_be_asked():
-    with pytest.raises(ArgumentError, match="takes names for a plain function only"):
-        dimensions(gshard.jit(jnp.sin, mesh=8), shape(3, 4), names={"x": "a b"})
-    with pytest.raises(ShardingError, match="no argument is at 'z'"):
-        dimensions(lambda x: x, shape(3, 4), names={"z": "a b"})
-    assert str(dimensions(lambda x: x, jnp.float32(3))) == "dimensions of <lambda>: 0 classes"
+    (a,) = (c for c in found.classes if c.label == "a")
+    assert a.arguments == (("x", 1), ("y", 0))
 
 
 @pytest.mark.parametrize("layers", [2, 12])
@@ -188,6 +164,6 @@ def test_dimensions_of_one_layer_stay_apart():
     def f(ws, x):
         return x @ ws[0] @ ws[1] @ ws[2]
 
-    found = of_equal_layers(dimensions_of(gshard.stages.trace(f, [shape(8, 8)] * 3, shape(4, 8))))
-    labels = [found.arguments[f"ws/{i}"].split() for i in range(3)]
-    assert all(a != b for a, b in labels)
+    program = gshard.stages.trace(f, [shape(8, 8)] * 3, shape(4, 8))
+    found = of_equal_layers(dimensions_of(program))
+    assert all(a != b for a, b in (found.labels[v] for v in program.block.inputs[:3]))

@@ -163,12 +163,6 @@ class CompiledExplanation(Comparable):
         """The most bytes that a device holds."""
         return self.program.peak
 
-    @property
-    def attributed(self) -> float:
-        """The share of the bytes sent whose line or module is known; 1 if nothing is sent."""
-        total = sum(row.bytes for row in self.collectives)
-        return sum(row.bytes for row in self.collectives if row.is_attributed) / total if total else 1.0
-
     def on(self, machine: Machine | str) -> CompiledExplanation:
         """The same with the times of another machine.
 

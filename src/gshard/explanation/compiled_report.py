@@ -44,17 +44,13 @@ class CompiledPlaces:
 
     def __init__(self, program: CompiledProgram) -> None:
         self.program = program
-        self._named = Places()
+        self.named = Places()
         self._origins: dict[str, Origin] = {}
-
-    def files(self) -> list[dict[str, Any]]:
-        """Of each file the lines that were named, with the text around them."""
-        return self._named.files()
 
     def short(self, place: str) -> str:
         """A line, given with the whole path of its file, as the page names it; empty if none is given."""
         path, _, line = place.rpartition(":")
-        return self._named.at(path, int(line), self._names.get(path, "")) if path and line.isdigit() else ""
+        return self.named.at(path, int(line), self._names.get(path, "")) if path and line.isdigit() else ""
 
     def line(self, made: Instruction) -> str:
         """The line of an instruction, as the page names it."""
@@ -150,7 +146,7 @@ class CompiledReport:
         sizes = [a.bytes for a in self.arguments]
         whole = None if None in sizes else sum(size for size in sizes if size is not None)
         lines = self._lines()
-        made = {
+        return {
             "format": FORMAT,
             "name": program.name,
             "jax": "",
@@ -176,11 +172,8 @@ class CompiledReport:
             "searched": "",
             "lines": lines,
             "groups": dict(map(self._groups, self.rows)),
+            "files": self._places.named.files(lines),
         }
-        sent = Counter[str]()
-        for place, row in lines.items():
-            sent[place.rpartition(":")[0]] += int(row[1])
-        return made | {"files": sorted(self._places.files(), key=lambda f: -sent[f["name"]])}
 
     def _words(self) -> dict[str, str]:
         """What the page says where a compiled program differs from one that gshard partitions."""

@@ -183,11 +183,6 @@ class CompiledRow(CollectiveRow):
     place: str  # the line with the whole path of its file
     parts: tuple[Part, ...] = dataclasses.field(default=(), repr=False)  # what it was made of
 
-    @property
-    def is_attributed(self) -> bool:
-        """Whether a line or a module is known."""
-        return bool(self.line or self.module)
-
 
 def compiled_rows(
     program: CompiledProgram, parts: Sequence[Part], taken: Mapping[int, tuple[float, float]] | None = None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+
+# Text of a search: what ``print(found)`` shows of the plan, the presets and meshes beside it, and the arguments.
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from gshard.core.errors import ArgumentError, known_names
@@ -16,9 +19,10 @@ from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
 from gshard.core.mark import Mark, words_of
 from gshard.core.mesh import Mesh
-from gshard.core.number_text import format_ms
+from gshard.core.number_text import format_ms, significant
 from gshard.core.plan import Boundary, Plan
 from gshard.core.program import Program, Value, format_bytes
+from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import Cost
 from gshard.device.memory import held_at_peak
@@ -29,17 +33,16 @@ from gshard.explanation.verdict import does_not_pay, headline
 from gshard.explanation.warnings import idle_devices
 from gshard.naming.array_names import ArrayNames
 from gshard.planning.added_marks import spec_of_cut, with_marks
+from gshard.planning.graph import Graph
 from gshard.planning.layer_stacks import schedules_of
 from gshard.planning.propagate import propagate
 from gshard.planning.saved_plan import SavedPlan
-from gshard.search.alternatives import text_of_alternatives
 from gshard.search.as_marks import Marks, jit_keywords, marks_of
 from gshard.search.find import Best, axes_text, best_plan, ended, how_near
 from gshard.search.patch import Patch, patch_of
 from gshard.search.pipeline import Planned, PricedPlan, Pricing, as_run, plans_of
 from gshard.search.time_budget import TimeBudget, seconds_of
-
-# Text of a search: what ``print(found)`` shows of the plan, the presets and meshes beside it, and the arguments.
+from gshard.solver.solve import Solution, solve
 
 _SHOWN_ROWS = 24  # rows of arguments
 _PRESETS = 5  # that are shown beside, the best
@@ -387,7 +390,8 @@ class SearchResult:
         alike: dict[tuple[str, str], list[tuple[Value, str]]] = {}
         for v, name in self._matching(what):
             named = self.names.arguments.get(v)
-            alike.setdefault((name if named is None else named.alike, self._format(v)), []).append((v, name))
+            text = self.plan.shardings[v].format(self.plan.mesh, v.shape, v.dtype_name)
+            alike.setdefault((name if named is None else named.alike, text), []).append((v, name))
         if not alike:
             raise self._unknown(what)
         return text_of_alternatives(self.best, alike)
@@ -405,9 +409,6 @@ class SearchResult:
                 user_line(),
                 hint=f"Run the plan in a block: {_IN_A_BLOCK}.",
             )
-
-    def _format(self, v: Value) -> str:
-        return self.plan.shardings[v].format(self.plan.mesh, v.shape, v.dtype_name)
 
     def _unknown(self, what: str) -> ArgumentError:
         arguments = dict.fromkeys(name.alike for name in self.names.arguments.values())
@@ -482,3 +483,78 @@ class SearchResult:
         return text_of_search(self.best, self.tried, self.names) + compiled
 
     __repr__ = __str__
+
+
+# Other shardings of a value than a searched plan has, and what each of them costs. The messages of a solution bound the
+# cost of each state of each node. For the few that are printed, gshard solves the problem with only that state allowed.
+
+_LISTED = 4  # the cheapest alternatives of a value
+_EFFORT = 0.1  # of the solver, for each further solution
+_PROVEN = 1e-4  # a gap that counts as none, to the printed digits
+_TRIES, _ENTRIES = 16, 5e6  # limits on further solutions: their number, and the entries of all their tables
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternative:
+    """Another sharding of a value than that of the plan."""
+
+    sharding: str  # the sharding as text
+    # how much longer a call takes with it, in the model, with the best choices for everything else; ``inf`` if no
+    # allowed solution was found
+    seconds: float
+    proven: bool = False  # whether ``seconds`` is exact; otherwise it is a lower bound
+
+    def __str__(self) -> str:
+        if not np.isfinite(self.seconds):
+            return f"{self.sharding}: no"
+        return f"{self.sharding}: {'' if self.proven else 'at least '}+{significant(self.seconds * 1e3, 3)} ms"
+
+
+def tries(solution: Solution) -> Iterator[int]:
+    """An iterator with one element for each further solution that the limits allow."""
+    entries = sum(table.size for table in solution.problem.tables)
+    return iter(range(int(min(_TRIES, _ENTRIES // max(entries, 1)))))
+
+
+def alternatives(
+    graph: Graph, solution: Solution, v: Value, chosen: Sharding, budget: Iterator[int]
+) -> list[Alternative]:
+    """The other shardings of a value, the cheapest first."""
+    group = graph.groups.of[v]
+    extra = np.maximum(solution.alternatives(group) - solution.bound, 0.0)
+    states = [i for i, s in enumerate(graph.states[group]) if s != chosen]
+    texts = {i: graph.states[group][i].format(graph.mesh, v.shape, v.dtype_name) for i in states}
+    rows = []
+    for i in sorted(states, key=lambda i: (extra[i], texts[i]))[:_LISTED]:
+        seconds, proven = float(extra[i]), False
+        if np.isfinite(seconds) and next(budget, None) is not None:
+            forced = _with_state(solution, group, i)
+            proven = forced.gap <= _PROVEN
+            seconds = max(seconds, forced.value - solution.value if proven else forced.bound - solution.value)
+        rows.append(Alternative(texts[i], seconds, proven))
+    return sorted(rows, key=lambda row: (row.seconds, row.sharding))
+
+
+def _with_state(solution: Solution, node: int, state: int) -> Solution:
+    """The best solution that the solver finds with this state of a node."""
+    return solve(solution.problem.restricted({node: state}), effort=_EFFORT)
+
+
+def text_of_alternatives(best: Best, values: Mapping[tuple[str, str], Sequence[tuple[Value, str]]]) -> list[str]:
+    """Lists for values their shardings, others, and what these cost."""
+    graph, solution, plan, rows = best.graph, best.solution, best.chosen.plan, list[str]()
+    reason, hint = "the search ended before it solved the problem", "Search again with a larger budget_seconds."
+    if graph is not None:
+        reason = "the problem that was solved has another form of the program, without the plan's pipelines or rewrites"
+        hint = "found.with_mark(...) searches again with one more mark."
+    in_problem = graph is not None and all(v in graph.groups.of for named in values.values() for v, _ in named)
+    if graph is None or solution is None or not in_problem or schedules_of(plan.program):
+        what = f"what else was possible is not known: {reason}."
+        raise ArgumentError(what, got=f"{best.chosen.name}, {best.seconds:.1f} s", hint=hint)
+    budget = tries(solution)
+    for (alike, text), named in values.items():
+        v, name = named[0]
+        others = alternatives(graph, solution, v, plan.shardings[v], budget)
+        first = f"{alike}: {text}  x{len(named)}" if len(named) > 1 else f"{name}: {text}"
+        rows.append("\n    instead ".join([first, *map(str, others)]))
+    return rows

@@ -9,8 +9,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from jax.sharding import PartitionSpec
-
 from gshard.core.errors import GShardError
 from gshard.core.jax_adapter import is_transposed
 from gshard.core.mark import Mark, mark_of_cut, resolve
@@ -141,7 +139,8 @@ def _loosened(rows: Sequence[Sequence[Collective]], plan: Plan) -> Iterator[Chan
             continue
         dims = plan.sharding(next(iter(opened)).outputs[0]).dims
         spec = spec_of_cut(Sharding(dims), plan.mesh)
-        weaker = "" if spec is None or not any(dims) else f"gshard.shard(x, P({_with_open(spec)}))"
+        entries = ["P.UNCONSTRAINED" if entry is None else repr(entry) for entry in spec or ()]
+        weaker = "" if spec is None or not any(dims) else f"gshard.shard(x, P({', '.join(entries)}))"
         yield Change(
             weaker, root.line, root.equation, largest.get(root, 0), direct[root], indirect[root],
             functools.partial(_with_opened, plan.program, opened),
@@ -180,10 +179,6 @@ def _opened(e: Equation, plan: Plan) -> Mark | None:
         return None
     kept = [None if is_open or not atoms else atoms for is_open, atoms in zip(already, dims, strict=True)]
     return mark_of_cut(kept, plan.mesh)
-
-
-def _with_open(spec: PartitionSpec) -> str:
-    return ", ".join("P.UNCONSTRAINED" if entry is None else repr(entry) for entry in spec)
 
 
 def _with_opened(program: Program, marks: Mapping[Equation, Mark]) -> Program:

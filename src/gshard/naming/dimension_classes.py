@@ -13,11 +13,9 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from gshard.core.program import Block, Equation, Program, Value
+from gshard.core.program import Block, Program, Value
 from gshard.core.rule import Dims, Rule, UnionFind
 from gshard.naming.argument_names import path_of_name
-
-_SHOWN = 4  # arguments of a class in the text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,56 +25,22 @@ class DimensionClass:
     label: str  # the user's name, or a letter
     names: tuple[str, ...]  # all names that the user gave; if there are several, they contradict each other
     size: int  # the most frequent size
-    # all sizes, the largest first. Operators such as slices keep a dimension and change its size.
-    sizes: tuple[int, ...]
     arguments: tuple[tuple[str, int], ...]  # path and position of the dimensions of arguments
     values: int  # the number of values with such a dimension
-    product: tuple[str, ...]  # for a product the labels of its classes, major to minor; otherwise ()
-    twice: tuple[str, ...]  # texts of the values that have it twice, such as the scores of self-attention
+    is_product: bool  # whether it is a product of other dimensions, such as ``(batch length)`` after a reshape
 
 
 @dataclasses.dataclass(frozen=True)
 class Dimensions:
-    """The dimensions of a program; print it.
+    """The dimensions of a program."""
 
-    Attributes:
-        name: the name of the function.
-        classes: the classes, the most frequent first. Dimensions of size 1 are in no class.
-        arguments: for each argument, by its path, the labels of its dimensions in the form of ``names=`` of ``jit``.
-            The second of two dimensions of one class has a prime, ``length'``, which no row of a layout contains.
-        labels: for each value of the program the labels of its dimensions.
-    """
-
-    name: str
-    classes: tuple[DimensionClass, ...]
-    arguments: Mapping[str, str]
-    labels: Mapping[Value, tuple[str, ...]] = dataclasses.field(repr=False)
-
-    def __getitem__(self, label: str) -> DimensionClass:
-        for c in self.classes:
-            if c.label == label:
-                return c
-        raise KeyError(f"no class is called {label!r}; they are {', '.join(c.label for c in self.classes)}")
-
-    def __str__(self) -> str:
-        lines = [f"dimensions of {self.name}: {len(self.classes)} classes"]
-        rows = [
-            (c.label, "x".join(c.product), _sizes(c), f"{c.values} value{'s' * (c.values != 1)}", _arguments(c))
-            for c in self.classes
-        ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row, c in zip(rows, self.classes, strict=True):
-            cells = [f"{cell:<{width}}" for cell, width in zip(row[:-1], widths, strict=False) if width]
-            lines.append(f"  {'  '.join(cells)}  {row[-1]}".rstrip())
-            if len(c.names) > 1:
-                lines.append(f"    called {' and '.join(c.names)}, which are the same dimension")
-            if c.twice:
-                more = f" and {len(c.twice) - 1} more" if len(c.twice) > 1 else ""
-                lines.append(f"    {c.label} and {c.label}' in one value: {c.twice[0]}{more}")
-        return "\n".join(lines)
+    classes: tuple[DimensionClass, ...]  # the most frequent first. Dimensions of size 1 are in no class.
+    labels: Mapping[
+        Value, tuple[str, ...]
+    ]  # for each value the labels of its dimensions; the second of one has a prime
 
 
-def dimensions_of(program: Program, paths: Sequence[str] = ()) -> Dimensions:
+def dimensions_of(program: Program) -> Dimensions:
     """The classes of the dimensions of a program."""
     classes = _Classes()
     _read(program.block, classes)
@@ -101,31 +65,22 @@ def dimensions_of(program: Program, paths: Sequence[str] = ()) -> Dimensions:
     labels = {v: _with_primes(v, classes, label) for v in program.block.values()}
     inputs = program.block.inputs[len(program.captured) :]
     names = program.names[len(program.captured) :]
-    named_inputs = dict(zip(inputs, paths or map(path_of_name, names), strict=True))
-    producers = {v: e for e in program.block.walk() for v in e.outputs}
+    named_inputs = dict(zip(inputs, map(path_of_name, names), strict=True))
+    products = {classes.root(whole) for whole, *_ in classes.products}
 
     def class_of(root: Hashable) -> DimensionClass:
         dims = members[root]
         sizes = Counter(v.shape[d] for v, d in dims)
-        twice = [v for v, n in Counter(v for v, _ in dims).items() if n > 1]
-        product = next((parts for whole, parts, _ in classes.products if classes.root(whole) == root), ())
         return DimensionClass(
             label=label[root],
             names=tuple(user_names.get(root, ())),
             size=max(sizes, key=lambda size: (sizes[size], size)),
-            sizes=tuple(sorted(sizes, reverse=True)),
             arguments=tuple((named_inputs[v], d) for v, d in dims if v in named_inputs),
             values=count[root],
-            product=tuple(label.get(classes.root(part), "1") for part in product),
-            twice=tuple(_text(v, labels[v], producers.get(v), named_inputs.get(v, "")) for v in twice),
+            is_product=root in products,
         )
 
-    return Dimensions(
-        program.name,
-        tuple(map(class_of, ranked)),
-        {path: " ".join(labels[v]) for v, path in named_inputs.items()},
-        labels,
-    )
+    return Dimensions(tuple(map(class_of, ranked)), labels)
 
 
 def of_equal_layers(dimensions: Dimensions) -> Dimensions:
@@ -139,7 +94,7 @@ def of_equal_layers(dimensions: Dimensions) -> Dimensions:
     groups: dict[Hashable, list[list[DimensionClass]]] = {}
     for c in dimensions.classes:
         places = _places(c.arguments)
-        key = tuple((path, d) for path, d, _ in places) or c.label, c.size, c.product == ()
+        key = tuple((path, d) for path, d, _ in places) or c.label, c.size, c.is_product
         candidates = groups.setdefault(key, [])
         for group in candidates:
             names = {name for member in (*group, c) for name in member.names}
@@ -156,19 +111,13 @@ def of_equal_layers(dimensions: Dimensions) -> Dimensions:
         new_labels |= {c.label: first.label for c in group}
         merged = dataclasses.replace(
             first,
-            sizes=tuple(sorted({size for c in group for size in c.sizes}, reverse=True)),
             arguments=tuple(argument for c in group for argument in c.arguments),
             values=sum(c.values for c in group),
-            twice=tuple(text for c in group for text in c.twice),
         )
         classes.append(merged)
     labels = {v: tuple(_renamed(word, new_labels) for word in words) for v, words in dimensions.labels.items()}
-    arguments = {
-        path: " ".join(_renamed(word, new_labels) for word in words.split())
-        for path, words in dimensions.arguments.items()
-    }
     ranked = sorted(classes, key=lambda c: -c.values)
-    return Dimensions(dimensions.name, tuple(ranked), arguments, labels)
+    return Dimensions(tuple(ranked), labels)
 
 
 def _renamed(word: str, new_labels: Mapping[str, str]) -> str:
@@ -256,19 +205,3 @@ def _with_primes(v: Value, classes: _Classes, label: Mapping[Hashable, str]) -> 
             word += "'"
         words.append(word)
     return tuple(words)
-
-
-def _text(v: Value, words: tuple[str, ...], producer: Equation | None, path: str) -> str:
-    where = path or (f"{producer.name} at {producer.line}" if producer is not None else "inside of a loop")
-    return f"{v.dtype_name}[{','.join(words)}] {where}"
-
-
-def _sizes(c: DimensionClass) -> str:
-    others = [str(size) for size in c.sizes if size != c.size]
-    shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
-    return f"{c.size} (also {shown})" if others else str(c.size)
-
-
-def _arguments(c: DimensionClass) -> str:
-    shown = [f"{path}.{d}" for path, d in c.arguments[:_SHOWN]]
-    return ", ".join(shown) + (f", ... {len(c.arguments) - _SHOWN} more" if len(c.arguments) > _SHOWN else "")

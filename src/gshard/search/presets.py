@@ -110,7 +110,7 @@ def _by_dimension(program: Program, mesh: Mesh, data: Sequence[int]) -> Iterator
     largest_classes = sorted(dimensions.classes, key=lambda c: -bytes_of_inputs.get(c.label, 0))[:_OUTSIDE]
     largest_classes += sorted(dimensions.classes, key=lambda c: -bytes_of_values.get(c.label, 0))[:_INSIDE]
     for c in dict.fromkeys(largest_classes):
-        if not c.arguments or c.product:
+        if not c.arguments or c.is_product:
             continue
         dim_of_input = {
             i: dimensions.labels[v].index(c.label) for i, v in enumerate(inputs) if c.label in dimensions.labels[v]

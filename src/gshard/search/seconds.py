@@ -345,7 +345,9 @@ class Seconds(Moves):
             if isinstance(x, Value):
                 operand_bytes = local_bytes(x, reads[i], self.mesh)
                 read_bytes[x] = min(operand_bytes, result_bytes) if is_looked_up(rule, i) else operand_bytes
-        is_own_kernel = kernel.spares_rows and _splits_a_row(rule, split)
+        # The reduction of a factor that is split is a kernel of its own.
+        is_split = any(factor.kind == REDUCE and split.get(f) for f, factor in enumerate(rule.factors))
+        is_own_kernel = kernel.spares_rows and is_split
         spared = frozenset[Value]() if is_own_kernel else kernel.spared
         written = 0 if spared.issuperset(kernel.writes) else result_bytes
         needed = *(x for x in kernel.reads if x not in spared), *kernel.carried
@@ -403,11 +405,6 @@ class Seconds(Moves):
     def work(self, e: Equation, products: float, others: float, moved: float, *, returns: bool = False) -> float:
         """Seconds of one kernel on one device."""
         return kernel_roofline(self.machine, e, products, others, moved, returns=returns).seconds
-
-
-def _splits_a_row(rule: Rule, split: Split) -> bool:
-    """Whether a reduced factor is split: then the reduction is a kernel of its own."""
-    return any(factor.kind == REDUCE and split.get(f) for f, factor in enumerate(rule.factors))
 
 
 def _operations(kernel: Kernel, part: float) -> tuple[float, float]:

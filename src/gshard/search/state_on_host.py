@@ -69,15 +69,14 @@ def with_state_on_host(
             return step(*every)
 
         types = [jax.typeof(x) for x in leaves]
-        shapes = [shape_in_memory(t.shape, t.dtype, on_host=False, weak_type=_is_weak(t)) for t in types]
+        shapes = [
+            shape_in_memory(t.shape, t.dtype, on_host=False, weak_type=bool(getattr(t, "weak_type", False)))
+            for t in types
+        ]
         jaxpr, shape = jax.make_jaxpr(on_devices, return_shape=True)(*shapes)
         return jax.tree.unflatten(jax.tree.structure(shape), _run(jaxpr, leaves, frozenset(results)))
 
     return stepped
-
-
-def _is_weak(aval: Any) -> bool:
-    return bool(getattr(aval, "weak_type", False))
 
 
 def _run(jaxpr: Any, leaves: Sequence[Any], results: frozenset[int]) -> list[Any]:

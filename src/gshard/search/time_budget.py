@@ -41,7 +41,8 @@ class Progress:
         """Reads the option ``gshard.search(progress=...)``."""
         if callable(option):
             return Progress(option)
-        return Progress(_on_stderr if option is None or option else None, _SILENT if option is None else 0.0)
+        on_stderr = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+        return Progress(on_stderr if option is None or option else None, _SILENT if option is None else 0.0)
 
     def step(self, doing: str) -> None:
         """Reports that a step begins."""
@@ -66,10 +67,6 @@ class Progress:
         best = f"; {self.best}" if self._last < self.since and self.best and self.best != text else ""
         self._last = now
         self.write(f"{self.name} {now - self.since:5.1f} s: {text}{best}")
-
-
-def _on_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 TRIAL_SECONDS = 10.0  # of all trials of an explanation, if the user gives none

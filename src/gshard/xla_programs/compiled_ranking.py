@@ -132,7 +132,8 @@ def _others(best: Best) -> list[PricedPlan]:
 
 def _compiled(best: Best, priced: PricedPlan, donated: Sequence[int], devices: Sequence[object]) -> CompiledPlan:
     """Compiles one plan for devices."""
-    there = _on(priced.plan.mesh, devices)
+    mesh = priced.plan.mesh
+    there = dataclasses.replace(mesh, devices=tuple(devices)) if mesh.devices is None else mesh
     plan = dataclasses.replace(priced.plan, mesh=there)
     machine = priced.cost.machine
     run = as_run(Planned(plan), machine, donated, int(best.limit), recomputes=priced.recomputed)
@@ -144,10 +145,3 @@ def _compiled(best: Best, priced: PricedPlan, donated: Sequence[int], devices: S
     text = compiled.as_text()
     cost = read_compiled(compiled, Mesh.of(there.user_jax_mesh), machine).cost()
     return CompiledPlan(best, priced, cost, estimated_cycles(text))
-
-
-def _on(mesh: Mesh, devices: Sequence[object]) -> Mesh:
-    """A mesh with devices; its own, if it has some."""
-    if mesh.devices is not None:
-        return mesh
-    return dataclasses.replace(mesh, devices=tuple(devices))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -61,8 +62,8 @@ class Places:
             self.short[path] = "/".join(parts[-count:])
         return self.short[path]
 
-    def files(self) -> list[dict[str, Any]]:
-        """For each file its lines that are worth showing: number and text.
+    def files(self, costs: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+        """For each file its lines that are worth showing: number and text. The files that send most come first.
 
         Of a file that cannot be read here, such as one of a program that was compiled elsewhere, the lines that make
         something, without text.
@@ -77,7 +78,10 @@ class Places:
             lines = [[n, texts[n - 1].rstrip("\n")] for n in sorted(numbers) if 0 < n <= len(texts)]
             lines = lines or [[n, ""] for n in sorted(n for known, n in self.known if known == path)]
             shown.append({"name": self._name(path), "lines": lines})
-        return shown
+        sent: Counter[str] = Counter()
+        for place, row in costs.items():
+            sent[place.rpartition(":")[0]] += int(row[1])
+        return sorted(shown, key=lambda f: -sent[f["name"]])
 
 
 # Report tensors: all arrays of a program as rows of the report, linked by their reasons.
@@ -203,7 +207,7 @@ def report_data(
         **{name: list(lines) for name, _, _, lines in explanation.lists},
         "searched": "",  # what a search tells of its plan
         "lines": lines,
-        "files": sorted(places.files(), key=lambda f: -_sent_in(f["name"], lines)),
+        "files": places.files(lines),
         "groups": {",".join(a): groups_text(groups(mesh, a)) for a in {c.atoms for c in explanation.spmd.collectives}},
     }
 
@@ -361,11 +365,6 @@ def time_data(kernels: Iterable[tuple[str, PricedKernel]]) -> list[dict[str, Any
         for what in ("flops", "moved", "sent"):
             row[what] += getattr(k, what) * k.times
     return sorted(rows.values(), key=lambda r: -math.fsum(r[what] for what in BOUNDS))
-
-
-def _sent_in(file: str, lines: Mapping[str, Sequence[float]]) -> float:
-    """Bytes that the lines of a file send."""
-    return sum(row[1] for at, row in lines.items() if at.rpartition(":")[0] == file)
 
 
 def _line_costs(
