@@ -328,7 +328,10 @@ class Lowered(_Stage):
         self.executable.compiled  # noqa: B018  what fails fails here
         return Compiled(self)
 
-    as_text = _of("executable.lowered.as_text", "StableHLO for all devices, as JAX's; ``str`` has the plan too.")
+    def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
+        """StableHLO for all devices, as ``jax.stages.Lowered.as_text``; ``str`` has the plan too."""
+        return str(self.executable.lowered.as_text(dialect, debug_info=debug_info))
+
     compiler_ir = _of("executable.lowered.compiler_ir", "The same as an object of the compiler.")
     cost_analysis = _of(
         "executable.lowered.cost_analysis",
@@ -389,7 +392,10 @@ class Compiled(_Stage):
     _name = _of("lowered.program.name")
     _jax = _of("lowered.executable.compiled")  # JAX's program of the flat arguments
 
-    as_text = _of("_jax.as_text", "The compiled HLO of one device.")
+    def as_text(self) -> str:
+        """The compiled HLO of one device."""
+        return str(self._jax.as_text())
+
     cost_analysis = _of("_jax.cost_analysis", "XLA's FLOPs and bytes of one device; bodies of loops count once.")
     memory_analysis = _of("_jax.memory_analysis", "XLA's bytes of arguments, results and temporaries on one device.")
     runtime_executable = _of("_jax.runtime_executable", "XLA's own object.")

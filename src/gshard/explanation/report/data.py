@@ -7,7 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import jax
 
@@ -136,16 +136,6 @@ def _spec(plan: Plan, v: Value) -> str:
 MOMENTS = 1500  # points of the curve of memory
 EVENTS = 3000  # stretches of time that are drawn
 PEAK_ROWS = 15
-
-
-class HasBytes(Protocol):
-    """A moment of a call."""
-
-    @property
-    def bytes(self) -> int: ...
-
-
-M = TypeVar("M", bound=HasBytes)
 
 
 # The lists of lines of a report (``ExplainedPlan.lists``). A report of XLA's program has them empty.
@@ -338,7 +328,7 @@ def _when(x: Event) -> tuple[float, float]:
 
 
 def memory_data(
-    totals: MemoryTotals, moments: Sequence[M], told: Callable[[M], str], rows: Sequence[list[Any]]
+    totals: MemoryTotals, moments: Sequence[Any], told: Callable[[Any], str], rows: Sequence[list[Any]]
 ) -> dict[str, Any]:
     """The curve of temporaries (thinned to its maxima where it is long) and what makes the peak."""
     every = max(1, -(-len(moments) // MOMENTS))
