@@ -396,8 +396,8 @@ def test_both_packages_are_typed() -> None:
 
 # Counts of today: a change may only lower them. What it adds is paid for by what goes.
 BUDGET = {
-    "lines of src/gshard": 61_994,
-    "lines of code of src/gshard": 39_477,
+    "lines of src/gshard": 61_993,
+    "lines of code of src/gshard": 39_475,
     "lines of tests": 46_714,
     "lines of packages/m4": 11_029,
     "words of README and docs": 49_125,

@@ -72,7 +72,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         action="append",
         default=[],
         metavar="NAME",
-        help="the reasons of one array's sharding, what planning compared, and what a call would take with another",
+        help="the reasons of one array's sharding, and what a call would take with another",
     )
     add(
         "--seconds",

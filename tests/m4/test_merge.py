@@ -138,7 +138,7 @@ def test_a_stop_at_any_stage_costs_that_stage_only(config, monkeypatch):
                 def run(*args, real=real, name=name, stopped=stopped, **more):
                     ran.append(name)
                     done = real(*args, **more)
-                    if name == stopped:  # everything is written, and nobody has noted it
+                    if name == stopped:  # all files are written, but the stage is not recorded yet
                         raise KeyboardInterrupt
                     return done
 

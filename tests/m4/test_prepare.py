@@ -330,7 +330,7 @@ def test_one_language_of_a_corpus(text):
         text.of_languages(["frr"])
     shape = text.batches.shape
     assert {b["source"].shape for b in text.held_out()} == {(shape.rows, shape.source)}
-    assert max(int(b["source"].max()) for b in text.held_out()) < text.source.size, "none is told its language"
+    assert max(int(b["source"].max()) for b in text.held_out()) < text.source.size, "no language token"
     assert (text.folder / "dev.tsv").read_text().count("\n") == ends[1]
 
 

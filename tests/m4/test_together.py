@@ -318,7 +318,7 @@ def test_a_failure_that_follows_from_a_death_is_not_told_as_one_of_its_own(three
 
 
 def test_two_that_fail_at_once_do_not_wait_for_each_other(three, capfd):
-    """Of the same batch, say; one is named, and the other one ends as it is told to. One alone ends by itself."""
+    """Both fail in the same batch: the message names one, and the other one exits. A single failure keeps its code."""
     watches, ends = three()
     began = time.monotonic()
     watches[1].failed("JaxRuntimeError: out of memory")

@@ -146,7 +146,7 @@ def test_weights_are_those_of_the_model_card(name, weights):
 
 
 def test_names_of_models():
-    """Capitals and punctuation do not matter, and an unknown name is told the nearest."""
+    """Capitals and punctuation do not matter. The error for an unknown name suggests the nearest one."""
     for written, name in (("MIXTRAL 8x22B", "Mixtral-8x22B"), ("moe(2048e,36l)", "MoE(2048E, 36L)")):
         assert model_name(written) == name
         assert model(written) is MODELS[name]

@@ -8,7 +8,7 @@ import logging
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -36,7 +36,6 @@ STAGES = (
     Lowered,
     Compiled,
 )  # of jit, theirs and ours
-T = TypeVar("T")
 XLA, GSHARD = "xla", "gshard"  # partitioners
 _GZIP = b"\x1f\x8b"  # a file that begins so is compressed
 

@@ -386,7 +386,7 @@ class AxisSteps:
         self._passed: dict[Sharding, bool] = {}
         self._groups: dict[Hashable, int] = {}
         self._tables: dict[tuple[int, Monoids], StepTable] = {}
-        # the index of each kind of steps so far (``step_table.Possible``)
+        # the index of each kind of steps so far (``Possible``)
         self.kind_indices: dict[tuple[int, ...], int] = {}
 
     def table(self, rank: int, monoids: Monoids) -> StepTable:

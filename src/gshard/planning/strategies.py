@@ -117,7 +117,7 @@ def places_for(
     near: Sequence[Places] = (),
     runs: Runs | None = None,
 ) -> Iterable[Places]:
-    """Assigns a place to each axis, for parts of one axis as ``axis_steps.is_considered`` allows.
+    """Assigns a place to each axis, for parts of one axis as ``reshard_costs.is_considered`` allows.
 
     With ``runs``, one axis differs from one of the assignments ``near``, or from the one without places, and the parts
     of it that differ have one place; or the axes of a run differ and have one place. If there are

@@ -46,9 +46,9 @@ def topology_mesh(machine: Machine) -> Mesh:
 _NOTE = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
-def estimated_cycles(text: str) -> int:
-    """The sum over ``compiled.as_text()``; 0 where the compiler notes nothing. Of branches the longer counts."""
-    module = read_module(text)
+def estimated_cycles(program: str | Module) -> int:
+    """The sum over a compiled program; 0 where the compiler notes nothing. Of branches the longer counts."""
+    module = read_module(program) if isinstance(program, str) else program
     return _of(module, module.computations[module.entry]) if module.entry else 0
 
 

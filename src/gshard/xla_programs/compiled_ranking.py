@@ -142,6 +142,5 @@ def _compiled(best: Best, priced: PricedPlan, donated: Sequence[int], devices: S
         compiled = compile_spmd(run.spmd, frozenset(donated)).compiled
     except jax.errors.JaxRuntimeError as error:
         return CompiledPlan(best, priced, None, refused=str(error).splitlines()[0])
-    text = compiled.as_text()
-    cost = read_compiled(compiled, Mesh.of(there.user_jax_mesh), machine).cost()
-    return CompiledPlan(best, priced, cost, estimated_cycles(text))
+    found = read_compiled(compiled, Mesh.of(there.user_jax_mesh), machine)
+    return CompiledPlan(best, priced, found.cost(), estimated_cycles(found.program.module))
