@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from figure9 import CORES, DISPATCH_AND_COMBINE, DISPATCHED_MIB, MICROSECONDS
 from jax.sharding import NamedSharding, PartitionSpec
+from paper_models import PlannedModel, arguments, configured, lower, plan, training_step
 
 import gshard
 from gshard.core.mark import Schedule
@@ -34,7 +35,6 @@ from gshard.device.network import seconds
 from gshard.moe.config import TABLE_1
 from gshard.moe.param import parameter_count
 from gshard.moe.transformer import param_specs
-from gshard.plan_command import PlannedModel, arguments, configured, lower, plan, training_step
 
 # Table 1, billions of parameters; table 3, steps per second. Sections 5.2 and 5.3: ratios that the text names.
 PARAMETERS = {

@@ -29,12 +29,12 @@ import time
 from typing import Any
 
 import jax
+from paper_models import configured, lower, lowered_as_searched
 
 import gshard
 from gshard.emit.compile import named_sharding
 from gshard.moe.config import TransformerConfig
 from gshard.moe.transformer import param_specs
-from gshard.plan_command import configured, lower, lowered_as_searched
 from gshard.remat.rematerialise import MemoryLimitError, peak_of
 from gshard.xla import hlo_collectives
 from gshard.xla.hlo_parser import Computation, Instruction, Module, read_module, type_bytes

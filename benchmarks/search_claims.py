@@ -42,6 +42,7 @@ import numpy as np
 from against_xla_programs import NEAR as OFF
 from against_xla_programs import ROUNDING, difference
 from jax.sharding import PartitionSpec as P
+from paper_models import configured, searched
 from search_cases import cases, memory_of, step_of, transformer
 
 import gshard
@@ -50,7 +51,6 @@ from gshard.core.program import Block, Constant, Program, Value
 from gshard.emit.compile import compile_spmd, named_sharding
 from gshard.emit.partition import partition
 from gshard.language.region import with_edges
-from gshard.plan_command import configured, searched
 from gshard.planning.added_marks import spec_of_cut
 from gshard.search.find import best_plan
 from gshard.solver.problem import Problem

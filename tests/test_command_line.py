@@ -19,8 +19,6 @@ from explanation.compiled_texts import GPU, TPU
 from gshard.__main__ import main
 from gshard.commands import choices_of_options, mesh_of, shape_of
 from gshard.explanation.compiled_report import NO_MACHINE
-from gshard.moe.config import TABLE_1
-from gshard.plan_command import _batch, configured, plan
 
 MODEL = """
 import gshard, jax, jax.numpy as jnp
@@ -142,7 +140,7 @@ SESSIONS = {
     ],
     "what does not fit": [
         (
-            "plan model.py:loss --arg f32[8,4] --arg f32[4,5000000000] --machine h100:1x8 --mesh data=8", 3,
+            "explain model.py:loss --arg f32[8,4] --arg f32[4,5000000000] --machine h100:1x8 --mesh data=8 --seconds 0", 3,
             ["this does not fit: a device would hold 93.1 GiB, and may 74.5 GiB."],
         ),
         (
@@ -187,15 +185,8 @@ SESSIONS = {
             ["loss by XLA's partitioner -> loss by gshard"],
         ),
     ],
-    "a function is planned for a machine": [
-        ("plan model.py:reduced --machine h100:1x4", 0, ["loss on h100:1x4", "-bound: ", "temporaries"]),
-        ("plan model.py:reduced --machine h100:1x4 --search", 1, ["gshard search"]),
-        ("plan model.py:own_gshard --machine h100:1x4", 1, ["h100:1x4 has 4 devices, and the mesh has 8."]),
-    ],
-    "a plan is not there": [
-        ("plan MoE(7E) --machine v3", 1, ["MoE(7E)", "A function of yours is file.py:function"]),
-        ("plan T(96L) --machine v99", 1, ["no machine is called 'v99'"]),
-        ("plan mixtrl8x7b --machine h100:8x8", 1, ["Did you mean 'Mixtral-8x7B'?"]),
+    "a machine has as many devices as the mesh": [
+        ("explain model.py:own_gshard --machine h100:1x4", 1, ["h100:1x4 has 4 devices, and the mesh has 8."]),
     ],
     "explain takes the plan that search saved": [
         (f"search {LOSS} --mesh data=4 --machine H100 --donate-argnames w --save plan.json", 0, []),
@@ -209,10 +200,6 @@ SESSIONS = {
     "finite is for functions": [
         (f"explain {CHAIN}", 0, ["reduce_scatter"]),
         (f"explain {CHAIN} --finite", 0, ["each device sends 896 B in one call: all_reduce 896 B"]),
-        *(
-            (f"plan 'MoE(128E, 12L)' --machine v3:8x8 {given}", 1, [f"{given.split()[0]} is for a function of yours."])
-            for given in ("--finite", "--arg f32[8]", "--mesh data=8", "--donate-argnums 0")
-        ),
     ],
     "explain reads a dump": [
         (
@@ -333,8 +320,8 @@ def test_sessions(what, capsys):
 
 
 @pytest.mark.parametrize(("made", "command"), [
-    ("own_gshard", "explain {} --seconds 0"), ("own_jax", "plan {}"), ("own_array", "search {} --budget-seconds 1"),
-    *(pytest.param(*rest, marks=pytest.mark.slow) for rest in [("own_gshard", "plan {}"), ("own_array", "explain {}")]),
+    ("own_gshard", "explain {} --seconds 0"), ("own_array", "search {} --budget-seconds 1"),
+    *(pytest.param(*rest, marks=pytest.mark.slow) for rest in [("own_jax", "search {}"), ("own_array", "explain {}")]),
 ])  # fmt: skip
 def test_a_function_is_planned_on_its_own_mesh(command, made, capsys):
     assert main([*command.format(f"model.py:{made}").split(), "--machine", "h100:1x8"]) == 0
@@ -412,7 +399,6 @@ def test_a_module_that_fails_is_one_clear_error(text, message, capsys):
 
 @pytest.mark.parametrize(("command", "words"), [
     ("search model.py:jitted --machine h100", "devices=8"),
-    pytest.param("plan model.py:jitted --machine h100:1x8", "devices=8", marks=pytest.mark.slow),
     ("explain placed.py:example", "compiled by XLA for cpu, on 16 devices (data=16)"),
 ])  # fmt: skip
 def test_devices_of_a_target_need_not_exist(command, words):
@@ -427,7 +413,7 @@ def test_devices_of_a_target_need_not_exist(command, words):
 @pytest.mark.parametrize(("line", "code", "told"), [
     ("--version", 0, f"gshard {version('gshard')} (jax {jax.__version__}"),
     ("explan x.py:f", 2, "Did you mean 'explain'?"),
-    ("plan x.py:f --machine v3 --serach", 2, "Did you mean '--search'?"),
+    ("explain x.py:f --machien v3", 2, "Did you mean '--machine'?"),
 ])  # fmt: skip
 def test_the_version_and_near_names(line, code, told, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -445,67 +431,3 @@ def test_texts_of_shapes_meshes_and_choices():
     for wrong in ("a", "a=", "=1", "a b=1"):
         with pytest.raises(gshard.ArgumentError, match="is not understood"):
             choices_of_options([wrong])
-
-
-@pytest.mark.slow
-def test_plan_of_a_model_of_table_1(capsys):
-    """MoE(128E, 12L): the paper's marks alone give all-to-alls and sums of gradients.
-
-    The weights of the paper's marks are replicated, and gradients are summed for all devices; most of them are
-    scattered, so that each device updates a part of the weights, which is then gathered: the same bytes, less work.
-    """
-    found = plan("MoE(128E, 12L)", "v3:8x8", remat=True)
-    assert set(found.collectives) == {"all_to_all", "all_reduce", "all_gather", "reduce_scatter"}
-    config = found.config
-    # Forward, recomputed forward and backward: to the experts and back, in each MoE layer, and two for embeddings.
-    assert 0 <= found.collectives["all_to_all"][0] - 6 * config.moe_layers <= 2
-    summed = sum(found.collectives[kind][1] for kind in ("all_reduce", "all_gather", "reduce_scatter"))
-    assert summed < 2 * found.replicated
-    experts = 4 * config.moe_layers * 2 * config.model_dim * config.hidden_dim
-    assert found.distributed == experts, "one expert of each layer on each device"
-    assert found.cost.fits
-    text = str(found)
-    assert "fits" in text
-    assert "MoE dispatch and combine" in text
-    assert found.parameters == pytest.approx(13e9, rel=0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_the_plan_of_the_paper_is_found_without_its_marks():
-    """MoE(128E, 12L): experts over devices, tokens by group, and less memory than with the marks, which do not fit."""
-    by_hand = plan("MoE(128E, 12L)", "v3:8x8")
-    assert not by_hand.cost.fits
-    found = plan("MoE(128E, 12L)", "v3:8x8", search_plan=True)
-    assert "searched, without a mark" in str(found)
-    assert found.cost.fits
-    assert found.cost.seconds <= 1.1 * by_hand.cost.seconds
-    assert "all_to_all" in found.collectives
-    program = found.found.plan.program
-    for v, name in zip(program.block.inputs, program.names, strict=True):
-        if "['experts']['wi']" in name:
-            assert found.found.plan.mesh.count(found.found.plan.shardings[v].dims[1]) == 128
-
-
-@pytest.mark.slow
-def test_the_largest_model_fits():
-    """MoE(2048E, 60L); for 12 GiB nothing is needed but that gradients are recomputed."""
-    found, limited = (plan("MoE(2048E, 60L)", "v3:32x32", memory_limit=limit) for limit in (None, "12GiB"))
-    assert found.cost.fits
-    assert limited.cost.peak <= 12 * 2**30 < found.cost.peak < 13 * 2**30
-    assert limited.recomputed.share < 0.01
-    assert limited.cost.seconds <= found.cost.seconds
-    assert "recomputed to fit in 12,288.0 MiB" in str(limited)
-    # Sums of gradients that are updated in parts are scattered, and what is updated is gathered; experts never are.
-    assert {"all_to_all", "all_reduce"} <= set(found.collectives)
-    gathered = [k.result for k in found.cost.kernels if k.name in ("all_gather", "reduce_scatter")]
-    # Numbers of tokens may be gathered.
-    assert not any(re.match(r"(f32|bf16)\[\d+,1,", text) for text in gathered), "[layers, one expert of a device, ...]"
-
-
-def test_every_row_of_the_table_has_a_batch_that_its_devices_can_split():
-    for name in TABLE_1:
-        config, machine = configured(name, "v3")
-        sentences, length = _batch(config, machine.size, None)
-        assert sentences % machine.size == 0
-        assert sentences * length % 1024 == 0

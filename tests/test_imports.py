@@ -7,7 +7,7 @@ import pytest
 
 # Modules that no call of ``gshard.jit`` needs.
 UNNEEDED = (
-    "gshard.__main__", "gshard.plan_command", "gshard.commands",
+    "gshard.__main__", "gshard.commands",
     "jax.experimental.pallas", "jax.export",
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Command options: the options of ``gshard explain``, ``search``, ``configure``, ``plan`` and ``calibrate``.
+"""Command options: the options of ``gshard explain``, ``search``, ``configure`` and ``calibrate``.
 
 An option of a command has the name of the argument of ``gshard.jit``, ``explain`` or ``search`` that it is.
 """
@@ -44,7 +44,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     command = commands.add_parser(
         "explain",
         help="how a function is partitioned, why, and what it costs",
-        epilog="exit status: 0; 1 an error; 2 wrong options; 3 more than --fail-above or --baseline allows",
+        epilog="exit status: 0; 1 an error; 2 wrong options; 3 more than --fail-above or --baseline allows, or it "
+        "does not fit --machine",
     )
     add = command.add_argument
     _target(command, ", or a file with the text of a compiled program (also .gz)")
@@ -159,22 +160,6 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     add("--save", type=Path, metavar="best.json", help="write the best, for Configuration.load")
     _static_and_donated(command)
 
-    command = commands.add_parser(
-        "plan",
-        help="whether a function, or a named model, fits a machine, and what a step takes",
-        description="In short: gshard explain shows where time and memory go, line by line.",
-        epilog=_FITS,
-    )
-    add = command.add_argument
-    add("config", help='module:function, file.py:function, or a named model: "MoE(128E, 12L)", mixtral-8x7b')
-    _arguments(command)
-    add("--mesh", help="for a function: data=4,model=2 (default: the function's, or one axis of all devices)")
-    add("--machine", required=True, help="v3:32x32 names chips; v3 takes as many as there are experts")
-    add("--remat", action=argparse.BooleanOptionalAction, default=None, help="recompute pairs of layers")
-    add("--memory-limit", metavar="14GiB", help="choose what to recompute so that a device holds no more")
-    add("--search", action="store_true", help="search for the plan, without the model's marks (gshard search)")
-    add("--compile", action="store_true", help="compile with libtpu (pip install libtpu) and compare")
-
     command = commands.add_parser("calibrate", help="measure the machine at hand")
     add = command.add_argument
     add("--out", type=Path, help="where to write it, for --machine")
@@ -187,10 +172,6 @@ _MACHINES = "v3:32x32, h100:4x8, cpu:8 or a file of gshard calibrate"
 
 def _target(command: argparse.ArgumentParser, more: str = "") -> None:
     command.add_argument("target", help=f"module:function or file.py:function{more}")
-    _arguments(command)
-
-
-def _arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--arg", action="append", default=[], metavar="f32[64,512]", help="an argument; repeat for each"
     )

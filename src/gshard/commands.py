@@ -1,4 +1,4 @@
-"""The commands ``gshard explain``, ``search``, ``configure``, ``plan`` and ``export``, and checks against baselines."""
+"""The commands ``gshard explain``, ``search``, ``configure`` and ``calibrate``, and checks against baselines."""
 
 from __future__ import annotations
 
@@ -41,11 +41,8 @@ from gshard.device.machine import Machine
 from gshard.explanation.compiled_explanation import CompiledExplanation
 from gshard.explanation.compiled_report import NO_MACHINE
 from gshard.explanation.difference import Difference, difference
-from gshard.explanation.explain import Explanation
 from gshard.explanation.report.page import page
 from gshard.explanation.tried_changes import Tried
-from gshard.moe.models import ModelError
-from gshard.plan_command import plan
 from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 from gshard.tracing.by_jax import name_of
@@ -323,16 +320,20 @@ def end_search(stopped: int | None, peak: int, limit: float) -> None:
 def check_fits(peak: int, memory: int) -> None:
     """Refuses what does not fit."""
     if peak > memory:
-        raise CheckFailed(
-            f"this does not fit: a device would hold {format_bytes(peak)}, and may {format_bytes(memory)}."
-        )
+        raise CheckFailed(_too_large(peak, memory))
 
 
-def check_sent(data: Mapping[str, Any], limit: int | None, baseline: Mapping[str, Any] | None) -> None:
-    """Refuses a program that goes beyond ``--fail-above`` or ``--baseline``."""
+def _too_large(peak: int, memory: int) -> str:
+    return f"this does not fit: a device would hold {format_bytes(peak)}, and may {format_bytes(memory)}."
+
+
+def check(data: Mapping[str, Any], limit: int | None, baseline: Mapping[str, Any] | None, machine: str | None) -> None:
+    """Refuses a program beyond ``--fail-above`` or ``--baseline``, and one that does not fit ``--machine``."""
+    peak, memory = data["totals"]["peak"], machine and data["machine"]["memory"]
     failures = [
         "" if limit is None else over_limit(data, limit),
         "" if baseline is None else over_baseline(baseline, data),
+        "" if memory is None or peak <= memory else _too_large(peak, memory),
     ]
     if any(failures):
         raise CheckFailed("\n\n".join(filter(None, failures)))
@@ -586,7 +587,7 @@ def _explain(options: argparse.Namespace) -> None:
     _write_data(options, data, against)
     if options.trace:
         print(f"wrote {found.trace(options.trace, options.machine)}: open it in ui.perfetto.dev")
-    check_sent(data, limit, baseline)
+    check(data, limit, baseline, options.machine)
 
 
 def _tell_compiled(
@@ -617,7 +618,7 @@ def _tell_compiled(
     _write_data(options, data, None if before is None else difference(before, data))
     if options.trace:
         print(f"wrote {found.trace(options.trace)}: open it in ui.perfetto.dev")
-    check_sent(data, limit, baseline)
+    check(data, limit, baseline, options.machine)
 
 
 def _write_data(options: argparse.Namespace, data: dict[str, Any], against: Difference | None) -> None:
@@ -670,72 +671,6 @@ def _search(options: argparse.Namespace) -> None:
     end_search(found.stopped, found.cost.peak, found.best.limit)
 
 
-def _plan(options: argparse.Namespace) -> None:
-    if ":" in options.config:
-        _plan_function(options)
-        return
-    for name in ("finite", "arg", "mesh", *TOLD):
-        if getattr(options, name):
-            option = f"--{name.replace('_', '-')}"
-            raise TargetError(f"{option} is for a function of yours.", got=options.config, hint=f"Leave {option} out.")
-    try:
-        found = plan(
-            options.config,
-            options.machine,
-            remat=options.remat,
-            memory_limit=options.memory_limit,
-            search_plan=options.search,
-            compiled=options.compile,
-            tell=lambda text: print(text, file=sys.stderr, flush=True),
-        )
-    except ModelError as error:
-        own = "A function of yours is file.py:function or module:function."
-        raise TargetError(error.what, hint=f"{error.hint}\n  {own}") from error
-    print(found)
-    check_fits(found.cost.peak, found.cost.machine.memory)
-    if refused := found.compiled.get("does not fit"):
-        raise CheckFailed(f"as compiled this does not fit: {refused}")
-
-
-def _plan_function(options: argparse.Namespace) -> None:
-    """Tells whether a user's function fits a machine, and what bounds a call there."""
-    if options.search or options.compile or options.remat is not None:
-        raise TargetError(
-            "--search, --compile and --remat are for the paper's models.",
-            got=options.config,
-            hint="For a function of yours: gshard search TARGET, or jax.checkpoint and --memory-limit.",
-        )
-    f, arguments = _load(options, options.config, options.machine)
-    asked = {"memory_limit": options.memory_limit, "finite": options.finite, **told_by(f, len(arguments), options)}
-    if isinstance(f, Jitted) and any(asked.values()):
-        own = " and ".join(name for name, value in asked.items() if value)
-        raise TargetError(f"{options.config!r} is jitted already.", hint=f"Give its own gshard.jit the {own}.")
-    given = mesh_of(options.mesh) if options.mesh else _own_mesh(f, arguments)
-    machine = Machine.of(options.machine, None if given is None else given.size)
-    mesh = given or mesh_of(str(machine.size))
-    jitted = f.on(mesh) if isinstance(f, Jitted) else jit(f, mesh=mesh, **asked)
-    found: Explanation = explain(jitted, *arguments, machine=machine)
-    cost = found.cost(machine)
-    memory = cost.memory
-    rows = [
-        ("arguments", memory.arguments),
-        ("results", memory.results - memory.shared),
-        ("temporaries", memory.temporaries),
-    ]
-    lines = [
-        f"{found.name} on {machine}, mesh {mesh}",
-        "",
-        *str(found.verdict(machine)).splitlines(),
-        "",
-        "memory of a device",
-    ]
-    lines += [f"  {what:<14} {format_bytes(n):>12}" for what, n in rows]
-    lines += ["", "time of a call"]
-    lines += [f"  {what:<20} {1e3 * s:>10.3f} ms  {100 * s / cost.seconds:5.1f} %" for what, s in cost.by_kind.items()]
-    print("\n".join(lines))
-    check_fits(cost.peak, machine.memory)
-
-
 def _calibrate(options: argparse.Namespace) -> None:
     machine = calibrate()
     print(machine)
@@ -744,7 +679,7 @@ def _calibrate(options: argparse.Namespace) -> None:
         print(f"wrote {options.out}")
 
 
-_RUNS = {"explain": _explain, "search": _search, "configure": run_configure, "plan": _plan, "calibrate": _calibrate}
+_RUNS = {"explain": _explain, "search": _search, "configure": run_configure, "calibrate": _calibrate}
 
 
 def run(options: argparse.Namespace) -> int:

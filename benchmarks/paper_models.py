@@ -1,10 +1,22 @@
-"""Plan command: plans a model of a given size for machines that need not exist, and compiles it with libtpu."""
+"""Claim: named models of the paper and of model cards fit machines that need not exist; what a step takes there.
+
+    python benchmarks/paper_models.py [MODEL MACHINE [--no-remat] [--memory-limit 12GiB] [--search] [--compile]]
+
+Plans the training step of a model: loss, gradients and a plain update of donated parameters. The paper's models have
+the marks of its section 3.2, the batch of its Table 3 and sentences of 128 tokens (our assumption), and recompute pairs
+of layers from 28 layers on. Decoders have a layout, and a batch of a million tokens in texts of 4,096. ``--search``
+searches for the plan and the mesh, without marks. ``--compile`` compiles the step with libtpu (``pip install libtpu``;
+no TPU is needed) and prints the compiler's own figures for memory and cycles; with ``--search`` and
+``--memory-limit``, gshard searches again with less memory if the compiler needs more than the limit, at most twice.
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -346,3 +358,29 @@ def plan(
         found,
         compiled_by_libtpu(lowered, machine) if compiled else {},
     )
+
+
+def main() -> None:
+    """Prints one planned model; without arguments the paper's largest."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="MoE(2048E, 36L)")
+    parser.add_argument("machine", nargs="?", default="v3:32x32")
+    parser.add_argument("--remat", action=argparse.BooleanOptionalAction, default=None)
+    parser.add_argument("--memory-limit")
+    parser.add_argument("--search", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+    options = parser.parse_args()
+    found = plan(
+        options.model,
+        options.machine,
+        remat=options.remat,
+        memory_limit=options.memory_limit,
+        search_plan=options.search,
+        compiled=options.compile,
+        tell=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    print(found)
+
+
+if __name__ == "__main__":
+    main()
