@@ -140,7 +140,8 @@ SESSIONS = {
     ],
     "what does not fit": [
         (
-            "explain model.py:loss --arg f32[8,4] --arg f32[4,5000000000] --machine h100:1x8 --mesh data=8 --seconds 0", 3,
+            "explain model.py:loss --arg f32[8,4] --arg f32[4,5000000000] --machine h100:1x8 --mesh data=8 --seconds 0",
+            3,
             ["this does not fit: a device would hold 93.1 GiB, and may 74.5 GiB."],
         ),
         (

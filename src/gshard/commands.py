@@ -314,26 +314,22 @@ def end_search(stopped: int | None, peak: int, limit: float) -> None:
     """Ends the command that searched: as a signal asks for, if one ended the search; else by what fits."""
     if stopped is not None:
         raise SystemExit(SIGNALLED + stopped)
-    check_fits(peak, int(limit))
+    if too_large := over_memory(peak, limit):
+        raise CheckFailed(too_large)
 
 
-def check_fits(peak: int, memory: int) -> None:
-    """Refuses what does not fit."""
-    if peak > memory:
-        raise CheckFailed(_too_large(peak, memory))
-
-
-def _too_large(peak: int, memory: int) -> str:
-    return f"this does not fit: a device would hold {format_bytes(peak)}, and may {format_bytes(memory)}."
+def over_memory(peak: int, memory: float) -> str:
+    """What does not fit; nothing if it fits."""
+    does_not = f"this does not fit: a device would hold {format_bytes(peak)}, and may"
+    return "" if peak <= memory else f"{does_not} {format_bytes(int(memory))}."
 
 
 def check(data: Mapping[str, Any], limit: int | None, baseline: Mapping[str, Any] | None, machine: str | None) -> None:
     """Refuses a program beyond ``--fail-above`` or ``--baseline``, and one that does not fit ``--machine``."""
-    peak, memory = data["totals"]["peak"], machine and data["machine"]["memory"]
     failures = [
         "" if limit is None else over_limit(data, limit),
         "" if baseline is None else over_baseline(baseline, data),
-        "" if memory is None or peak <= memory else _too_large(peak, memory),
+        "" if machine is None else over_memory(data["totals"]["peak"], data["machine"]["memory"]),
     ]
     if any(failures):
         raise CheckFailed("\n\n".join(filter(None, failures)))
