@@ -265,13 +265,12 @@ def test_two_dimensions_on_one_axis(names, layout, words, arguments):
     (lambda: gshard.jit(mlp, mesh=8, layout=Layout(batch=3)), ["3 partitions", "batch=3", "1, 2, 4, 8"]),
     (lambda: gshard.jit(mlp, mesh=8, layout=Layout(batch=16)), ["16 partitions", "8 devices"]),
     (lambda: gshard.jit(mlp, mesh=8, layout={"batch": "data"}), ["takes a gshard.Layout, not a dict"]),
-    (lambda: Layout([("batch", "data")]), ["Layout.of(rules)"]),
+    (lambda: Layout([("batch", "data")]), ["logical_to_mesh_axes(names, rules)"]),
     (lambda: Layout({"a": "x"}, a="y"), ["two rows for 'a'"]),
     (lambda: Layout(a=("x", "x")), ["stands twice"]),
     (lambda: Layout(a=0), ["nothing that 'a' can be split over"]),
     (lambda: Layout(a=("x", 2)), ["no tuple of mesh axes"]),
     (lambda: Layout({"two words": "x"}), ["no name of dimensions"]),
-    (lambda: Layout.of([("a", "x", "y")]), ["is no rule"]),
     (lambda: name(jnp.zeros((2, 3)), "a b c"), ["2 dimensions has 3 names", "f32[2,3]"]),
     (lambda: name(jnp.zeros((2, 3)), "a"), ["2 dimensions has 1 name."]),
     (lambda: name(jnp.zeros((2, 3)), "... a ..."), ["'...' stands twice"]),
@@ -341,39 +340,6 @@ def test_what_is_not_used_is_told_and_refused(arguments):
     loss = gshard.jit(lambda params, x: mlp(params, x).sum(), mesh=MESH, layout=LAYOUT, names=NAMES, strict=True)
     close(jax.grad(loss)(*arguments), jax.grad(lambda p, x: mlp(p, x).sum())(*arguments))
     assert not gshard.explain(mlp, *arguments, mesh=MESH).layout
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_any_rules_are_read_as_flax_reads_them(seed):
-    spmd = pytest.importorskip("flax.linen.spmd")
-    rng = np.random.default_rng(seed)
-    axes = [None, "x", "y", "z", ("x", "y"), ("z", "x"), ()]
-    rules = [("abcdef"[rng.integers(6)], axes[rng.integers(len(axes))]) for _ in range(rng.integers(1, 9))]
-    layout = Layout.of(rules)
-    for _ in range(50):
-        names = tuple(np.array([*"abcdefg"])[rng.permutation(7)[: rng.integers(1, 5)]].tolist())
-        theirs = spmd.logical_to_mesh_axes(names, rules)
-        expected = tuple((a,) if isinstance(a, str) else tuple(a) or None if a is not None else None for a in theirs)
-        assert layout.mark(Names(names)).spec == expected, (rules, names)
-
-
-def test_a_program_under_ordered_rules(rng):
-    w, x = (rng.standard_normal(s).astype(np.float32) for s in ((12, 18), (10, 12)))
-    rules = [["batch", ["data"]], ["mlp", ["model"]], ["embed", ["model"]], ["embed", "data"]]
-    f = lambda w, x: name(x @ w, "batch mlp")  # noqa: E731
-    jitted = gshard.jit(f, mesh=MESH, layout=Layout.of(rules), names={"w": "embed mlp", "x": "batch other"})
-    lowered = jitted.lower(w, x)
-    data, model = lowered.mesh.atoms_of["data"], lowered.mesh.atoms_of["model"]
-    inside = [lowered.plan.sharding(v).dims for v in lowered.program.block.inputs]
-    assert inside == [(data, model), (data, ())]
-    found = gshard.explain(jitted, w, x)
-    assert "the order of rules decided: 'embed' is not over 'model', which 'mlp' has (argument w)" in found.layout
-    assert any("left whole" in line and "other" in line for line in found.layout)
-    decided = Layout.of([("mlp", "model"), ("embed", "model"), ("embed", "data")]).decided
-    assert decided(Names(("embed", "mlp"))) == ("'embed' is not over 'model', which 'mlp' has",)
-    assert decided(Names(("length", "embed"))) == decided(Names(("embed",))) == ()
-    with pytest.raises(ShardingError, match=r"(?s)called 'a', which ordered rules do not allow.*test_layout.py"):
-        gshard.jit(lambda x: name(x, "a a"), mesh=MESH, layout=Layout.of([("a", "data")]))(x)
 
 
 def test_names_that_come_with_flax():

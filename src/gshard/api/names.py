@@ -119,7 +119,7 @@ def with_names_of_arguments(
         return program
     inputs, layout = program.block.inputs[len(program.captured) :], program.layout
     said = [*said, *[None] * (len(inputs) - len(said))]  # references that the function closes over have no names
-    named = [Named(v, names, "", layout) for v, names in zip(inputs, said, strict=True) if names is not None]
+    named = [Named(v, names, layout) for v, names in zip(inputs, said, strict=True) if names is not None]
     made = [None if names is None or layout is None else layout.mark(names, f"argument {names.at}") for names in said]
     for names, new, given in zip(said, made, in_shardings, strict=False):
         if names is not None and new is not None and given is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -28,6 +28,8 @@ from gshard.core.paths import is_below
 
 Entry = tuple[str, ...] | int | None
 
+# Ordered rules are those of Flax, T5X and MaxText.
+_ORDERED = "Of ordered rules (name, axes) flax.linen.logical_to_mesh_axes(names, rules) makes specs for gshard.shard."
 _HINT = "Give a mesh axis, a tuple of axes, a number of parts, or None (whole)."
 
 
@@ -95,57 +97,21 @@ class Layout:
     """
 
     rows: tuple[Row, ...] = dataclasses.field(compare=False)
-    ordered: bool = False
-    _key: Hashable = dataclasses.field(default=None, repr=False)
+    _key: frozenset[Row] = dataclasses.field(repr=False)
 
     def __init__(self, rows: Mapping[str, Any] | None = None, /, **named: Any):
         if rows is not None and not isinstance(rows, Mapping):
             raise ShardingError(
                 f"a layout is made of a dictionary or keywords, not of a {type(rows).__name__}.",
                 user_line(),
-                hint="Write Layout(batch='data'), or Layout.of(rules) for ordered rules of (name, axes).",
+                hint=f"Write Layout(batch='data'). {_ORDERED}",
             )
-        self._fill([_row(key, entry) for key, entry in (*(rows or {}).items(), *named.items())], False)
-
-    def _fill(self, rows: Sequence[Row], ordered: bool) -> None:
-        keys = [row.key for row in rows]
-        if not ordered and (twice := next((row for row in rows if keys.count(row.key) > 1), None)):
-            raise ShardingError(f"the layout has two rows for {twice.key!r}.", user_line(), hint="Leave one.")
-        object.__setattr__(self, "rows", tuple(rows))
-        object.__setattr__(self, "ordered", ordered)
-        object.__setattr__(self, "_key", tuple(rows) if ordered else frozenset(rows))
-
-    @staticmethod
-    def of(rules: Iterable[Any]) -> Layout:
-        """Creates a layout from the ordered rules of Flax, T5X and MaxText.
-
-        gshard applies the rules to each array like ``flax.linen.logical_to_mesh_axes``, one rule after the other. A
-        dimension without an entry gets the axes of the rule if no other dimension of the array has one of these axes.
-        Dimensions that get no entry, and dimensions without a name, are whole. ``decided`` and ``gshard.explain`` list
-        the arrays for which the order matters.
-
-        Args:
-            rules: pairs of a name and an axis, a tuple of axes, or None. A name may occur several times.
-
-        Raises:
-            ShardingError: a rule is not such a pair.
-
-        >>> rules = (("batch", "X"), ("features", "X"), ("heads", "Y"), ("batch", "Z"))
-        >>> layout = Layout.of(rules)
-        >>> layout.mark(Names(("batch", "length", "heads", "features"))).spec
-        (('X',), None, ('Y',), None)
-        >>> layout.decided(Names(("batch", "length", "heads", "features")))
-        ("'features' is not over 'X', which 'batch' has",)
-        """
-        rows = []
-        for rule in rules:
-            if not isinstance(rule, tuple | list) or len(rule) != 2:
-                hint = "A rule is a pair: (name, axis, tuple of axes or None)."
-                raise ShardingError(f"{rule!r} is no rule.", user_line(), hint=hint)
-            rows.append(_row(*rule, pattern=False))
-        layout = Layout()
-        layout._fill(rows, True)
-        return layout
+        made = [_row(key, entry) for key, entry in (*(rows or {}).items(), *named.items())]
+        keys = [row.key for row in made]
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            raise ShardingError(f"the layout has two rows for {twice!r}.", user_line(), hint="Leave one.")
+        object.__setattr__(self, "rows", tuple(made))
+        object.__setattr__(self, "_key", frozenset(made))
 
     @staticmethod
     def checked(layout: Any) -> Layout | None:
@@ -159,7 +125,7 @@ class Layout:
         raise ShardingError(
             f"layout= takes a gshard.Layout, not a {type(layout).__name__}.",
             user_line(),
-            hint="Write gshard.Layout(batch='data'), or gshard.Layout.of(rules) for ordered rules of (name, axes).",
+            hint=f"Write gshard.Layout(batch='data'). {_ORDERED}",
         )
 
     def rows_of(self, names: Names, line: str = "") -> tuple[Row | None, ...]:
@@ -170,16 +136,9 @@ class Layout:
             line: the user's source line, for error messages.
 
         Raises:
-            ShardingError: two rows with different paths apply and differ, or two dimensions have one name and the rules
-                are ordered.
+            ShardingError: two rows with different paths apply and differ.
         """
-        if self.ordered:
-            return self._by_order(names, line)[0]
         return tuple(None if name is None else self._row(name, names.at, line) for name in names.dims)
-
-    def decided(self, names: Names) -> tuple[str, ...]:
-        """Texts about the axes that a value did not get because of the order of the rules; none without order."""
-        return self._by_order(names)[1] if self.ordered else ()
 
     def mark(self, names: Names, line: str = "") -> Mark | None:
         """The mark that the names of one value stand for; None if no row applies.
@@ -189,16 +148,15 @@ class Layout:
         """
         rows = self.rows_of(names, line)
         applied = dict.fromkeys(str(row) for row in rows if row is not None)
-        if not applied and not (self.ordered and any(names.dims)):
+        if not applied:
             return None
-        default = None if self.ordered else PartitionSpec.UNCONSTRAINED
         call = f"named {str(names)!r}" if names.at else f"name(x, {str(names)!r})"
         return Mark(
             "spec",
-            spec=tuple(default if row is None else row.entry for row in rows),
+            spec=tuple(PartitionSpec.UNCONSTRAINED if row is None else row.entry for row in rows),
             batch_dims=names.batch_dims,
             names=names.dims,
-            source_text=f"{call} by {', '.join(applied) or 'rules without it'}",
+            source_text=f"{call} by {', '.join(applied)}",
         )
 
     def check(self, mesh: Mesh) -> None:
@@ -234,35 +192,7 @@ class Layout:
             )
         return next(iter(rows_of_path), None) or next((row for row in rows_of_name if not row.at), None)
 
-    def _by_order(self, names: Names, line: str = "") -> tuple[tuple[Row | None, ...], tuple[str, ...]]:
-        """The row of each dimension by ordered rules, and texts about the axes that are lost to earlier rules."""
-        all_names = [name for name in names.dims if name is not None]
-        if twice := next((name for name in all_names if all_names.count(name) > 1), None):
-            raise ShardingError(
-                f"two dimensions of one value are called {twice!r}, which ordered rules do not allow.",
-                line,
-                f"names {str(names)!r}",
-                hint="Give one another name, or '_', or use a Layout without order.",
-            )
-        row_of: dict[int, Row] = {}
-        decided: dict[str, None] = {}
-        for row in self.rows:
-            if row.name not in names.dims:
-                continue
-            dim = names.dims.index(row.name)
-            if dim in row_of:
-                continue
-            owner = next((d for d, other in row_of.items() for axis in other.axes if axis in row.axes), None)
-            if owner is None:
-                row_of[dim] = row
-            else:
-                axes = " ".join(map(repr, row.axes))
-                decided[f"{row.name!r} is not over {axes}, which {names.dims[owner]!r} has"] = None
-        return tuple(row_of.get(d) for d in range(len(names.dims))), tuple(decided)
-
     def __str__(self) -> str:
-        if self.ordered:
-            return f"Layout.of(({', '.join(f'{(row.name, row.entry)}' for row in self.rows)}))"
         return f"Layout({', '.join(map(str, self.rows))})"
 
     __repr__ = __str__
@@ -274,18 +204,12 @@ class Named:
 
     value: Any  # the value (``core.program.Value``)
     names: Names  # the names of its dimensions
-    line: str  # the user's source line; empty for arguments
     # the layout that applies to the names: of the program, or of a partitioned function inside it
     layout: Layout | None
 
-    @property
-    def place(self) -> str:
-        """The place where the user gave the names, for messages."""
-        return f"argument {self.names.at}" if self.names.at and not self.line else self.line
 
-
-def _row(key: Any, entry: Any, *, pattern: bool = True) -> Row:
-    at, _, name = key.rpartition(":") if isinstance(key, str) and pattern else ("", "", key)
+def _row(key: Any, entry: Any) -> Row:
+    at, _, name = key.rpartition(":") if isinstance(key, str) else ("", "", key)
     if not isinstance(name, str) or not name or name.split() != [name] or name in ("_", "..."):
         raise ShardingError(
             f"{key!r} is no name of dimensions.",

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from gshard.core.errors import PlanError
+from gshard.core.errors import PlanError, counted
 from gshard.core.jax_adapter import is_transposed
 from gshard.core.layout import Named
 from gshard.core.memory_kinds import is_host_kind
@@ -126,32 +126,24 @@ def _bytes(arrays: Sequence[tuple[Value | Constant, Sharding]], mesh: Mesh) -> t
 
 # Layout usage: the values that each row of a layout applies to, and the rows that are unused.
 
-SHOWN = 8  # names, and places where the order of rules decided
+SHOWN = 8  # names
 
 
 def uses_of_layout(program: Program) -> tuple[str, ...]:
-    """How many values each row of the layout applies to, which names are open, and where the order of rules decided."""
+    """How many values each row of the layout applies to, and which names are open."""
     layout = program.layout
     if layout is None:
         return ()
     used: Counter[str] = Counter()
     left: dict[str, None] = {}
-    decided: dict[str, list[str]] = {}
     for named in _under(program):
         rows = layout.rows_of(named.names)
         used.update(dict.fromkeys((str(row) for row in rows if row is not None), 1))
         left |= dict.fromkeys(n for n, row in zip(named.names.dims, rows, strict=True) if n is not None and row is None)
-        for text in layout.decided(named.names):
-            decided.setdefault(text, []).append(named.place)
-    lines = [f"{row}: {_values(used[row])}" for row in dict.fromkeys(map(str, layout.rows)) if used[row]]
+    lines = [f"{row}: {counted(used[row], 'value')}" for row in dict.fromkeys(map(str, layout.rows)) if used[row]]
     if left:
         rest = ", ..." if len(left) > SHOWN else ""
-        what = "left whole, since no rule is free for them" if layout.ordered else "open, since no row mentions them"
-        lines.append(f"{what}: {', '.join(list(left)[:SHOWN])}{rest}")
-    for text, places in list(decided.items())[:SHOWN]:
-        lines.append(f"the order of rules decided: {text} ({places[0]}{_more(places)})")
-    if len(decided) > SHOWN:
-        lines.append(f"the order of rules decided {len(decided) - SHOWN} more times")
+        lines.append(f"open, since no row mentions them: {', '.join(list(left)[:SHOWN])}{rest}")
     return tuple(lines)
 
 
@@ -166,7 +158,7 @@ def unused_of_layout(program: Program, mesh: Mesh) -> tuple[str, ...]:
     for row in dict.fromkeys(layout.rows):
         if row.name not in names:
             found.append(f"{row}: nothing is called {row.name!r}")
-        elif row not in used and not layout.ordered:  # a rule that is never free is a second choice
+        elif row not in used:
             where = f"no argument below {row.at!r} has that name" if row.at else "another row goes before it everywhere"
             found.append(f"{row}: never applies, {where}")
     asked = {atom for _, demand, _ in demands(program, mesh) for atoms in demand.dims for atom in atoms}
@@ -194,14 +186,6 @@ def refuse_unused(program: Program, mesh: Mesh) -> None:
 def _under(program: Program) -> list[Named]:
     """The values for which the program's own layout says what their names mean."""
     return [named for named in program.named if named.layout == program.layout]
-
-
-def _values(n: int) -> str:
-    return "1 value" if n == 1 else f"{n} values"
-
-
-def _more(places: list[str]) -> str:
-    return f" and {len(places) - 1} more" if len(places) > 1 else ""
 
 
 # Lists the marked arrays that devices send in low precision, with the error bound (``send=`` of the marks).

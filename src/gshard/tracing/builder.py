@@ -339,7 +339,7 @@ class Builder:
             x = self._marked(x, mark, variable, out, source)
         env[variable] = x
         if isinstance(x, Value):
-            self.named.append(Named(x, names, line, self.layout))
+            self.named.append(Named(x, names, self.layout))
 
     def _mark_unreduced_results(self, eqn: Any, env: dict[Any, Any], out: _Body, source: Any) -> None:
         for variable, mark in marks_of_parts(eqn, source):
