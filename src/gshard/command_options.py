@@ -40,13 +40,37 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     parser.add_argument("--version", action="version", version=shown)
     parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
+    for name, (add_options, about, epilog) in _COMMANDS.items():
+        add_options(commands.add_parser(name, help=about, epilog=epilog))
+    return parser, commands.choices
 
-    command = commands.add_parser(
-        "explain",
-        help="how a function is partitioned, why, and what it costs",
-        epilog="exit status: 0; 1 an error; 2 wrong options; 3 more than --fail-above or --baseline allows, or it "
-        "does not fit --machine",
+
+_FITS = "exit status: 0; 1 an error; 2 wrong options; 3 it does not fit into the memory of a device"
+_MACHINES = "v3:32x32, h100:4x8, cpu:8 or a file of gshard calibrate"
+
+
+def _target(command: argparse.ArgumentParser, more: str = "") -> None:
+    command.add_argument("target", help=f"module:function or file.py:function{more}")
+    command.add_argument(
+        "--arg", action="append", default=[], metavar="f32[64,512]", help="an argument; repeat for each"
     )
+    _static_and_donated(command)
+
+
+def _static_and_donated(command: argparse.ArgumentParser) -> None:
+    for what, told in (("static", "that is a plain value"), ("donate", "whose memory results take")):
+        command.add_argument(
+            f"--{what}-argnums", type=int, action="append", metavar="0", help=f"an argument {told}, by number; repeat"
+        )
+        command.add_argument(
+            f"--{what}-argnames", action="append", metavar="NAME", help=f"an argument {told}, by name; repeat"
+        )
+    command.add_argument(
+        "--finite", action="store_true", help="state that parts of sums of floats are finite: jit(finite=True)"
+    )
+
+
+def _add_explain(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     _target(command, ", or a file with the text of a compiled program (also .gz)")
     add("--mesh", help="8 or data=4,model=2; they need not exist (default: the function's, that of --machine, or 8)")
@@ -87,11 +111,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         "--baseline", metavar="main.json", help="fail if bytes sent, FLOPs or memory grew since this --json was written"
     )
 
-    command = commands.add_parser(
-        "search",
-        help="the fastest plan that is found for a machine, and how near the best of a simplified model it is",
-        epilog=_FITS,
-    )
+
+def _add_search(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     _target(command)
     add(
@@ -128,12 +149,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     add("--export-as", metavar="FORM", help="the form of --export: shardings, stablehlo or jax-export")
     add("--save", type=Path, metavar="plan.json", help="write the plan, for gshard.jit(plan=...)")
 
-    command = commands.add_parser(
-        "configure",
-        help="the fastest configuration of a training step for a machine: micro-batches, recomputation, host memory, "
-        "mesh and plan",
-        epilog=_FITS,
-    )
+
+def _add_configure(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("target", help="module:builder or file.py:builder: a function of keywords that returns (step, *arguments)")
     add("--devices", type=int, help="how many, in any mesh of up to two axes (default: those of --machine)")
@@ -160,32 +177,29 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     add("--save", type=Path, metavar="best.json", help="write the best, for Configuration.load")
     _static_and_donated(command)
 
-    command = commands.add_parser("calibrate", help="measure the machine at hand")
+
+def _add_calibrate(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--out", type=Path, help="where to write it, for --machine")
-    return parser, commands.choices
 
 
-_FITS = "exit status: 0; 1 an error; 2 wrong options; 3 it does not fit into the memory of a device"
-_MACHINES = "v3:32x32, h100:4x8, cpu:8 or a file of gshard calibrate"
-
-
-def _target(command: argparse.ArgumentParser, more: str = "") -> None:
-    command.add_argument("target", help=f"module:function or file.py:function{more}")
-    command.add_argument(
-        "--arg", action="append", default=[], metavar="f32[64,512]", help="an argument; repeat for each"
-    )
-    _static_and_donated(command)
-
-
-def _static_and_donated(command: argparse.ArgumentParser) -> None:
-    for what, told in (("static", "that is a plain value"), ("donate", "whose memory results take")):
-        command.add_argument(
-            f"--{what}-argnums", type=int, action="append", metavar="0", help=f"an argument {told}, by number; repeat"
-        )
-        command.add_argument(
-            f"--{what}-argnames", action="append", metavar="NAME", help=f"an argument {told}, by name; repeat"
-        )
-    command.add_argument(
-        "--finite", action="store_true", help="state that parts of sums of floats are finite: jit(finite=True)"
-    )
+_COMMANDS = {
+    "explain": (
+        _add_explain,
+        "how a function is partitioned, why, and what it costs",
+        "exit status: 0; 1 an error; 2 wrong options; 3 more than --fail-above or --baseline allows, or it "
+        "does not fit --machine",
+    ),
+    "search": (
+        _add_search,
+        "the fastest plan that is found for a machine, and how near the best of a simplified model it is",
+        _FITS,
+    ),
+    "configure": (
+        _add_configure,
+        "the fastest configuration of a training step for a machine: micro-batches, recomputation, host memory, "
+        "mesh and plan",
+        _FITS,
+    ),
+    "calibrate": (_add_calibrate, "measure the machine at hand", None),
+}
