@@ -157,11 +157,9 @@ def _stays(params: Mapping[str, Any], d: int) -> bool:
 
 @rule("select_and_scatter_add")
 def select_and_scatter_add(call: Call) -> Rule:
-    """Windows that overlap several parts are scattered in one of two ways, whichever sends less.
+    """Each device scatters its own windows, and returns the sums that fall into the parts of other devices.
 
-    Each device may scatter its own windows, and return the sums that fall into the parts of other devices. It fetches
-    the same elements as the pooling, often by the same halo. Or it may scatter all windows that overlap its part of the
-    result, and keep its part. Then it fetches the values of these windows and the elements that they select from.
+    It fetches the same elements as the pooling, often by the same halo.
 
     >>> import jax
     >>> params = {"window_dimensions": (1, 3), "window_strides": (1, 2), "padding": ((0, 0), (1, 1))}
@@ -175,87 +173,33 @@ def select_and_scatter_add(call: Call) -> Rule:
     moved = [not _stays(p, d) for d in range(len(shape))]
     dims = [make.communicate(max(n, m)) if w else make.factor(n) for n, m, w in zip(shape, sources, moved, strict=True)]
 
-    def overlapping(d: int, parts: int) -> Window:
-        """The values of the windows that overlap a part: they begin less than their size before the part."""
-        local = -(-shape[d] // parts)
-        first = p["padding"][d][0] - sizes[d] + 1
-        return Window(sources[d], first, local, parts, local + sizes[d] - 1, strides[d])
-
-    def elements_of_overlapping(d: int, parts: int) -> Window:
-        """The elements of these windows. On some devices the first window begins up to a stride later."""
-        w = overlapping(d, parts)
-        if w.step % strides[d] == 0:
-            first = w.start(0) * strides[d] - p["padding"][d][0]
-            return Window(shape[d], first, w.step, parts, (w.width - 1) * strides[d] + sizes[d])
-        return Window(shape[d], 1 - sizes[d], w.step, parts, w.width * strides[d] + sizes[d] - 1)
-
-    def elements_of_own(d: int, parts: int) -> Window:
-        """The elements of a part's own windows."""
+    def window(d: int, parts: int) -> Window:
+        """The elements of a part's windows."""
         return sliding(shape[d], sources[d], sizes[d], strides[d], p["padding"][d][0], 1, 1)(parts)
 
-    overlapping_halos = HaloWindows(dims, moved, overlapping)
-    element_halos = HaloWindows(dims, moved, elements_of_overlapping)
-    own_halos = HaloWindows(dims, moved, elements_of_own)
+    halos = HaloWindows(dims, moved, window)
 
-    def sent_with_overlapping(mesh: Mesh, split: Split) -> int:
-        values_dtype, dtype = call.in_dtypes
-        values = overlapping_halos.sent_bytes(sources, values_dtype, mesh, split, lambda d, window: window.width)
-        return values + element_halos.sent_bytes(shape, dtype, mesh, split, lambda d, window: window.extent)
-
-    def sent_with_own(mesh: Mesh, split: Split) -> int:
-        """Devices fetch the elements, and return as many sums."""
-        return 2 * own_halos.sent_bytes(shape, call.in_dtypes[1], mesh, split, lambda d, window: window.extent)
-
-    def without_padding(windows: Mapping[int, Window]) -> tuple[tuple[int, ...], ...]:
-        return tuple((0, 0) if d in windows else tuple(pad) for d, pad in enumerate(p["padding"]))
-
-    def scatter_own(shards: Shards, values: Any, x: Any) -> Any:
-        windows = own_halos.split_over(shards.mesh, shards.split)
+    def local(shards: Shards, values: Any, x: Any) -> list[Any]:
+        if not x.size:
+            return [jnp.zeros(shards.out_shape(), x.dtype)]
+        windows = halos.split_over(shards.mesh, shards.split)
         part_sizes = {d: x.shape[d] for d in windows}
         for d, w in windows.items():
             atoms = shards.atoms(dims[d][0])
             values = mask(values, d, sources[d], atoms, 0) if sources[d] % w.parts else values
             x = shards.window(x, d, atoms, w, _worst(p, x.dtype))
-        (sums,) = shards.bind(values, x, padding=without_padding(windows))
+        padding = tuple((0, 0) if d in windows else tuple(pad) for d, pad in enumerate(p["padding"]))
+        (sums,) = shards.bind(values, x, padding=padding)
         for d, w in reversed(windows.items()):
             atoms = shards.atoms(dims[d][0])
             if not w.within and not w.filled_outside(part_sizes[d]):
                 sums = _fill_outside(sums, d, atoms, w, 0)
             sums = shards.give_back(sums, d, atoms, w, part_sizes[d])
-        return sums
-
-    def scatter_overlapping(shards: Shards, values: Any, x: Any) -> Any:
-        windows = overlapping_halos.split_over(shards.mesh, shards.split)
-        around = element_halos.split_over(shards.mesh, shards.split)
-        part = {d: lax.axis_index(shards.atoms(dims[d][0])) for d in windows}
-        begin = {d: w.start(part[d]) * strides[d] - p["padding"][d][0] for d, w in windows.items()}
-        fill = _worst(p, x.dtype)
-        for d, w in windows.items():
-            atoms = shards.atoms(dims[d][0])
-            values = _fetch_elements(shards, values, d, atoms, w, 0)
-            x = shards.window(x, d, atoms, around[d], fill)
-        for d, w in windows.items():
-            read = (w.width - 1) * strides[d] + sizes[d]
-            x = lax.dynamic_slice_in_dim(x, begin[d] - around[d].position(part[d]), read, axis=d)
-        (result,) = shards.bind(values, x, padding=without_padding(windows))
-        for d, w in windows.items():
-            # If strides are longer than windows, a part may begin before the first window or end after the last one.
-            gap = max(0, strides[d] - sizes[d])
-            result = jnp.pad(result, [(gap, gap) if e == d else (0, 0) for e in range(result.ndim)])
-            offset = part[d] * w.step - begin[d] + gap
-            result = lax.dynamic_slice_in_dim(result, offset, w.step, axis=d)
-        return result
-
-    def local(shards: Shards, values: Any, x: Any) -> list[Any]:
-        if not x.size:
-            return [jnp.zeros(shards.out_shape(), x.dtype)]
-        if not overlapping_halos.split_over(shards.mesh, shards.split):
-            return shards.bind(values, x)
-        own_is_less = sent_with_own(shards.mesh, shards.split) < sent_with_overlapping(shards.mesh, shards.split)
-        return [(scatter_own if own_is_less else scatter_overlapping)(shards, values, x)]
+        return [sums]
 
     def sends(mesh: Mesh, split: Split) -> int:
-        return min(sent_with_own(mesh, split), sent_with_overlapping(mesh, split))
+        """Devices fetch the elements, and return as many sums."""
+        return 2 * halos.sent_bytes(shape, call.in_dtypes[1], mesh, split, lambda d, window: window.extent)
 
     flops = math.prod(sources) * math.prod(sizes)
     return make.rule([dims, dims], [dims], local=local, flops=flops, sends=sends)
