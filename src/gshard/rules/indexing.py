@@ -23,6 +23,7 @@ Dim = tuple[int, ...]
 Combine = Callable[[Any, Any], Any]
 
 _FILL = lax.GatherScatterMode.FILL_OR_DROP
+_UNORDERED = {"indices_are_sorted": False, "unique_indices": False}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -229,7 +230,7 @@ def scatter(call: Call) -> Rule:
     a b, c d, c b -> a b; add over c=4; replicate d
     """
     numbers, monoid = call.params["dimension_numbers"], _MONOIDS[call.name]
-    operand_shape, indices_shape, updates_shape = call.in_shapes
+    _, indices_shape, updates_shape = call.in_shapes
     batching = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
     is_complex = jax.dtypes.issubdtype(call.in_dtypes[0], jnp.complexfloating)
     accumulates = monoid == "add" or (monoid is not None and not is_complex)
@@ -246,13 +247,33 @@ def scatter(call: Call) -> Rule:
         call, make, updates_shape, {d: batch[index_dim] for d, index_dim in batching.items()}, batch,
         numbers.update_window_dims, numbers.inserted_window_dims, numbers.scatter_dims_to_operand_dims, make.factor,
     )  # fmt: skip
+    scattered = _Scatter(call, monoid, operand, partial)
+    indices = [*batch, make.replicate(indices_shape[-1])]
+    flops = math.prod(updates_shape)
+    return make.rule([operand, indices, updates], [operand], local=scattered.local, flops=flops)
 
-    def local(shards: Shards, x: Any, indices: Any, changes: Any) -> list[Any]:
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Scatter:
+    """A scatter on shards."""
+
+    call: Call
+    monoid: str | None
+    operand: Sequence[Dim]  # its dimensions
+    partial: Sequence[_Partial]
+
+    @property
+    def numbers(self) -> Any:
+        """The dimension numbers."""
+        return self.call.params["dimension_numbers"]
+
+    def local(self, shards: Shards, x: Any, indices: Any, changes: Any) -> list[Any]:
+        """Runs the scatter on the parts of a device."""
         atoms = shards.reduced_atoms()
         if atoms:
-            assert monoid is not None
-            x = jnp.where(shards.is_first(atoms), x, jnp.asarray(identity(monoid, x.dtype), x.dtype))
-        split = [p for p in partial if shards.atoms(operand[p.dim][0])]
+            assert self.monoid is not None
+            x = jnp.where(shards.is_first(atoms), x, jnp.asarray(identity(self.monoid, x.dtype), x.dtype))
+        split = [p for p in self.partial if shards.atoms(self.operand[p.dim][0])]
         if not split:
             return shards.bind(x, indices, changes)
         indices, old = signed(indices), x
@@ -263,19 +284,16 @@ def scatter(call: Call) -> Rule:
         starts: dict[int, tuple[int, Any]] = {}  # for each column a start out of range, and the starts of windows
         is_written: Any = jnp.ones((1,) * x.ndim, jnp.bool_)
         for p in split:
-            offset, length = shards.offset(operand[p.dim]), x.shape[p.dim]
+            offset, length = shards.offset(self.operand[p.dim]), x.shape[p.dim]
             if p.column is None:
                 # Every window consists of the first elements. The update is extended to the part, and the elements
                 # beyond the window are restored afterwards.
                 at = offset + jnp.arange(length, dtype=jnp.int32)
-                if p.axis is not None:
-                    changes = taken(changes, at, p.axis)
-                    is_written &= along(at < p.size, p.dim, x.ndim)
-                else:
-                    is_written &= along(at == 0, p.dim, x.ndim)
+                changes = changes if p.axis is None else taken(changes, at, p.axis)
+                is_written &= along(at < p.size, p.dim, x.ndim)
                 continue
             start = jnp.clip(indices[..., p.column], 0, p.n - p.size)
-            if drops(call.params):
+            if drops(self.call.params):
                 overlaps &= start == indices[..., p.column]
             start = start - offset
             overlaps &= (start > -p.size) & (start < length)
@@ -284,53 +302,50 @@ def scatter(call: Call) -> Rule:
             starts[p.column] = (length + p.size - 1, start + p.size - 1)
         for column, (out_of_range, start) in starts.items():
             indices = with_column(indices, column, jnp.where(overlaps, start, out_of_range))
-        unordered: dict[str, Any] = {"indices_are_sorted": False, "unique_indices": False}
-        if not single:
-            (result,) = shards.bind(x, indices, changes, **unordered)
-            for p in split:
-                if p.column is not None:
-                    result = lax.slice_in_dim(result, p.size - 1, p.size - 1 + old.shape[p.dim], axis=p.dim)
-            return [jnp.where(is_written, result, old) if None in split_columns else result]
+        if single:
+            return [self._elements(shards, x, indices, changes, overlaps, split_columns)]
+        (result,) = shards.bind(x, indices, changes, **_UNORDERED)
+        for p in split:
+            if p.column is not None:
+                result = lax.slice_in_dim(result, p.size - 1, p.size - 1 + old.shape[p.dim], axis=p.dim)
+        return [jnp.where(is_written, result, old) if None in split_columns else result]
+
+    def _elements(
+        self, shards: Shards, x: Any, indices: Any, changes: Any, overlaps: Any, split_columns: Container[int | None]
+    ) -> Any:
+        """Writes windows of one element along each split dimension."""
         if math.prod(indices.shape[:-1]) == 1:
-            combine = combination(call.name, call.params)
+            combine = combination(self.call.name, self.call.params)
             if combine is not None:
-                return [_one_window(x, indices.reshape(-1), changes, overlaps.reshape(()), split_columns, combine)]
+                return self._one_window(x, indices.reshape(-1), changes, overlaps.reshape(()), split_columns, combine)
             x = opaque_for_one(x, 1)
-        if not drops(call.params):
-            indices = _clipped(indices, x.shape, split_columns)
-        return shards.bind(x, indices, changes, mode=_FILL, **unordered)
+        if not drops(self.call.params):
+            for column, d in enumerate(self.numbers.scatter_dims_to_operand_dims):
+                if column not in split_columns:
+                    last = self.call.in_shapes[0][d] - self._sizes[d]
+                    indices = with_column(indices, column, jnp.clip(indices[..., column], 0, last))
+        return shards.bind(x, indices, changes, mode=_FILL, **_UNORDERED)[0]
 
     def _one_window(
-        x: Any, index: Any, changes: Any, overlaps: Any, split_columns: Container[int | None], combine: Combine
+        self, x: Any, index: Any, changes: Any, overlaps: Any, split_columns: Container[int | None], combine: Combine
     ) -> Any:
         """Writes one window, or the old values if the window does not overlap the part."""
-        windows = iter(numbers.update_window_dims)
-        sizes, start = [], [jnp.zeros((), index.dtype)] * x.ndim
-        for d, n in enumerate(x.shape):
-            size = 1 if d in batching or d in numbers.inserted_window_dims else updates_shape[next(windows)]
-            sizes.append(n if size == operand_shape[d] else size)
-        for column, d in enumerate(numbers.scatter_dims_to_operand_dims):
+        start = [jnp.zeros((), index.dtype)] * x.ndim
+        sizes = [n if size == whole else size for n, size, whole in zip(x.shape, self._sizes, self.call.in_shapes[0])]
+        for column, d in enumerate(self.numbers.scatter_dims_to_operand_dims):
             start[d] = jnp.clip(index[column], 0, x.shape[d] - sizes[d])
-            if drops(call.params) and column not in split_columns:
+            if drops(self.call.params) and column not in split_columns:
                 overlaps &= start[d] == index[column]
         new = jnp.asarray(changes, x.dtype).reshape(sizes)
         return update_window(x, start, sizes, lambda old: combine(old, new), overlaps)
 
-    def _clipped(indices: Any, shape: Sequence[int], split_columns: Container[int | None]) -> Any:
-        """The indices with all columns except those of split dimensions clipped, so that windows fit."""
-        outer = {*numbers.inserted_window_dims, *batching}
-        kept = (d for d in range(len(shape)) if d not in outer)
-        windows = dict(zip(kept, numbers.update_window_dims, strict=True))
-        for column, d in enumerate(numbers.scatter_dims_to_operand_dims):
-            if column not in split_columns:
-                size = updates_shape[windows[d]] if d in windows else 1
-                last = 0 if size == operand_shape[d] else operand_shape[d] - size
-                indices = with_column(indices, column, jnp.clip(indices[..., column], 0, last))
-        return indices
-
-    indices = [*batch, make.replicate(indices_shape[-1])]
-    flops = math.prod(updates_shape)
-    return make.rule([operand, indices, updates], [operand], local=local, flops=flops)
+    @property
+    def _sizes(self) -> list[int]:
+        """The size of a window along each dimension of the operand."""
+        windows = iter(self.numbers.update_window_dims)
+        outer = {*self.numbers.inserted_window_dims, *self.numbers.operand_batching_dims}
+        updates = self.call.in_shapes[2]
+        return [1 if d in outer else updates[next(windows)] for d in range(len(self.call.in_shapes[0]))]
 
 
 # Writes look-ups and scatters in fine form (``language.traits``).
