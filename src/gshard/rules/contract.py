@@ -97,60 +97,78 @@ def ragged_dot_general(call: Call) -> Rule:
     >>> print(ragged_dot_general(Call("", {"ragged_dot_dimension_numbers": numbers}, shapes, ((6, 5),), ())))
     a b, c b d, e -> a d; add over b=4; add over c=3; replicate e
     """
-    numbers = call.params["ragged_dot_dimension_numbers"]
-    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
-    (ragged,) = numbers.lhs_ragged_dimensions
-    lhs_shape, rhs_shape, sizes_shape = call.in_shapes
-    same_sizes = len(sizes_shape) == 1  # of all batches
-    ragged_rows = ragged not in lhs_sum and ragged not in lhs_batch
-    ragged_sum = ragged in lhs_sum
-    sized_batches = lhs_batch if not same_sizes and (ragged_rows or ragged_sum) else ()  # leading dimensions of sizes
-    make = RuleMaker()
+    ragged = _Ragged(call)
+    make, sizes_shape = ragged.make, call.in_shapes[2]
+    batches = [ragged.lhs[d] for d in ragged.sized_batches]
+    sizes = [*batches, *(make.replicate(n) for n in sizes_shape[len(batches) :])]
+    return make.rule(
+        [ragged.lhs, ragged.rhs, sizes], [ragged.result], local=ragged.local, flops=ragged.flops,
+        finite=in_either_finite_operand(call),
+        groups=sizes_shape[-1] if ragged.ragged_rows or ragged.ragged_sum else 1,
+    )  # fmt: skip
 
-    def depends_on_batch(d: int) -> bool:
+
+class _Ragged:
+    """The factors of a contraction by groups, and how it runs on shards."""
+
+    def __init__(self, call: Call) -> None:
+        self.numbers = numbers = call.params["ragged_dot_dimension_numbers"]
+        (self.lhs_sum, self.rhs_sum), (self.lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
+        (self.ragged,) = numbers.lhs_ragged_dimensions
+        lhs_shape, rhs_shape, sizes_shape = call.in_shapes
+        self.same_sizes = len(sizes_shape) == 1  # of all batches
+        self.ragged_rows = self.ragged not in self.lhs_sum and self.ragged not in self.lhs_batch
+        self.ragged_sum = self.ragged in self.lhs_sum
+        is_sized = not self.same_sizes and (self.ragged_rows or self.ragged_sum)
+        self.sized_batches = self.lhs_batch if is_sized else ()  # the leading dimensions of sizes
+        self.make = make = RuleMaker()
+        self.lhs = [self._lhs_dim(d, n) for d, n in enumerate(lhs_shape)]
+        shared = dict(zip((*rhs_batch, *self.rhs_sum), (*self.lhs_batch, *self.lhs_sum), strict=True))
+        group_dim = numbers.rhs_group_dimensions[0] if self.ragged_rows else -1
+
+        def rhs_dim(d: int, n: int) -> tuple[int, ...]:
+            if d in shared:
+                return self.lhs[shared[d]]
+            if d != group_dim:
+                return make.factor(n)
+            return make.factor(n, REDUCE, "add") if self.same_sizes else make.replicate(n)
+
+        self.rhs = [rhs_dim(d, n) for d, n in enumerate(rhs_shape)]
+        self.groups: tuple[int, ...] = ()
+        if self.ragged_rows:
+            self.groups = self.rhs[group_dim]
+        elif self.ragged_sum and self.same_sizes:
+            self.groups = make.factor(sizes_shape[-1])
+        free = [dim for d, dim in enumerate(self.lhs) if d not in self.lhs_sum and d not in self.lhs_batch]
+        rhs_free = [d for d in range(len(rhs_shape)) if d not in shared and d != group_dim]
+        self.flops = 2 * math.prod(lhs_shape) * math.prod(rhs_shape[d] for d in rhs_free)
+        self.result = [*(self.lhs[d] for d in self.lhs_batch), *free, *(self.rhs[d] for d in rhs_free)]
+        if self.ragged_sum:
+            self.result.insert(0, self.groups or make.replicate(sizes_shape[-1]))
+
+    def _lhs_dim(self, d: int, n: int) -> tuple[int, ...]:
+        if d in self.sized_batches:
+            return self.make.factor(n)
+        if self._depends_on_batch(d):
+            return self.make.replicate(n)
+        return self.make.factor(n, REDUCE, "add") if d in self.lhs_sum else self.make.factor(n)
+
+    def _depends_on_batch(self, d: int) -> bool:
         """Whether sizes that differ between batches refer to a dimension: the ragged one, and those before it."""
-        if same_sizes:
+        if self.same_sizes:
             return False
-        if ragged_rows:
-            return d <= ragged and d not in lhs_sum
-        return not ragged_sum or d in lhs_sum
+        if self.ragged_rows:
+            return d <= self.ragged and d not in self.lhs_sum
+        return not self.ragged_sum or d in self.lhs_sum
 
-    def lhs_dim(d: int, n: int) -> tuple[int, ...]:
-        if d in sized_batches:
-            return make.factor(n)
-        if depends_on_batch(d):
-            return make.replicate(n)
-        return make.factor(n, REDUCE, "add") if d in lhs_sum else make.factor(n)
-
-    lhs = [lhs_dim(d, n) for d, n in enumerate(lhs_shape)]
-    shared = dict(zip((*rhs_batch, *rhs_sum), (*lhs_batch, *lhs_sum), strict=True))
-    group_dim = numbers.rhs_group_dimensions[0] if ragged_rows else -1
-
-    def rhs_dim(d: int, n: int) -> tuple[int, ...]:
-        if d in shared:
-            return lhs[shared[d]]
-        if d != group_dim:
-            return make.factor(n)
-        return make.factor(n, REDUCE, "add") if same_sizes else make.replicate(n)
-
-    rhs = [rhs_dim(d, n) for d, n in enumerate(rhs_shape)]
-    groups: tuple[int, ...] = ()
-    if ragged_rows:
-        groups = rhs[group_dim]
-    elif ragged_sum and same_sizes:
-        groups = make.factor(sizes_shape[-1])
-    free = [dim for d, dim in enumerate(lhs) if d not in lhs_sum and d not in lhs_batch]
-    free += [dim for d, dim in enumerate(rhs) if d not in shared and d != group_dim]
-    result = [*(lhs[d] for d in lhs_batch), *free]
-    if ragged_sum:
-        result.insert(0, groups or make.replicate(sizes_shape[-1]))
-
-    def local(shards: Shards, x: Any, y: Any, sizes: Any) -> list[Any]:
-        if not same_sizes:
-            return _without_lone_batches(shards, numbers, x, y, sizes)
-        rows = x.shape[ragged]
+    def local(self, shards: Shards, x: Any, y: Any, sizes: Any) -> list[Any]:
+        """Runs the contraction on the rows, and with the groups, of a device."""
+        if not self.same_sizes:
+            return _without_lone_batches(shards, self.numbers, x, y, sizes)
+        ragged, groups = self.ragged, self.groups
+        rows, rows_dim = x.shape[ragged], self.lhs[ragged]
         groups_are_split = any(shards.atoms(f) for f in groups)
-        if not groups_are_split and not shards.atoms(lhs[ragged][0]):
+        if not groups_are_split and not shards.atoms(rows_dim[0]):
             return shards.bind(x, y, sizes)
         ends = jnp.cumsum(sizes)
         # Groups that are padding of the last part are empty, and begin at the end of the last group.
@@ -158,7 +176,7 @@ def ragged_dot_general(call: Call) -> Rule:
         padding = (count * math.prod(shards.mesh.count(shards.atoms(f)) for f in groups)) - sizes.size
         starts, ends = jnp.pad(ends - sizes, (0, padding), mode="edge"), jnp.pad(ends, (0, padding), mode="edge")
         starts = jnp.where(jnp.arange(starts.size) < sizes.size, starts, ends)
-        first_row = jnp.asarray(shards.offset(lhs[ragged]), ends.dtype)
+        first_row = jnp.asarray(shards.offset(rows_dim), ends.dtype)
         first_group = shards.offset(groups)
         starts, ends = (
             jnp.clip(lax.dynamic_slice_in_dim(row, first_group, count) - first_row, 0, rows) for row in (starts, ends)
@@ -168,21 +186,13 @@ def ragged_dot_general(call: Call) -> Rule:
             return shards.bind(x, y, local_sizes)
         # While the product is computed, the rows of the device's groups come first.
         x = jnp.roll(x, -starts[0], axis=ragged)
-        if ragged_sum:
-            y = jnp.roll(y, -starts[0], axis=rhs_sum[lhs_sum.index(ragged)])
+        if self.ragged_sum:
+            y = jnp.roll(y, -starts[0], axis=self.rhs_sum[self.lhs_sum.index(ragged)])
             return shards.bind(x, y, local_sizes)
         (out,) = shards.bind(x, y, local_sizes)
-        axis = result.index(lhs[ragged])
+        axis = self.result.index(rows_dim)
         has_group = along(jnp.arange(rows, dtype=local_sizes.dtype) < jnp.sum(local_sizes), axis, out.ndim)
         return [jnp.roll(jnp.where(has_group, out, jnp.zeros((), out.dtype)), starts[0], axis=axis)]
-
-    batches = [lhs[d] for d in sized_batches]
-    sizes = [*batches, *(make.replicate(n) for n in sizes_shape[len(batches) :])]
-    flops = 2 * math.prod(lhs_shape) * math.prod(rhs_shape[d] for d in range(len(rhs_shape)) if rhs[d] in free)
-    return make.rule(
-        [lhs, rhs, sizes], [result], local=local, flops=flops,
-        finite=in_either_finite_operand(call), groups=sizes_shape[-1] if ragged_rows or ragged_sum else 1,
-    )  # fmt: skip
 
 
 def _without_lone_batches(shards: Shards, numbers: Any, x: Any, y: Any, sizes: Any) -> list[Any]:
