@@ -106,19 +106,13 @@ def top_k_gating(
     [[[0]], [[3]], [[1]]]
     """
     logits_GSE = logits_GSE.astype(jnp.float32)
-    G, S, E = logits_GSE.shape
+    G, S, _ = logits_GSE.shape
     valid_GS = jnp.ones((G, S), bool) if valid_GS is None else valid_GS
     gates_GSE = jax.nn.softmax(logits_GSE, axis=-1) if gates == "softmax" else jax.nn.sigmoid(logits_GSE)
 
     # Logits have the order of the gates, and differ where gates underflow to equal zeros.
-    left_GSE = logits_GSE if bias_E is None else jax.lax.stop_gradient(gates_GSE + bias_E)
-    experts_GS: list[jax.Array] = []
-    chosen_GSE: list[jax.Array] = []
-    for _ in range(k):
-        if chosen_GSE:
-            left_GSE = jnp.where(chosen_GSE[-1], -jnp.inf, left_GSE)
-        experts_GS.append(jnp.argmax(left_GSE, axis=-1).astype(jnp.int32))  # the first of the largest
-        chosen_GSE.append(experts_GS[-1][:, :, None] == jnp.arange(E, dtype=jnp.int32))
+    ranked_GSE = logits_GSE if bias_E is None else jax.lax.stop_gradient(gates_GSE + bias_E)
+    experts_GS, chosen_GSE = _largest(ranked_GSE, k)
     gates_GS = [jnp.sum(jnp.where(mask_GSE, gates_GSE, 0.0), axis=-1) for mask_GSE in chosen_GSE]
     if normalise:
         sum_GS = functools.reduce(operator.add, gates_GS)
@@ -163,6 +157,18 @@ def top_k_gating(
         _aux_loss(shares_GSE, counts_GE, valid_GS),
         _shares(kept, valid_GS, routing == "top_k") | load_metrics(load_E),
     )
+
+
+def _largest(ranked_GSE: jax.Array, k: int) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The k experts with the largest numbers, and each as a mask over the experts. Of equal ones the first wins."""
+    experts_GS: list[jax.Array] = []
+    chosen_GSE: list[jax.Array] = []
+    for _ in range(k):
+        if chosen_GSE:
+            ranked_GSE = jnp.where(chosen_GSE[-1], -jnp.inf, ranked_GSE)
+        experts_GS.append(jnp.argmax(ranked_GSE, axis=-1).astype(jnp.int32))
+        chosen_GSE.append(experts_GS[-1][:, :, None] == jnp.arange(ranked_GSE.shape[2], dtype=jnp.int32))
+    return experts_GS, chosen_GSE
 
 
 def keep(gating: Gating, kept: list[jax.Array], valid_GS: jax.Array | None, *, any_number: bool) -> Gating:

@@ -380,7 +380,6 @@ def ragged_expert_layer(
 ) -> jax.Array:
     """Dispatch, experts and combine."""
     M, E, P, X = inputs_GSM.shape[2], weights["wi"].shape[0], partitions, room
-    part_P = jnp.arange(P, dtype=jnp.int32)
 
     def rows_of(choices: tuple[Choice, ...], slots_GE: jax.Array) -> _Rows:
         return _rows_of(gating._replace(choices=choices, slots_GE=slots_GE), E, P, X)
@@ -392,26 +391,6 @@ def ragged_expert_layer(
         returned_TKM = take_rows(outputs_PXM.reshape(P * X, M), row_TK)
         weight_TK = jnp.stack(rows.weight_KT, axis=1)
         return jnp.sum(weight_TK[:, :, None] * returned_TKM.astype(jnp.float32), axis=1)
-
-    def taken(rows: _Rows, inputs_GSM: jax.Array) -> jax.Array:
-        inputs_TM = inputs_GSM.reshape(-1, M)
-
-        def of_part(part: jax.Array) -> jax.Array:
-            table_X = table_of_tokens(rows.in_part(part, X), X)
-            return inputs_TM.at[table_X].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-
-        return jax.vmap(of_part)(part_P)
-
-    def returned(rows: _Rows, outputs_PXM: jax.Array) -> jax.Array:
-        def of_part(part: jax.Array, outputs_XM: jax.Array) -> jax.Array:
-            return rows.combined(
-                [
-                    outputs_XM.at[row_T].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-                    for row_T in rows.in_part(part, X)
-                ]
-            )
-
-        return jax.vmap(of_part)(part_P, outputs_PXM)
 
     def answered(inputs_XM: jax.Array, sizes_E: jax.Array, own: dict[str, jax.Array]) -> jax.Array:
         hidden_XH = hidden(activation, lambda name: jax.lax.ragged_dot(inputs_XM, own[name], sizes_E))
@@ -434,10 +413,35 @@ def ragged_expert_layer(
     if sends_rows:
         outputs_PXM = mark(experts(mark(each(put, row_TK, inputs_GSM), names), rows.sizes_PE, own), names)
         return each(take, row_TK, rows, outputs_PXM).reshape(inputs_GSM.shape)
-    outputs_PXM = experts(mark(each(taken, rows, inputs_GSM), names), rows.sizes_PE, own)
+    outputs_PXM = experts(mark(each(functools.partial(_taken, X), rows, inputs_GSM), names), rows.sizes_PE, own)
     # Split by part, so that one sum is sent and not the rows of each choice.
-    returned_PTM = mark(each(returned, rows, outputs_PXM), names)
+    returned_PTM = mark(each(functools.partial(_returned, X), rows, outputs_PXM), names)
     return each(lambda x_PTM: jnp.sum(x_PTM, axis=0), returned_PTM).reshape(inputs_GSM.shape)
+
+
+def _taken(room: int, rows: _Rows, inputs_GSM: jax.Array) -> jax.Array:
+    """The rows of each partition, of all tokens: inputs_PXM."""
+    inputs_TM = inputs_GSM.reshape(-1, inputs_GSM.shape[2])
+
+    def of_part(part: jax.Array) -> jax.Array:
+        table_X = table_of_tokens(rows.in_part(part, room), room)
+        return inputs_TM.at[table_X].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+    return jax.vmap(of_part)(jnp.arange(len(rows.sizes_PE), dtype=jnp.int32))
+
+
+def _returned(room: int, rows: _Rows, outputs_PXM: jax.Array) -> jax.Array:
+    """The part of each partition in the results of all tokens."""
+
+    def of_part(part: jax.Array, outputs_XM: jax.Array) -> jax.Array:
+        return rows.combined(
+            [
+                outputs_XM.at[row_T].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+                for row_T in rows.in_part(part, room)
+            ]
+        )
+
+    return jax.vmap(of_part)(jnp.arange(len(outputs_PXM), dtype=jnp.int32), outputs_PXM)
 
 
 def _of_parts(x: jax.Array, partitions: int, replicas: int) -> jax.Array:
