@@ -281,8 +281,6 @@ def windows():
     yield row("concatenate_slices, with numbers", numbers, X)
     yield row("concatenate_slices, with a number", lambda x, y: jnp.concatenate([jnp.full((7, 3), y), x[:, 4:]], 1), X,
               np.float32(-0.0))  # fmt: skip
-    table = lambda x: x + jnp.concatenate([jnp.arange(4.0), 1 / jnp.arange(3.0)])[::-1, None] * jnp.arange(10)  # noqa: E731
-    yield row("table", table, X)
     # Five elements for four results and four for three, in a pattern and not; numbers that are not finite.
     places = (
         np.arange(12)[:, None] * 10 // 12 - np.arange(10),

@@ -69,11 +69,6 @@ EXAMPLES = {
     "match_associative_scan": Example(
         lambda x: lax.associative_scan(jnp.add, x), lambda x: x[::2] + x[1::2], (whole(16, 3),)
     ),
-    "fold_table": Example(
-        lambda x: x * jnp.concatenate([jnp.sin(jnp.arange(4.0)), jnp.cos(jnp.arange(2.0))]),
-        lambda x: x * jnp.concatenate([jnp.sin(x[0, :4]), jnp.cos(jnp.arange(2.0))]),
-        (X,),
-    ),
     "sum_of_scatter": Example(
         functools.partial(scattered, start=0.0),
         functools.partial(scattered, start=2.0),

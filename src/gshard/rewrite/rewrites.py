@@ -7,7 +7,6 @@ from gshard.rewrite.compose_movement import compose_movement, sink_elementwise
 from gshard.rewrite.fft_by_dimension import fft_by_dimension
 from gshard.rewrite.fold_into_reader import (
     fold_pad_into_window,
-    fold_table,
     search_of_rev,
     sum_of_scatter,
     transpose_of_dot,
@@ -21,7 +20,6 @@ from gshard.rewrite.widening import stack_narrow, widen_late, widen_slices
 
 TRACE = (
     match_associative_scan,
-    fold_table,
     sum_of_scatter,
     split_merged_dims,
     sink_elementwise,
