@@ -195,11 +195,6 @@ def reductions():
         for reverse in (False, True):
             call = lambda x, name=name, reverse=reverse: getattr(lax, name)(x, axis=1, reverse=reverse)  # noqa: E731
             yield row(f"{name}, {'backwards' if reverse else 'forwards'}", call, X, tolerance=SUM)
-    recurrence = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])  # noqa: E731
-    states = lambda a, b: lax.associative_scan(recurrence, (a, b))[1]  # noqa: E731
-    yield row("associative_scan", lambda x: lax.associative_scan(jnp.maximum, x), normal(12, 5))
-    yield row("associative_scan, of pairs", states, normal(11, 4), normal(11, 4), tolerance=SUM)
-    yield row("associative_scan, integers", lambda x: lax.associative_scan(lax.add, x, axis=1), N)
     yield row("cumsum, integers", lambda x: lax.cumsum(x, axis=0), N)
 
 

@@ -66,9 +66,6 @@ def with_token(x, reduce=jnp.sum):
 X = whole(8, 6)
 IMAGE = whole(64, 4)
 EXAMPLES = {
-    "match_associative_scan": Example(
-        lambda x: lax.associative_scan(jnp.add, x), lambda x: x[::2] + x[1::2], (whole(16, 3),)
-    ),
     "sum_of_scatter": Example(
         functools.partial(scattered, start=0.0),
         functools.partial(scattered, start=2.0),

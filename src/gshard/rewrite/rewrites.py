@@ -11,7 +11,6 @@ from gshard.rewrite.fold_into_reader import (
     sum_of_scatter,
     transpose_of_dot,
 )
-from gshard.rewrite.match_associative_scan import match_associative_scan
 from gshard.rewrite.piecewise import piecewise
 from gshard.rewrite.shard_scan import shard_scan
 from gshard.rewrite.sink_pad import sink_pad
@@ -19,7 +18,6 @@ from gshard.rewrite.split_merged_dims import split_merged_dims
 from gshard.rewrite.widening import stack_narrow, widen_late, widen_slices
 
 TRACE = (
-    match_associative_scan,
     sum_of_scatter,
     split_merged_dims,
     sink_elementwise,
