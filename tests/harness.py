@@ -437,11 +437,6 @@ def selected():
 
 def ordered():
     """Sorting: few elements are gathered, many dealt out in columns, and with other dimensions the cut moves there."""
-    steps = np.sort(normal(13))
-    for side in ("left", "right"):
-        search = functools.partial(jnp.searchsorted, side=side)
-        yield row(f"searchsorted, {side}", search, np.append(steps, np.nan), np.append(normal(4, 5), np.nan))
-        yield row(f"searchsorted, {side}, whole", search, np.array([-3, 0, 0, 2, 9], np.int8), np.int8([127, 0, -128]))
     long = np.round(normal(1000) * 20) / 4
     long[[0, 3, 500, 998]] = np.nan, -np.nan, np.inf, -np.inf
     long[[7, 400, 401, 900]] = -0.0, 0.0, -0.0, 0.0

@@ -85,9 +85,6 @@ EXAMPLES = {
         functools.partial(averaged, start=0.0), functools.partial(averaged, start=1.0), (X,)
     ),
     "transpose_of_dot": Example(lambda x, w: (x @ w).T, lambda x, w: [y := x @ w, y.T], (X, whole(6, 5))),
-    "search_of_rev": Example(
-        lambda x, a: jnp.searchsorted(a[::-1], x), lambda x, a: jnp.searchsorted(a, x)[::-1], (X, np.arange(16.0)[::-1])
-    ),
     "stack_narrow": Example(
         lambda x: lax.map(jnp.sum, lax.map(lambda r: lax.round(r).astype(np.int8).astype(r.dtype) * r.sum(), x)),
         lambda x: 2 * lax.map(lambda r: lax.round(r).astype(np.int8).astype(r.dtype) * r.sum(), x),

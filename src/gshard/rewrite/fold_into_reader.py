@@ -1,4 +1,4 @@
-"""Folds an equation into the one that reads it: pads, transpositions, reversals and scatters."""
+"""Folds an equation into the one that reads it: pads, transpositions and scatters."""
 
 from __future__ import annotations
 
@@ -40,18 +40,6 @@ def _padding(e: Equation, pad: Equation) -> dict[str, Any] | None:
         "padding": tuple((a + low, b + high) for (a, b), (low, high, _) in padding),
         "base_dilation": tuple(interior + 1 for _, _, interior in config),
     }
-
-
-# Searches a reversed array in its own order, because a reversal sends every part to another device.
-
-
-@at("searchsorted")
-def search_of_rev(graph: Graph, e: Equation) -> Sequence[Equation] | None:
-    """Replaces ``searchsorted(rev(bins), x)`` by a search in ``bins`` in the other order."""
-    rev = graph.producer(e.inputs[0], "rev")
-    if rev is None or rev.params["dimensions"] != (len(rev.inputs[0].shape) - 1,):
-        return None
-    return [graph.changed(e, (*rev.inputs, *e.inputs[1:]), falling=not e.params["falling"])]
 
 
 # Replaces a sum over a dimension that was scattered into zeros by a sum of the updates.

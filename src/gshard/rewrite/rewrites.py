@@ -7,7 +7,6 @@ from gshard.rewrite.compose_movement import compose_movement, sink_elementwise
 from gshard.rewrite.fft_by_dimension import fft_by_dimension
 from gshard.rewrite.fold_into_reader import (
     fold_pad_into_window,
-    search_of_rev,
     sum_of_scatter,
     transpose_of_dot,
 )
@@ -25,7 +24,6 @@ TRACE = (
     compose_movement,
     fold_pad_into_window,
     transpose_of_dot,
-    search_of_rev,
     stack_narrow,
     widen_slices,
     widen_late,
