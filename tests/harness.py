@@ -195,11 +195,6 @@ def reductions():
         for reverse in (False, True):
             call = lambda x, name=name, reverse=reverse: getattr(lax, name)(x, axis=1, reverse=reverse)  # noqa: E731
             yield row(f"{name}, {'backwards' if reverse else 'forwards'}", call, X, tolerance=SUM)
-    recurrence = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])  # noqa: E731
-    states = lambda a, b: lax.associative_scan(recurrence, (a, b))[1]  # noqa: E731
-    yield row("associative_scan", lambda x: lax.associative_scan(jnp.maximum, x), normal(12, 5))
-    yield row("associative_scan, of pairs", states, normal(11, 4), normal(11, 4), tolerance=SUM)
-    yield row("associative_scan, integers", lambda x: lax.associative_scan(lax.add, x, axis=1), N)
     yield row("cumsum, integers", lambda x: lax.cumsum(x, axis=0), N)
 
 
@@ -281,8 +276,6 @@ def windows():
     yield row("concatenate_slices, with numbers", numbers, X)
     yield row("concatenate_slices, with a number", lambda x, y: jnp.concatenate([jnp.full((7, 3), y), x[:, 4:]], 1), X,
               np.float32(-0.0))  # fmt: skip
-    table = lambda x: x + jnp.concatenate([jnp.arange(4.0), 1 / jnp.arange(3.0)])[::-1, None] * jnp.arange(10)  # noqa: E731
-    yield row("table", table, X)
     # Five elements for four results and four for three, in a pattern and not; numbers that are not finite.
     places = (
         np.arange(12)[:, None] * 10 // 12 - np.arange(10),
@@ -444,11 +437,6 @@ def selected():
 
 def ordered():
     """Sorting: few elements are gathered, many dealt out in columns, and with other dimensions the cut moves there."""
-    steps = np.sort(normal(13))
-    for side in ("left", "right"):
-        search = functools.partial(jnp.searchsorted, side=side)
-        yield row(f"searchsorted, {side}", search, np.append(steps, np.nan), np.append(normal(4, 5), np.nan))
-        yield row(f"searchsorted, {side}, whole", search, np.array([-3, 0, 0, 2, 9], np.int8), np.int8([127, 0, -128]))
     long = np.round(normal(1000) * 20) / 4
     long[[0, 3, 500, 998]] = np.nan, -np.nan, np.inf, -np.inf
     long[[7, 400, 401, 900]] = -0.0, 0.0, -0.0, 0.0

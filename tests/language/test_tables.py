@@ -8,12 +8,11 @@ import pytest
 
 from gshard.core.errors import RuleError
 from gshard.core.jax_adapter import bind
-from gshard.core.program import Constant, Value
+from gshard.core.program import Constant
 from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE
 from gshard.language.custom import check_without_local, parse
 from gshard.language.registry import Call, contradiction, known_primitives, rule
 from gshard.language.traits import names_where, traits_of
-from gshard.rules.shape import at_places
 from harness import Row, rows
 from invented import invented
 
@@ -106,9 +105,8 @@ def test_a_primitive_has_one_rule():
     assert known_primitives() == before
 
 
-PLACED = sorted(names_where(lambda traits: traits.placed))
 FOLLOWED = sorted(names_where(lambda traits: traits.values) & set(known_primitives()))
-ROWS = [row for row in rows() if row.primitive in {*FOLLOWED, *PLACED}]
+ROWS = [row for row in rows() if row.primitive in FOLLOWED]
 
 
 DIVIDING = {"div", "rem"}
@@ -138,39 +136,6 @@ def test_values_are_what_the_operator_gives(primitive):
                 (want,) = bind(e.primitive, e.params, arrays)
                 np.testing.assert_array_equal(np.asarray(made).astype(want.dtype), want)
                 count += 1
-    assert count
-
-
-class Arrays:
-    """Arrays that are there as a whole."""
-
-    def __init__(self, arrays):
-        self.arrays = arrays
-
-    def of(self, x, at):
-        return at_places(jnp.asarray(x.value if isinstance(x, Constant) else self.arrays[x]), at)
-
-
-@pytest.mark.parametrize("primitive", PLACED)
-@pytest.mark.one_in(3)
-def test_elements_at_some_places_are_those_of_the_whole(primitive):
-    count = 0
-    for row in [row for row in ROWS if row.primitive == primitive][::3]:
-        for e in row.program.block.walk():
-            if e.name != primitive or not all(isinstance(x.dtype, np.dtype) for x in e.inputs):
-                continue
-            if any(0 in x.shape for x in e.inputs):
-                continue  # no table is empty
-            arrays = {x: some(x, i) for i, x in enumerate(e.inputs) if isinstance(x, Value)}
-            operands = [np.asarray(x.value) if isinstance(x, Constant) else arrays[x] for x in e.inputs]
-            (whole,) = bind(e.primitive, e.params, operands)
-            placed = traits_of(primitive).placed
-            assert placed is not None
-            for d, n in enumerate(whole.shape):
-                at = tuple(jnp.arange(n)[::-2] if i == d else None for i in range(whole.ndim))
-                if n:
-                    np.testing.assert_array_equal(placed(Arrays(arrays), e, at), at_places(whole, at))
-                    count += 1
     assert count
 
 

@@ -66,14 +66,6 @@ def with_token(x, reduce=jnp.sum):
 X = whole(8, 6)
 IMAGE = whole(64, 4)
 EXAMPLES = {
-    "match_associative_scan": Example(
-        lambda x: lax.associative_scan(jnp.add, x), lambda x: x[::2] + x[1::2], (whole(16, 3),)
-    ),
-    "fold_table": Example(
-        lambda x: x * jnp.concatenate([jnp.sin(jnp.arange(4.0)), jnp.cos(jnp.arange(2.0))]),
-        lambda x: x * jnp.concatenate([jnp.sin(x[0, :4]), jnp.cos(jnp.arange(2.0))]),
-        (X,),
-    ),
     "sum_of_scatter": Example(
         functools.partial(scattered, start=0.0),
         functools.partial(scattered, start=2.0),
@@ -93,9 +85,6 @@ EXAMPLES = {
         functools.partial(averaged, start=0.0), functools.partial(averaged, start=1.0), (X,)
     ),
     "transpose_of_dot": Example(lambda x, w: (x @ w).T, lambda x, w: [y := x @ w, y.T], (X, whole(6, 5))),
-    "search_of_rev": Example(
-        lambda x, a: jnp.searchsorted(a[::-1], x), lambda x, a: jnp.searchsorted(a, x)[::-1], (X, np.arange(16.0)[::-1])
-    ),
     "stack_narrow": Example(
         lambda x: lax.map(jnp.sum, lax.map(lambda r: lax.round(r).astype(np.int8).astype(r.dtype) * r.sum(), x)),
         lambda x: 2 * lax.map(lambda r: lax.round(r).astype(np.int8).astype(r.dtype) * r.sum(), x),

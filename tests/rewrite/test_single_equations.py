@@ -8,7 +8,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.rules import prefixes
 from gshard.tracing.trace import trace
 from sampled import crossed
 
@@ -61,13 +60,6 @@ def names(function, arguments):
     return [e.name for e in trace(function, *arguments).block.walk()]
 
 
-@pytest.mark.parametrize("name", SCANS)
-def test_a_scan_is_one_equation(name):
-    found = names(*SCANS[name])
-    assert found.count("associative_scan") == 1
-    assert not {"slice", "pad", "concatenate", "concatenate_slices"} & set(found)
-
-
 @pytest.mark.parametrize(("name", "spec"), crossed(list(SCANS), [P(("x", "y")), P("y", "x")], one_in=4))
 @pytest.mark.one_in(2)
 def test_the_same_on_two_axes_and_in_unequal_parts(name, spec):
@@ -80,49 +72,6 @@ def test_the_same_on_two_axes_and_in_unequal_parts(name, spec):
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
         else:
             np.testing.assert_array_equal(found, expected)
-
-
-def test_one_element_of_each_device_is_sent():
-    function, (f, x) = SCANS["within segments"]
-    spec = P(("x", "y"))
-    jitted = gshard.jit(function, mesh=GRID, in_shardings=(spec, spec), out_shardings=spec)
-    sent = jitted.lower(f, x).spmd.collectives
-    assert [c.kind for c in sent] == ["all_gather", "all_gather"]
-    assert sum(c.total_bytes for c in sent) == 7 * 6 * (1 + 4)
-
-
-NO_SCANS = {
-    "all levels are needed": (jax.grad(lambda x: jnp.sum(lax.associative_scan(recurrence, (x, x))[1] ** 2)), (F,)),
-    "a level of a scan, and then another operation": (lambda x: (y := x[0:-1:2] + x[1::2])[0:-1:2] * y[1::2], (F,)),
-    "of matrices": (
-        lambda x: lax.associative_scan(lambda a, b: jnp.einsum("nij,njk->nik", a, b), x),
-        (RNG.standard_normal((8, 2, 2)).astype(np.float32),),
-    ),
-    "by an array": (lambda x, s: lax.associative_scan(lambda a, b: a + s[0, 0] * b, x), (F, F)),
-}
-
-
-@pytest.mark.parametrize("name", NO_SCANS)
-@pytest.mark.one_in(2)
-def test_what_is_no_scan_or_more_stays(name):
-    function, arguments = NO_SCANS[name]
-    assert "associative_scan" not in names(function, arguments)
-    found, expected = gshard.jit(function, mesh=8)(*arguments), jax.jit(function)(*arguments)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("few", [1, 16])
-def test_of_many_parts_what_came_before_is_a_recursion(few, monkeypatch):
-    monkeypatch.setattr(prefixes, "_FEW", few)
-    a, b = F[:19, :3], F[:19, 3:]
-
-    def states(a, b):
-        return lax.associative_scan(recurrence, (a, b))
-
-    spec = P("x", None)
-    step = gshard.jit(states, mesh=jax.make_mesh((8,), ("x",)), in_shardings=(spec, spec))
-    for got, wanted in zip(step(a, b), states(a, b), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
 MESH = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

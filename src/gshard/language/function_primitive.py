@@ -17,15 +17,13 @@ def function_primitive(
     run: Callable[..., Any],
     types: Callable[..., Any],
     *,
-    multiple_results: bool = False,
     dimension: str = "",
 ) -> Primitive:
-    """A primitive for equations that gshard writes."""
+    """A primitive with one result, for equations that gshard writes."""
     primitive = Primitive(name)
-    primitive.multiple_results = multiple_results
     primitive.def_impl(run)
     primitive.def_abstract_eval(types)
-    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=multiple_results))
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
     batching.primitive_batchers[primitive] = functools.partial(_mapped, primitive, run, dimension)
     return primitive
 
@@ -39,13 +37,13 @@ def _mapped(
     /,
     **params: Any,
 ) -> Any:
-    """The batching rule of a primitive; the mapped dimension of the results is the first one."""
+    """The batching rule of a primitive; the mapped dimension of the result is the first one."""
     pairs = list(zip(xs, dims, strict=True))
     if not dimension or any(d is not None and x.ndim == 1 for x, d in pairs):
-        results = jax.vmap(functools.partial(run, **params), tuple(dims))(*xs)
+        result = jax.vmap(functools.partial(run, **params), tuple(dims))(*xs)
     else:
         size = next(x.shape[d] for x, d in pairs if d is not None)
         in_first = [jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) for x, d in pairs]
         operands = [x if jnp.ndim(x) == 0 else batch for (x, _), batch in zip(pairs, in_first, strict=True)]
-        results = primitive.bind(*operands, **{**params, dimension: params[dimension] + 1})
-    return results, [0] * len(results) if primitive.multiple_results else 0
+        result = primitive.bind(*operands, **{**params, dimension: params[dimension] + 1})
+    return result, 0

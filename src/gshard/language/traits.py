@@ -129,17 +129,6 @@ def emit(a: Maker, e: Equation, inputs: Sequence[Array], groups: Groups, **param
     return a.note(e, a.add(e, {**e.params, **params}, inputs, flat(groups), e.outputs[0].dtype), groups)
 
 
-Places = tuple[Any, ...]
-"""For each dimension the positions to compute, int32 [m], or None for all positions."""
-
-
-class Part(Protocol):
-    """Computes some elements of arrays whose elements depend on their positions only (``rules.create``)."""
-
-    def of(self, x: Value | Constant, at: Places) -> Any:
-        """The elements of an array at some positions of each dimension."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Traits:
     """The properties of a primitive."""
@@ -172,8 +161,6 @@ class Traits:
     normal: Callable[[Mapping[str, Any], Sequence[int]], Mapping[str, Any]] | None = None
     # computes an equation in fine form (``Fine``)
     merged: Callable[[Maker, Equation], bool] | None = None
-    # ``placed(part, equation, places)`` computes the elements of the result at some positions only
-    placed: Callable[[Part, Equation, Places], Any] | None = None
 
     @property
     def computes(self) -> bool:

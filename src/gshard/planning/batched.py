@@ -308,9 +308,8 @@ def plan_of_either(program: Program, mesh: Mesh, make: Callable[[Program], Plan]
 
 @no_mesh_set()
 def _batched(program: Program, devices: int) -> tuple[Block, tuple[Fired, ...]] | None:
-    counter = itertools.count(1 + max((v.index for v in program.block.values()), default=0))
     fired: list[Fired] = []
-    block = _with_batches(program.block, devices, Builder(counter), fired)
+    block = _with_batches(program.block, devices, Builder.after(program.block), fired)
     if block is program.block:
         return None
     return permitted(block, finite=program.finite), (*program.fired, *fired)

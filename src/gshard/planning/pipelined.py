@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -52,8 +51,7 @@ def pipelined(program: Program, mesh: Mesh) -> Program:
 
 @no_mesh_set()
 def _pipelined(program: Program, mesh: Mesh) -> tuple[Block, tuple[Fired, ...]]:
-    counter = itertools.count(1 + max((v.index for v in program.block.values()), default=0))
-    walk = _Walk(mesh, Builder(counter))
+    walk = _Walk(mesh, Builder.after(program.block))
     first = len(program.captured)
     arguments = {program.block.inputs[first + i]: _Stack(s) for i, s in schedules_of(program).items()}
     block = walk.block(program.block, arguments)

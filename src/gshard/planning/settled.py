@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 
 from gshard.core.errors import RuleError
@@ -13,11 +12,10 @@ from gshard.core.phases import log_stage
 from gshard.core.program import Block, Equation, Fired, Program, Value
 from gshard.core.rule import Rule
 from gshard.core.sharding import Sharding
-from gshard.language.region import with_edges
 from gshard.planning.pipelined import pipelined
 from gshard.planning.propagated import Propagated, propagated_from
 from gshard.rewrite.driver import Split, run_where_split
-from gshard.rewrite.equation_graph import without_dead_code
+from gshard.rewrite.equation_graph import with_others
 from gshard.rewrite.rewrites import SPLIT
 from gshard.tracing.builder import Builder
 from gshard.tracing.permitted import permitted
@@ -53,28 +51,13 @@ class _Rewrites:
 
     @no_mesh_set()
     def _rewritten(self, dims: Dims, mesh: Mesh) -> tuple[Block, tuple[Fired, ...]] | None:
-        counter = itertools.count(1 + max((v.index for v in self.program.block.values()), default=0))
-        split = Split(lambda v, d: mesh.count(dims[v][d]), Builder(counter))
+        split = Split(lambda v, d: mesh.count(dims[v][d]), Builder.after(self.program.block))
         others, fired = run_where_split(self.rows, split)
-        return (with_others(self.program, others).block, (*self.program.fired, *fired)) if others else None
+        return (_with_instead(self.program, others), (*self.program.fired, *fired)) if others else None
 
 
-def with_others(program: Program, instead: Mapping[Equation, Sequence[Equation]]) -> Program:
-    """The program with some equations replaced, without dead code."""
-
-    def changed(block: Block) -> Block:
-        if not any(e in instead for e in block.walk()):
-            return block
-        equations = (q for e in block.equations for q in replaced(e))
-        return Block(block.inputs, tuple(without_dead_code(equations, block.outputs)), block.outputs)
-
-    def replaced(e: Equation) -> Sequence[Equation]:
-        if e in instead:
-            return instead[e]
-        blocks = tuple(map(changed, e.blocks))
-        return (e if blocks == e.blocks else with_edges(dataclasses.replace(e, blocks=blocks)),)
-
-    return dataclasses.replace(program, block=permitted(changed(program.block), finite=program.finite))
+def _with_instead(program: Program, instead: Mapping[Equation, Sequence[Equation]]) -> Block:
+    return permitted(with_others(program.block, instead.get, clean=True), finite=program.finite)
 
 
 # Resolves the rules of a program that depend on the mesh (``Rule.on_mesh``).
@@ -87,10 +70,7 @@ def on_mesh(program: Program, mesh: Mesh) -> Program:
         return program
 
     def resolved_block() -> Block:
-        instead: dict[Equation, Sequence[Equation]] = {}
-        for e in dependent:
-            instead[e] = (dataclasses.replace(e, rule=_rule(e, mesh)),)
-        return with_others(program, instead).block
+        return _with_instead(program, {e: (dataclasses.replace(e, rule=_rule(e, mesh)),) for e in dependent})
 
     return dataclasses.replace(program, block=program.decomposed.get((program.block, mesh), resolved_block))
 

@@ -466,7 +466,7 @@ def _flops(kernels: Kernels) -> int:
 class _Search:
     def __init__(self, program: Kernels, limit: int, machine: Machine, mesh: Mesh, donated: Sequence[int]):
         self.program, self.limit, self.machine, self.mesh, self.donated = program, limit, machine, mesh, donated
-        self.names = itertools.count(1 + _largest(program.block))
+        self.names = itertools.count(1 + max((v.index for v in program.block.values()), default=0))
         self.known: dict[Kernel, float] = {}
         self.refused: set[tuple[Value, ...]] = set()
         self.chosen: list[Recomputation] = []
@@ -629,19 +629,6 @@ def _noted(item: _Offer, liveness: Liveness) -> Recomputation:
             producer = producers[stacked]
     shape = f"{largest.dtype_name}[{','.join(map(str, largest.shape))}]"
     return Recomputation(producer.name, producer.line, shape, len(values), item.freed)
-
-
-def _largest(block: Block) -> int:
-    """The largest index of a value in a block and its bodies."""
-
-    def values(block: Block) -> Iterator[Value]:
-        yield from block.inputs
-        for e in block.equations:
-            yield from e.outputs
-            for body in e.blocks:
-                yield from values(body)
-
-    return max((v.index for v in values(block)), default=0)
 
 
 # Compiles a program within a memory limit by the compiler's own figures.

@@ -4,48 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jax import lax
 
 from gshard.core.program import Constant, Equation, Value
-from gshard.core.rule import Span
 from gshard.language.traits import names_where, traits_of
 from gshard.rewrite.driver import at, over
 from gshard.rewrite.equation_graph import Array, Graph, Others, again, common_key
 from gshard.rules.shape import index_of
 from gshard.rules.slicing import concatenate_slices_p
 
-# Describes the origin of an array's elements along one dimension by segments of other arrays.
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Window:
-    """An array that is padded along one dimension, or cut by negative padding, but not yet computed."""
-
-    source: Array | Window  # the array
-    axis: int  # the dimension
-    low: int  # low, high: the padding, as in ``lax.pad``
-    high: int
-    number: Array | None = None  # the padding value; None if the array is only cut
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        whole = self.source.shape
-        return (*whole[: self.axis], whole[self.axis] + self.low + self.high, *whole[self.axis + 1 :])
-
-    def of(self, source: Array | Window) -> Window:
-        """The same window of another array."""
-        return dataclasses.replace(self, source=source)
+# Describes where the elements of an array come from: a view of other arrays.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
     """Elements ``start`` to ``end`` of an array along a dimension; if the source is a scalar, copies of the scalar."""
 
-    source: Array | Window
+    source: Array
     start: int
     end: int
 
@@ -61,9 +40,6 @@ class Segment:
         """Whether the segment is a whole array."""
         return not self.is_number and (self.start, self.end) == (0, self.source.shape[axis])
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Segment) and (self.start, self.end) == (other.start, other.end) and self.is_like(other)
-
     def is_like(self, other: Segment) -> bool:
         """Whether both segments have the same array or equal numbers as source."""
         if isinstance(self.source, Constant) and isinstance(other.source, Constant):
@@ -75,6 +51,9 @@ class Segment:
         if not self.is_like(other) or not (self.is_number or self.end == other.start):
             return None
         return Segment(self.source, self.start, self.end + other.length)
+
+
+Segments = tuple[Segment, ...]
 
 
 def _bits(number: Constant) -> tuple[str, bytes]:
@@ -93,7 +72,7 @@ def cut(segments: Iterable[Segment], start: int, end: int) -> list[Segment]:
     return selected
 
 
-def tidy(segments: Iterable[Segment]) -> list[Segment]:
+def tidy(segments: Iterable[Segment]) -> Segments:
     """The segments without empty ones, with adjacent segments of one source joined."""
     result: list[Segment] = []
     for p in segments:
@@ -105,17 +84,87 @@ def tidy(segments: Iterable[Segment]) -> list[Segment]:
             result[-1] = union
         else:
             result.append(p)
-    return result
-
-
-def ends(segments: Iterable[Segment]) -> Iterable[int]:
-    """The end position of each segment."""
-    return itertools.accumulate(p.length for p in segments)
+    return tuple(result)
 
 
 def is_zero(number: Any) -> bool:
     """Whether a value is a literal of the program whose bits are all zero."""
     return isinstance(number, Constant) and not any(np.asarray(number.value).tobytes())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class View:
+    """An array whose elements are those of other arrays, in order, and numbers.
+
+    Only a view that moves along one dimension has several arrays. Numbers along several dimensions are the same number,
+    so the order of the dimensions does not matter.
+    """
+
+    array: Array  # its array, or one of them
+    dims: tuple[Segments, ...]  # the segments along each dimension; () for the whole array
+
+    @staticmethod
+    def of(array: Array, dims: Iterable[Iterable[Segment]]) -> View | None:
+        """A view, with its segments in their shortest form; None if it is no view."""
+        tidied = [tidy(segments) for segments in dims]
+        array = next((p.source for segments in tidied for p in segments if not p.is_number), array)
+        for d, segments in enumerate(tidied):
+            if len(segments) == 1 and segments[0].is_all_of(d):
+                tidied[d] = ()
+        numbers = [[p for p in segments if p.is_number] for segments in tidied]
+        every = [*itertools.chain(*numbers)]
+        if sum(map(bool, numbers)) > 1 and not all(p.is_like(every[0]) for p in every):
+            return None  # corners would differ
+        return View(array, tuple(tidied)) if max(map(len, tidied), default=0) <= _MOST else None
+
+    @property
+    def moved(self) -> list[int]:
+        """The dimensions along which elements move."""
+        return [d for d, segments in enumerate(self.dims) if segments]
+
+    @property
+    def arrays(self) -> set[Array]:
+        """Its arrays."""
+        return {self.array, *(p.source for segments in self.dims for p in segments if not p.is_number)}
+
+    def along(self, axis: int) -> Segments:
+        """The segments along a dimension."""
+        return self.dims[axis] or (Segment(self.array, 0, self.array.shape[axis]),)
+
+    def of_views(self, views: Mapping[Array, View]) -> View | None:
+        """The same array as a view of the arrays of ``views``; None if none of these fits."""
+        moved, arrays = {*self.moved}, self.arrays
+        inner = {x: views[x] for x in arrays if x in views}
+        if len(arrays) > 1:
+            others = [(view.arrays, [s for d, s in enumerate(view.dims) if d not in moved]) for view in inner.values()]
+            are_of_one = len(inner) == len(arrays) and len(others[0][0]) == 1 and all(o == others[0] for o in others)
+            inner = inner if are_of_one else {x: view for x, view in inner.items() if {*view.moved} <= moved}
+        elif any(len(view.arrays) > 1 and not moved <= {*view.moved} for view in inner.values()):
+            return None
+        if not inner:
+            return None
+
+        def segments(axis: int) -> Iterator[Segment]:
+            for p in self.along(axis):
+                yield from cut(inner[p.source].along(axis), p.start, p.end) if p.source in inner else [p]
+
+        axes = moved.union(*(view.moved for view in inner.values()))
+        array = next(iter(inner.values())).array
+        return View.of(array, [segments(d) if d in axes else () for d in range(len(self.dims))])
+
+    def padding(self, axis: int) -> tuple[int, int] | None:
+        """The low and high padding of ``lax.pad`` along a dimension; None if the segments are not one window."""
+        segments = self.along(axis)
+        arrays = [p for p in segments if not p.is_number]
+        if len(arrays) != 1 or len(segments) > 3:
+            return None
+        (array,) = arrays
+        at, rest = segments.index(array), self.array.shape[axis] - array.end
+        low, high = (sum(p.length for p in padded) for padded in (segments[:at], segments[at + 1 :]))
+        numbers_differ = any(not p.is_like(q) for p in segments[:at] for q in segments[at + 1 :])
+        if numbers_differ or (low and array.start) or (high and rest):
+            return None
+        return low - array.start, high - rest
 
 
 _MOST = 32  # largest number of segments of a result
@@ -127,83 +176,30 @@ def compose_movement(graph: Graph) -> Others:
     """Replaces equations that move elements which other equations have moved before."""
     movement = _Movement(graph)
     replacements = ((e, movement.instead_of(e)) for e in graph.equations)
-    return {e: new for e, new in replacements if new is not None}
+    return {e: new for e, new in replacements if new}
 
 
 class _Movement:
-    """The sources of the elements of a block's values."""
+    """The values of a block that are views of others."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
-        self.producers: dict[Any, Equation] = {}
-        self.numbers: dict[Any, Array] = {}  # the scalar of each array that consists of copies of a scalar
-        self.result: Value | None = None  # the result that is being replaced
         self.needed: set[Any] = set(graph.outputs)  # values that are computed anyway
+        self.numbers: dict[Any, Array] = {}  # the scalar of each array that consists of copies of a scalar
+        self.views: dict[Any, View] = {}  # the view that each result of a movement is
+        self.composed: set[Any] = set()  # those that are views of views
+        self.sums: dict[Any, View] = {}  # the view that each sum of zero-padded arrays side by side is, up to -0.0
+        self.made: dict[View, Value] = {}  # the new value of each view that is a step to a result
+        followed: dict[Any, Equation] = {}
         for e in graph.equations:
             if (number := self._number(e)) is not None:
                 self.numbers[e.outputs[0]] = number
-            if self._is_followed(e):
-                self.producers.update(dict.fromkeys(e.outputs, e))
+            elif _is_movement(e) or (traits_of(e.name).adds and all(_adds_pads(followed.get(x)) for x in e.inputs)):
+                followed.update(dict.fromkeys(e.outputs, e))
             else:
                 self.needed.update(e.inputs)
-        self.segments: dict[tuple[Any, int, bool], list[Segment]] = {}
-        self.sums: dict[tuple[Any, int], list[Segment] | None] = {}
-        self.made: dict[Any, Array] = {}  # the new value of each array or window, from earlier equations
-        self.made_now: dict[Any, Array] = {}  # the same, from the equation that is being replaced
-
-    def instead_of(self, e: Equation) -> list[Equation] | None:
-        """The equations that replace one; None if it stays."""
-        if not e.outputs:
-            return None
-        result = e.outputs[0]
-        if result not in self.producers or result in self.numbers or not any(x in self.producers for x in e.inputs):
-            return None
-        if any(0 in v.shape for v in e.outputs):
-            return None
-        if e.name == "split" and not self._comes_from_elsewhere(e.inputs[0]):
-            return None
-        replacement = self._instead_of(e)
-        if replacement is not None:
-            self.made.update((x, v) for x, v in self.made_now.items() if v not in e.outputs)
-        self.made_now.clear()
-        return replacement
-
-    def _instead_of(self, e: Equation) -> list[Equation] | None:
-        equations: list[Equation] = []
-        for v in e.outputs:
-            self.result = v
-            if traits_of(e.name).adds:
-                addends = self._addends(v)
-                if addends is not None:
-                    self._join(v, *addends, e, equations, result=v, added=True)
-            else:
-                self._make(v, v, e, equations)
-            if not equations or v not in equations[-1].outputs:
-                return None
-        # Keep equations that would be replaced by equal ones. Otherwise the rewrite would fire again and again.
-        new = {q.outputs[0]: q for q in equations}
-        return None if all(self._exists(v, v, new) for v in e.outputs) else equations
-
-    def _exists(self, x: Array, y: Array, new: dict[Any, Equation]) -> bool:
-        """Whether the equations of the block already compute ``x`` in the way in which new equations compute ``y``."""
-        if y not in new:
-            return Segment(x, 0, 0).is_like(Segment(y, 0, 0))
-        p, q = self.producers.get(x), new[y]
-        return (
-            p is not None
-            and (p.name, len(p.inputs)) == (q.name, len(q.inputs))
-            and (x is y or p.params == q.params)  # parameters of the replaced equation may be equivalent but different
-            and all(self._exists(p_input, q_input, new) for p_input, q_input in zip(p.inputs, q.inputs, strict=True))
-        )
-
-    def _is_followed(self, e: Equation) -> bool:
-        if traits_of(e.name).adds:
-            producers = [self.producers.get(x) for x in e.inputs]
-            return all(p is not None and (p.name == "pad" or traits_of(p.name).adds) for p in producers)
-        index = index_of(e)
-        if index is not None and e.primitive is not concatenate_slices_p:
-            return all(span.step == 1 for spans_of_result in index for spans in spans_of_result for span in spans)
-        return bool(e.outputs) and e.outputs[0] in self.numbers
+        for e in dict.fromkeys(followed.values()):
+            self._read(e)
 
     def _number(self, e: Equation) -> Array | None:
         """The scalar that fills the result of an equation; None if there is none."""
@@ -216,182 +212,117 @@ class _Movement:
             return Constant(np.asarray(number.value).astype(e.outputs[0].dtype))
         return None
 
-    def _comes_from_elsewhere(self, x: Array) -> bool:
-        return any(self.along(x, d) != [Segment(x, 0, n)] for d, n in enumerate(x.shape))
+    def _read(self, e: Equation) -> None:
+        """Notes the views of an equation's results."""
+        if traits_of(e.name).adds:
+            pair = [self.sums.get(x) or self.views.get(x) for x in e.inputs]
+            if None not in pair and (total := _side_by_side(*pair)) is not None:  # type: ignore[arg-type]
+                self.sums[e.outputs[0]] = total
+            return
+        sources = [self.numbers.get(x, x) for x in e.inputs]
+        array = next(x for x in e.inputs if x.shape)
+        inner = {x: self.views[x] for x in sources if x in self.views and self._is_short(x)}
+        for v, index in zip(e.outputs, index_of(e) or (), strict=True):
+            segments = [[Segment(sources[s.operand], s.start, s.start + s.count) for s in spans] for spans in index]
+            if (view := View.of(array, segments)) is not None:
+                composed = view.of_views(inner)
+                self.views[v] = composed or view
+                if composed is not None or not self.numbers.keys().isdisjoint(e.inputs):
+                    self.composed.add(v)
 
-    # Segments of arrays.
+    def _is_short(self, x: Array) -> bool:
+        """Whether a view of an array is better made of the arrays of which it is a view."""
+        return x not in self.needed or max(map(len, self.views[x].dims)) <= _FEW
 
-    def along(self, x: Array | Window, axis: int) -> list[Segment]:
-        """The segments of an array along a dimension; one segment of the array itself if its sources are unknown."""
-        key = (x, axis, x is self.result)
-        if key not in self.segments:
-            itself = [Segment(x, 0, x.shape[axis])]
-            if isinstance(x, Window):
-                segments = tidy(self._segments_of_window(x, axis))
+    def instead_of(self, e: Equation) -> list[Equation] | None:
+        """The equations that replace one; None if it stays."""
+        is_sum = bool(e.outputs) and e.outputs[0] in self.sums
+        views = [(self.sums if is_sum else self.views).get(v) for v in e.outputs]
+        if not (is_sum or self.composed.intersection(e.outputs)) or any(0 in v.shape for v in e.outputs):
+            return None
+        out: list[Equation] = []
+        for v, view in zip(e.outputs, views, strict=True):
+            if view is None or any(segments and all(p.is_number for p in segments) for segments in view.dims):
+                return None
+            self._make(view, v, e, out, added=is_sum)
+        return out
+
+    def _make(self, view: View, result: Value, e: Equation, out: list[Equation], *, added: bool) -> None:
+        """Appends equations that compute a view: one for its windows, and one for each other dimension."""
+        padding = {d: None if added else view.padding(d) for d in view.moved or [0]}
+        windows = [d for d, config in padding.items() if config is not None]
+        x, done = view.array, list[int]()
+        steps = [*([windows] if windows else []), *([d] for d in padding if d not in windows)]
+        for step in steps:
+            done += step
+            key = View(view.array, tuple(segments if d in done else () for d, segments in enumerate(view.dims)))
+            value = result if step is steps[-1] else None
+            if value is None and key in self.made:
+                x = self.made[key]
+                continue
+            if step is windows:
+                config = [padding.get(d) or (0, 0) if d in step else (0, 0) for d in range(len(x.shape))]
+                primitive, params, operands = _window(x, config, [p for d in step for p in view.dims[d]])
             else:
-                segments = tidy(self._segments_of(x, axis) or itself)
-            is_not_computed = isinstance(x, Window) or x not in self.needed or x is self.result
-            self.segments[key] = segments if len(segments) <= (_MOST if is_not_computed else _FEW) else itself
-        return self.segments[key]
+                segments = [
+                    dataclasses.replace(p, source=x) if p.source is view.array else p for p in view.along(*step)
+                ]
+                primitive, params, operands = _joined(segments, *step, added=added)
+            shape = tuple(sum(p.length for p in view.along(d)) if d in done else n for d, n in enumerate(x.shape))
+            x = self.graph.add(out, e, primitive, params, operands, shape, result.dtype, value)
+            if value is None:
+                self.made[key] = x
 
-    def _segments_of_window(self, x: Window, axis: int) -> list[Segment]:
-        inner = self.along(x.source, axis)
-        if x.axis != axis:
-            number = x.number
-            if number is not None and any(p.is_number and not Segment(number, 0, 1).is_like(p) for p in inner):
-                return [Segment(x, 0, x.shape[axis])]
-            return [p if p.is_number else dataclasses.replace(p, source=x.of(p.source)) for p in inner]
-        low, high = max(x.low, 0), max(x.high, 0)
-        kept = cut(inner, max(-x.low, 0), x.source.shape[axis] - max(-x.high, 0))
-        if x.number is None:
-            return kept
-        return [Segment(x.number, 0, low), *kept, Segment(x.number, 0, high)]
 
-    def _segments_of(self, x: Array, axis: int) -> list[Segment] | None:
-        e = self.producers.get(x)
-        if x in self.numbers:
-            return [Segment(self.numbers[x], 0, x.shape[axis])]
-        index = None if e is None else index_of(e)
-        if e is None or index is None:
+def _is_movement(e: Equation) -> bool:
+    """Whether an equation only moves elements, in their order and without gaps."""
+    if e.primitive is concatenate_slices_p or not e.outputs or not e.outputs[0].shape:
+        return False
+    index = index_of(e)
+    return index is not None and all(s.step == 1 for dims in index for spans in dims for s in spans)
+
+
+def _adds_pads(e: Equation | None) -> bool:
+    return e is not None and (e.name == "pad" or traits_of(e.name).adds)
+
+
+def _side_by_side(a: View, b: View) -> View | None:
+    """The view that a sum of two views is: at each position, one of them has an element, and the other one zero."""
+    moved = {*a.moved, *b.moved}
+    if len(moved) > 1:
+        return None
+    axis, joined = min(moved, default=0), list[Segment]()
+    ends = [itertools.accumulate(p.length for p in view.along(axis)) for view in (a, b)]
+    for start, end in itertools.pairwise((0, *sorted({*itertools.chain(*ends)}))):
+        pair = [p for view in (a, b) for p in cut(view.along(axis), start, end)]
+        arrays = [p for p in pair if not p.is_number]
+        if len(arrays) > 1 or any(p.is_number and not is_zero(p.source) for p in pair):
             return None
-        spans_of = index[e.outputs.index(x)]  # type: ignore[arg-type]
-        moved = [d for d, spans in enumerate(spans_of) if spans]
-        if moved == [axis]:
-            segments: list[Segment] = []
-            for span in spans_of[axis]:
-                segments += self._segments_of_span(self._scalar(e.inputs[span.operand]), axis, span)
-            return segments
-        if any(sum(bool(e.inputs[span.operand].shape) for span in spans_of[d]) != 1 for d in moved):
-            return None
-        source, number = e.inputs[0], self._scalar(e.inputs[-1])
-        if len(moved) > 1 and not number.shape:
-            padding = (p for d in moved for p in self.along(source, d) if p.is_number)
-            if not all(p.is_like(Segment(number, 0, 1)) for p in padding):
-                return None  # the corners of an array that is padded along several dimensions would differ
-        window: Array | Window = source
-        for d in moved:
-            (position,) = (i for i, span in enumerate(spans_of[d]) if e.inputs[span.operand].shape)
-            span, before, after = spans_of[d][position], spans_of[d][:position], spans_of[d][position + 1 :]
-            low = sum(p.count for p in before) - span.start
-            high = sum(p.count for p in after) - (source.shape[d] - span.start - span.count)
-            window = Window(window, d, low, high, number if max(low, high) > 0 else None)
-        return self.along(window, axis)
+        joined += arrays or pair[:1]
+    return View.of(a.array, [joined if d == axis else () for d in range(len(a.dims))])
 
-    def _scalar(self, x: Array) -> Array:
-        """The scalar that fills an array; the array itself if there is none."""
-        return self.numbers.get(x, x)
 
-    def _segments_of_span(self, x: Array, axis: int, span: Span) -> list[Segment]:
-        """The segments of a span of an operand."""
-        if not x.shape:
-            return [Segment(x, 0, span.count)]
-        return cut(self.along(x, axis), span.start, span.start + span.count)
+def _window(
+    x: Array, config: Sequence[tuple[int, int]], segments: Iterable[Segment]
+) -> tuple[Any, dict[str, Any], Any]:
+    """The equation that pads or cuts an array: its primitive, parameters and operands."""
+    number = next((p.source for p in segments if p.is_number), None)
+    if number is not None:
+        return lax.pad_p, {"padding_config": tuple((low, high, 0) for low, high in config)}, (x, number)
+    starts = tuple(-low for low, _ in config)
+    limits = tuple(n + high for n, (_, high) in zip(x.shape, config, strict=True))
+    return lax.slice_p, {"start_indices": starts, "limit_indices": limits, "strides": None}, (x,)
 
-    def _addends(self, result: Value) -> tuple[int, list[Segment]] | None:
-        """The dimension and the segments of a sum of zero-padded arrays whose nonzero parts do not overlap, if any."""
-        found = [(axis, self._side_by_side(result, axis)) for axis in range(len(result.shape))]  # later sums read all
-        known = ((axis, segments) for axis, segments in found if segments is not None)
-        return next(((axis, segments) for axis, segments in known if any(not p.is_number for p in segments)), None)
 
-    def _side_by_side(self, x: Array, axis: int) -> list[Segment] | None:
-        if (x, axis) not in self.sums:
-            self.sums[x, axis] = self._sum(x, axis)
-        return self.sums[x, axis]
-
-    def _sum(self, x: Array, axis: int) -> list[Segment] | None:
-        e = self.producers.get(x)
-        if e is None or not traits_of(e.name).adds:
-            return self.along(x, axis)
-        segments_a, segments_b = (self._side_by_side(y, axis) for y in e.inputs)
-        if segments_a is None or segments_b is None:
-            return None
-        joined = []
-        for start, end in itertools.pairwise((0, *sorted({*ends(segments_a), *ends(segments_b)}))):
-            pair = [*cut(segments_a, start, end), *cut(segments_b, start, end)]
-            arrays = [p for p in pair if not p.is_number]
-            if len(arrays) > 1 or any(p.is_number and not is_zero(p.source) for p in pair):
-                return None
-            joined += arrays or pair[:1]
-        segments = tidy(joined)
-        return segments if len(segments) <= _MOST else None
-
-    # New equations.
-
-    def _make(self, x: Array | Window, result: Value | None, e: Equation, out: list[Equation]) -> Array | None:
-        """Appends equations that compute an array from its segments; None if that is not possible."""
-        if result is None and x in self.needed:
-            return x if isinstance(x, Value) else None
-        if result is None and (made := self.made.get(x, self.made_now.get(x))) is not None:
-            return made
-        window = self._as_window(x)
-        if window is not None:
-            source, config, number = window
-            if result is None and all(c == (0, 0) for c in config):
-                return source
-            if number is not None:
-                params: dict[str, Any] = {"padding_config": tuple((low, high, 0) for low, high in config)}
-                return self._add(x, lax.pad_p, params, (source, number), source.dtype, e, out, result)
-            starts = tuple(-low for low, _ in config)
-            limits = tuple(n + high for n, (_, high) in zip(source.shape, config, strict=True))
-            params = {"start_indices": starts, "limit_indices": limits, "strides": None}
-            return self._add(x, lax.slice_p, params, (source,), source.dtype, e, out, result)
-        along = [(axis, self.along(x, axis)) for axis in range(len(x.shape))]
-        along = [(axis, segments) for axis, segments in along if segments[0].source != x]
-        if any(all(p.is_number for p in segments) for _, segments in along):
-            return None
-        if not along:
-            return x if isinstance(x, Value) and result is None else None
-        # Prefer other dimensions to a slice: the sliced array may be a concatenation along another dimension.
-        axis, segments = min(along, key=lambda pair: len(pair[1]) == 1 and not pair[1][0].is_all_of(pair[0]))
-        if len(segments) == 1 and segments[0].is_all_of(axis):
-            return self._make(segments[0].source, result, e, out)
-        return self._join(x, axis, segments, e, out, result=result)
-
-    def _join(self, x: Array | Window, axis: int, segments: Sequence[Segment], e: Equation, out: list[Equation], *,
-              result: Value | None = None, added: bool = False) -> Array | None:  # fmt: skip
-        sources = [p.source if p.is_number else self._make(p.source, None, e, out) for p in segments]
-        if any(s is None for s in sources):
-            return None
-        operands = tuple(s for s in sources if isinstance(s, Value | Constant))
-        array = next(s for s in operands if s.shape)
-        if not added and all(p.is_all_of(axis) for p in segments):
-            return self._add(x, lax.concatenate_p, {"dimension": axis}, operands, array.dtype, e, out, result)
-        if added and len(segments) == 1 and segments[0].is_all_of(axis):
-            zero = Constant(np.zeros((), array.dtype))  # a sum with zeros, in which the sign of a zero may change
-            return self._add(x, lax.add_p, {}, (array, zero), array.dtype, e, out, result)
-        slices = tuple((p.start, p.end) for p in segments)
-        params = {"dimension": axis, "slices": slices, "added": added}
-        return self._add(x, concatenate_slices_p, params, operands, array.dtype, e, out, result)
-
-    def _as_window(self, x: Array | Window) -> tuple[Value, list[tuple[int, int]], Any] | None:
-        """An array as the result of one ``lax.pad``: its operand, low and high padding, and number; or None."""
-        shape, number, source = x.shape, None, x
-        config = [(0, 0)] * len(shape)
-        while not isinstance(source, Value) or self._comes_from_elsewhere(source):
-            before = source
-            for axis in range(len(shape)):
-                segments = self.along(source, axis)
-                numbers = [p for p in segments if p.is_number]
-                arrays = [p for p in segments if not p.is_number]
-                number = number or next(iter(numbers), None)
-                if len(arrays) != 1 or not all(p.is_like(number) for p in numbers if number is not None):
-                    return None
-                (array,) = arrays
-                at, (low, high) = segments.index(array), config[axis]
-                cut_low, cut_high = array.start, array.source.shape[axis] - array.end
-                low += sum(p.length for p in segments[:at]) - cut_low
-                high += sum(p.length for p in segments[at + 1 :]) - cut_high
-                if (cut_low and low > -cut_low) or (cut_high and high > -cut_high):
-                    return None
-                config[axis], source = (low, high), array.source
-            if source == before:
-                return None
-        return None if source is x else (source, config, None if number is None else number.source)
-
-    def _add(self, x: Array | Window, primitive: Any, params: dict[str, Any], inputs: Sequence[Array], dtype: Any,
-             e: Equation, out: list[Equation], result: Value | None) -> Value:  # fmt: skip
-        self.made_now[x] = value = self.graph.add(out, e, primitive, params, inputs, x.shape, dtype, result)
-        return value
+def _joined(segments: Sequence[Segment], axis: int, *, added: bool) -> tuple[Any, dict[str, Any], Any]:
+    """The equation that joins segments along a dimension, or adds zeros to them."""
+    operands = tuple(p.source for p in segments)
+    if all(p.is_all_of(axis) for p in segments) and not added:
+        return lax.concatenate_p, {"dimension": axis}, operands
+    if added and len(segments) == 1 and segments[0].is_all_of(axis):
+        return lax.add_p, {}, (*operands, Constant(np.zeros((), operands[0].dtype)))
+    slices = tuple((p.start, p.end) for p in segments)
+    return concatenate_slices_p, {"dimension": axis, "slices": slices, "added": added}, operands
 
 
 # Sinks elementwise operators below a concatenation of slices of one array.

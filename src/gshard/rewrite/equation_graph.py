@@ -12,7 +12,7 @@ import numpy as np
 
 from gshard.comm.collectives import KINDS
 from gshard.core.jax_adapter import as_if_at, bind, closed
-from gshard.core.program import Constant, Context, Equation, Value
+from gshard.core.program import Block, Constant, Context, Equation, Value
 from gshard.language.region import with_edges
 from gshard.language.traits import traits_of
 
@@ -67,6 +67,26 @@ def without_dead_code(
             kept.append(e)
             read.update(e.inputs)
     return kept[::-1]
+
+
+def with_others(block: Block, others: Callable[[Equation], Sequence[Equation] | None], *, clean: bool = False) -> Block:
+    """The block with other equations in place of some, also in bodies; the same object if nothing changes.
+
+    Args:
+        others: returns what replaces an equation; None for an equation that stays, and whose bodies are read.
+        clean: whether dead code goes from blocks that change.
+    """
+    equations: list[Equation] = []
+    for e in block.equations:
+        new = others(e)
+        if new is None:
+            bodies = tuple(with_others(body, others, clean=clean) for body in e.blocks)
+            new = (e if bodies == e.blocks else with_edges(dataclasses.replace(e, blocks=bodies)),)
+        equations += new
+    if tuple(equations) == block.equations:
+        return block
+    equations = without_dead_code(equations, block.outputs) if clean else equations
+    return Block(block.inputs, tuple(equations), block.outputs)
 
 
 Array = Value | Constant

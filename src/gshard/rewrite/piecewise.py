@@ -213,7 +213,7 @@ def may_be_in_pieces(t: Touch, layout: Layout) -> bool:
     if t.kind == COMMUNICATE:
         return e.name in _EXTREMES and e.inputs[0].dtype != jnp.bool_
     if t.kind == PARALLEL:
-        named = traits.same_on_parts or traits.shape_in or e.name == "table"
+        named = traits.same_on_parts or traits.shape_in
         if e.name == "reshape" and e.params.get("dimensions") is not None:
             return False
         if e.name == "dynamic_update_slice" and t.operands[1] is None:
@@ -306,11 +306,6 @@ def _each(t: Touch, layout: Layout, operands: Sequence[Any]) -> list[Any]:
 def _one(t: Touch, piece: Piece, start: int, operands: Sequence[Any]) -> list[Any]:
     """The results of an equation for one piece."""
     e = t.equation
-    if e.name == "table":
-        at: list[Any] = [None] * len(e.outputs[0].shape)
-        last = e.outputs[0].shape[t.results[0] or 0] - 1
-        at[t.results[0] or 0] = jnp.clip(jnp.arange(piece.size, dtype=jnp.int32) + (start - piece.start), 0, last)
-        return [e.params["table"].part(operands, tuple(at))]
     changes: dict[str, Any] = {}
     if shape_in := traits_of(e.name).shape_in:
         changes[shape_in] = tuple(piece.size if d == t.results[0] else n for d, n in enumerate(e.params[shape_in]))

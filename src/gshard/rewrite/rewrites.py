@@ -7,12 +7,9 @@ from gshard.rewrite.compose_movement import compose_movement, sink_elementwise
 from gshard.rewrite.fft_by_dimension import fft_by_dimension
 from gshard.rewrite.fold_into_reader import (
     fold_pad_into_window,
-    fold_table,
-    search_of_rev,
     sum_of_scatter,
     transpose_of_dot,
 )
-from gshard.rewrite.match_associative_scan import match_associative_scan
 from gshard.rewrite.piecewise import piecewise
 from gshard.rewrite.shard_scan import shard_scan
 from gshard.rewrite.sink_pad import sink_pad
@@ -20,8 +17,6 @@ from gshard.rewrite.split_merged_dims import split_merged_dims
 from gshard.rewrite.widening import stack_narrow, widen_late, widen_slices
 
 TRACE = (
-    match_associative_scan,
-    fold_table,
     sum_of_scatter,
     split_merged_dims,
     sink_elementwise,
@@ -29,7 +24,6 @@ TRACE = (
     compose_movement,
     fold_pad_into_window,
     transpose_of_dot,
-    search_of_rev,
     stack_narrow,
     widen_slices,
     widen_late,

@@ -23,12 +23,11 @@ import jax
 import numpy as np
 from jax import lax
 
-from gshard.core.program import Equation, Value
+from gshard.core.program import Equation
 from gshard.core.rule import REDUCE
 from gshard.language.traits import traits_of
 from gshard.rewrite.driver import over
 from gshard.rewrite.equation_graph import Array, Graph, Others, again
-from gshard.rewrite.look_up import KnownValues
 from gshard.rules.shape import one_array
 
 _TIMES = 4  # largest ratio of computed and needed elements
@@ -87,15 +86,6 @@ class _Frames:
         # ``rewrite.compose_movement`` removes padded arrays whose elements move again.
         self.moved = {x for e in graph.equations if self._moves(e) for x in e.inputs}
 
-    @functools.cached_property
-    def known(self) -> KnownValues:
-        """The known values of arrays along one dimension."""
-        known_values = KnownValues(most=2**31)
-        for e in self.graph.equations:
-            if len(e.outputs) == 1 and len(e.outputs[0].shape) <= 1:
-                known_values.note(e)
-        return known_values
-
     def _moves(self, e: Equation) -> bool:
         if traits_of(e.name).adds:
             return all(self.producer(x, "pad") for x in e.inputs)
@@ -131,13 +121,10 @@ class _Frames:
         if any(not x.equation and x.array.shape and any(o for o, s in zip(x.frame.offsets, in_step, strict=True) if s)
                for x in nodes.values()):  # fmt: skip
             return None
-        inside = result not in self.needed and self.is_chosen_inside(frame, u, result)
         leaves = list({x.array: None for x in nodes.values() if x.equation is None})
 
         def sunk(number: Any, *arrays: Any) -> Any:
             whole = _computed(top, dict(zip(leaves, arrays, strict=True)), {})
-            if inside:
-                return whole
             return lax.select(_inside(frame, u.shape), whole, lax.broadcast_in_dim(number, frame.shape, ()))
 
         return self.graph.write(sunk, (e.inputs[1], *leaves), (result,), e)
@@ -171,38 +158,6 @@ class _Frames:
         if not same or x in self.needed:
             return _Node(frame, x)
         return _Node(frame, x, e, tuple(self.node(y, frame, nodes) for y in e.inputs))
-
-    def is_chosen_inside(self, frame: _Frame, u: Array, result: Value) -> bool:
-        """Whether the only reader of a pad is a select that chooses elements of ``u`` only, at known positions."""
-        readers = self.graph.readers(result)
-        if len(readers) != 1 or readers[0].name != "select_n" or readers[0].inputs.index(result) != 2:
-            return False
-        chosen = self.places(readers[0].inputs[0])
-        for d, (n, o, s, m) in enumerate(zip(frame.shape, frame.offsets, frame.steps, u.shape, strict=True)):
-            outside = np.ones(n, bool)
-            outside[o : o + s * (m - 1) + 1 : s] = False
-            if outside.any() and (d not in chosen or (chosen[d] & outside).any()):
-                return False
-        return True
-
-    def places(self, x: Array) -> dict[int, Any]:
-        """For some dimensions the positions at which flags may be true: bool [n]."""
-        found: dict[int, Any] = {}
-        pending = [(x, tuple(range(len(x.shape))))]  # flags, and the dimensions of ``x`` that theirs are
-        seen = set[Any]()
-        while pending:
-            flags, dims = pending.pop()
-            e = None if (flags, dims) in seen else self.producer(flags)
-            seen.add((flags, dims))
-            if len(flags.shape) == 1:
-                line = self.known.of(flags)
-                if line is not None and line.whole and len(line.values) == x.shape[dims[0]]:
-                    found[dims[0]] = line.values & found.get(dims[0], True)
-            elif e is not None and e.name == "broadcast_in_dim":
-                pending.append((e.inputs[0], tuple(dims[d] for d in e.params["broadcast_dimensions"])))
-            elif e is not None and e.name == "and":
-                pending += [(y, dims) for y in e.inputs]
-        return found
 
 
 def _computed(node: _Node, arrays: Mapping[Array, Any], known: dict[Any, Any]) -> Any:

@@ -15,9 +15,8 @@ from gshard.comm.shards import Shards
 from gshard.core.mesh import Mesh
 from gshard.core.program import Equation, itemsize
 from gshard.core.rule import Index, Rule, RuleMaker, Span, Split, moves, place
-from gshard.core.xla_workarounds import taken
 from gshard.language.registry import Call, rule
-from gshard.language.traits import Fine, Maker, Part, Places, emit, flat
+from gshard.language.traits import Fine, Maker, emit, flat
 from gshard.rules.along_axis import AlongAxis
 
 # Moves elements as the index of a rule describes (``Rule.index``), on NumPy arrays.
@@ -59,14 +58,6 @@ def elements(index: Index, arrays: Sequence[np.ndarray]) -> np.ndarray:
     return result
 
 
-def at_places(x: Any, at: Places) -> Any:
-    """The elements of an array at some positions of each dimension."""
-    for d, i in enumerate(at):
-        if i is not None:
-            x = taken(x, i, d)
-    return x
-
-
 def _broadcast_values(params: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
     shape, dims = params["shape"], params["broadcast_dimensions"]
     spread = [1] * len(shape)
@@ -88,16 +79,9 @@ def _broadcast_merged(a: Maker, e: Equation) -> bool:
     return emit(a, e, (fine.array,), result.groups, **sizes)
 
 
-def _broadcast_at(part: Part, e: Equation, at: Places) -> Any:
-    (x,), dims = e.inputs[:1], e.params["broadcast_dimensions"]
-    shape = [n if i is None else i.shape[0] for n, i in zip(e.outputs[0].shape, at, strict=True)]
-    at_operand = tuple(None if n == 1 else at[d] for n, d in zip(x.shape, dims, strict=True))
-    return lax.broadcast_in_dim(part.of(x, at_operand), shape, dims)
-
-
 @rule(
     "broadcast_in_dim", free=True, shared=False, shape_in="shape",
-    values=_broadcast_values, merged=_broadcast_merged, placed=_broadcast_at,
+    values=_broadcast_values, merged=_broadcast_merged,
 )  # fmt: skip
 def broadcast_in_dim(call: Call) -> Rule:
     """Operand dimensions keep their factors. New dimensions, and those broadcast from size 1, get new factors.
@@ -123,17 +107,9 @@ def _transpose_merged(a: Maker, e: Equation) -> bool:
     return emit(a, e, (fine.array,), tuple(fine.groups[d] for d in order), permutation=fine.all_dims(order))
 
 
-def _transpose_at(part: Part, e: Equation, at: Places) -> Any:
-    order = e.params["permutation"]
-    at_operand: list[Any] = [None] * len(order)
-    for d, source in enumerate(order):
-        at_operand[source] = at[d]
-    return lax.transpose(part.of(e.inputs[0], tuple(at_operand)), order)
-
-
 @rule(
     "transpose", values=lambda params, x: x.transpose(params["permutation"]),
-    merged=_transpose_merged, placed=_transpose_at,
+    merged=_transpose_merged,
 )  # fmt: skip
 def transpose(call: Call) -> Rule:
     """The dimensions of the operand in another order.
@@ -153,14 +129,6 @@ def _squeeze_merged(a: Maker, e: Equation) -> bool:
     return emit(a, e, (fine.array,), groups, dimensions=fine.all_dims(sorted(dropped)))
 
 
-def _squeeze_at(part: Part, e: Equation, at: Places) -> Any:
-    (x,) = e.inputs
-    dropped = _squeezed(x.shape, e.params)
-    positions = iter(at)
-    at_operand = tuple(None if d in dropped else next(positions) for d in range(len(x.shape)))
-    return lax.squeeze(part.of(x, at_operand), tuple(dropped))
-
-
 def _squeezed(shape: tuple[int, ...], params: Mapping[str, Any]) -> set[int]:
     """The dropped dimensions; the parameter may count them from the end."""
     return {d % len(shape) for d in params["dimensions"]}
@@ -168,7 +136,7 @@ def _squeezed(shape: tuple[int, ...], params: Mapping[str, Any]) -> set[int]:
 
 @rule(
     "squeeze", free=True, handed_on=True, values=lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
-    merged=_squeeze_merged, placed=_squeeze_at,
+    merged=_squeeze_merged,
 )  # fmt: skip
 def squeeze(call: Call) -> Rule:
     """Dropped dimensions have no factor. The others are parallel."""
@@ -182,26 +150,9 @@ def _reshape_values(params: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
     return (x if params["dimensions"] is None else x.transpose(params["dimensions"])).reshape(params["new_sizes"])
 
 
-def _reshape_at(part: Part, e: Equation, at: Places) -> Any:
-    (x,), target = e.inputs[:1], e.outputs[0].shape
-    if e.params["dimensions"] is not None:
-        return at_places(lax.reshape(part.of(x, (None,) * len(x.shape)), target, e.params["dimensions"]), at)
-    # A dimension is unchanged if its size and the number of elements in front of it are the same.
-    unchanged = {(math.prod(x.shape[:d]), n): d for d, n in enumerate(x.shape)}
-    at_operand: list[Any] = [None] * len(x.shape)
-    remaining, shape = list(at), list(target)
-    for d, (n, i) in enumerate(zip(target, at, strict=True)):
-        source = unchanged.get((math.prod(target[:d]), n))
-        if i is not None and n > 1 and source is not None:
-            at_operand[source] = i
-            remaining[d] = None
-            shape[d] = i.shape[0]
-    return at_places(lax.reshape(part.of(x, tuple(at_operand)), shape), tuple(remaining))
-
-
 @rule(
     "reshape", free=True, handed_on=True, shape_in="new_sizes",
-    values=_reshape_values, placed=_reshape_at,
+    values=_reshape_values,
 )  # fmt: skip
 def reshape(call: Call) -> Rule:
     """Merged and split dimensions share factors. If two groups of dimensions do not align, the major ones communicate.

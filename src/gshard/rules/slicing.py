@@ -24,9 +24,9 @@ from gshard.core.rule import REDUCE, Rule, RuleMaker, Span, Split, moves, place
 from gshard.core.xla_workarounds import opaque_for_one, opaque_for_slice, ppermute, taken
 from gshard.language.function_primitive import function_primitive
 from gshard.language.registry import Call, rule
-from gshard.language.traits import Groups, Maker, Part, Places, emit, flat
+from gshard.language.traits import Groups, Maker, emit, flat
 from gshard.rules.along_axis import AlongAxis
-from gshard.rules.shape import at_places, one_array
+from gshard.rules.shape import one_array
 
 
 def cut_in_fine_form(a: Maker, e: Equation) -> bool:
@@ -70,17 +70,6 @@ def _cut(a: Maker, e: Equation, spans: Sequence[Span]) -> tuple[Value, Groups] |
     return part, tuple(groups)
 
 
-def _slice_at(part: Part, e: Equation, at: Places) -> Any:
-    (x,), starts, limits = e.inputs, e.params["start_indices"], e.params["limit_indices"]
-    steps = e.params["strides"] or (1,) * len(starts)
-    at_operand = tuple(i if i is None else start + step * i for i, start, step in zip(at, starts, steps, strict=True))
-    result = part.of(x, at_operand)
-    for d, i in enumerate(at):
-        if i is None:
-            result = lax.slice_in_dim(result, starts[d], limits[d], steps[d], d)
-    return result
-
-
 def _normal_slice(params: Mapping[str, Any], shape: Sequence[int]) -> Mapping[str, Any]:
     """A stride is 1 if the slice has one element. The limit follows the last element."""
     strides = params["strides"] or (1,) * len(shape)
@@ -99,7 +88,6 @@ def _normal_slice(params: Mapping[str, Any], shape: Sequence[int]) -> Mapping[st
     shape_in="limit_indices",
     normal=_normal_slice,
     merged=cut_in_fine_form,
-    placed=_slice_at,
 )
 def slice_(call: Call) -> Rule:
     """Part ``i`` of the result begins at element ``start + stride * i * size`` of the operand.
@@ -184,22 +172,7 @@ def _pad_merged(a: Maker, e: Equation) -> bool:
     return emit(a, e, (fine.array, e.inputs[1]), groups, padding_config=fine_config)
 
 
-def _pad_at(part: Part, e: Equation, at: Places) -> Any:
-    x, padding_value = e.inputs
-    config = [(int(low), int(high), int(interior)) for low, high, interior in e.params["padding_config"]]
-    at_operand: list[Any] = list(at)
-    inside = jnp.ones((1,) * len(at), jnp.bool_)
-    for d, (n, i, (low, _, interior)) in enumerate(zip(x.shape, at, config, strict=True)):
-        if i is not None:
-            index, between = (i - low) // (interior + 1), (i - low) % (interior + 1)
-            at_operand[d] = jnp.clip(index, 0, max(n - 1, 0))
-            inside &= along((between == 0) & (index >= 0) & (index < n), d, len(at))
-    fill = part.of(padding_value, ())
-    remaining = [c if i is None else (0, 0, 0) for c, i in zip(config, at, strict=True)]
-    return jnp.where(inside, lax.pad(part.of(x, tuple(at_operand)), fill, remaining), fill)
-
-
-@rule("pad", moves=True, same_on_parts=True, merged=_pad_merged, placed=_pad_at)
+@rule("pad", moves=True, same_on_parts=True, merged=_pad_merged)
 def pad(call: Call) -> Rule:
     """Part ``i`` of the result begins at position ``i * size - low`` of the operand with interior padding.
 
@@ -245,17 +218,8 @@ def _padded_spans(low: int, high: int, n: int) -> tuple[Span, ...]:
     return tuple(span for span in (Span(1, 0, low), kept, Span(1, 0, high)) if span.count > 0)
 
 
-def _rev_at(part: Part, e: Equation, at: Places) -> Any:
-    (x,), dims = e.inputs, e.params["dimensions"]
-    at_operand = tuple(
-        n - 1 - i if i is not None and d in dims else i for d, (n, i) in enumerate(zip(x.shape, at, strict=True))
-    )
-    return lax.rev(part.of(x, at_operand), [d for d in dims if at[d] is None])
-
-
 @rule(
     "rev", moves=True, same_on_parts=True, values=lambda params, x: np.flip(x, tuple(params["dimensions"])),
-    placed=_rev_at,
 )  # fmt: skip
 def rev(call: Call) -> Rule:
     """Devices reverse their parts and exchange them, the first with the last. Then padding moves to the end."""
@@ -306,8 +270,6 @@ def cut(call: Call, make: RuleMaker, n: int) -> tuple[int, ...]:
 
 # Concatenations and splits along a dimension. Each chunk of elements has its own route (``comm.route``).
 
-_LOOK_UP = 8  # operations that cost as much as one look-up of an element
-
 
 def _concatenate_merged(a: Maker, e: Equation) -> bool:
     d, out = e.params["dimension"], e.outputs[0]
@@ -322,27 +284,7 @@ def _concatenate_merged(a: Maker, e: Equation) -> bool:
     return arrays is not None and emit(a, e, arrays, groups_of_size(out.shape[d]), dimension=fine.dims(d)[0])
 
 
-def _concatenate_at(part: Part, e: Equation, at: Places) -> Any:
-    d = e.params["dimension"]
-    positions = at[d]
-    if positions is None:
-        return lax.concatenate([part.of(x, at) for x in e.inputs], d)
-    # To compute each operand at all positions may cost more than to compute the whole result and look elements up.
-    count = positions.shape[0]
-    if e.outputs[0].shape[d] + _LOOK_UP * count < len(e.inputs) * count:
-        return at_places(part.of(e.outputs[0], (*at[:d], None, *at[d + 1 :])), (*(None,) * d, positions))
-    result = None
-    start = sum(x.shape[d] for x in e.inputs)
-    for x in reversed(e.inputs):
-        start -= x.shape[d]
-        if x.shape[d]:
-            of_operand = part.of(x, (*at[:d], jnp.clip(positions - start, 0, x.shape[d] - 1), *at[d + 1 :]))
-            is_before_end = along(positions < start + x.shape[d], d, len(at))
-            result = of_operand if result is None else jnp.where(is_before_end, of_operand, result)
-    return result
-
-
-@rule("concatenate", moves=True, same_on_parts=True, merged=_concatenate_merged, placed=_concatenate_at)
+@rule("concatenate", moves=True, same_on_parts=True, merged=_concatenate_merged)
 def concatenate(call: Call) -> Rule:
     """Each part of the result fetches the elements of each operand that it contains.
 

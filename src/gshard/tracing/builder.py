@@ -177,6 +177,11 @@ class Builder:
     named: list[Named] = dataclasses.field(default_factory=list)  # the values whose dimensions have names
     known_values: KnownValues = dataclasses.field(default_factory=KnownValues)  # the known values of constant indices
 
+    @staticmethod
+    def after(block: Block) -> Builder:
+        """A builder whose values have other numbers than those of a block."""
+        return Builder(itertools.count(1 + max((v.index for v in block.values()), default=0)))
+
     def block(
         self,
         jaxpr: Any,

@@ -35,7 +35,6 @@ from gshard.language.mark_primitive import bind_mark
 from gshard.language.region import REGIONS, Crossing, Interpreter, Region, ShardingOf, crossing, edge, moved_to
 from gshard.language.transfer import is_transfer, transferred
 from gshard.rules.callback import WITH_A_DEVICE
-from gshard.rules.sort import sorted_search
 
 # Separates ``jax.device_put`` inside a program into a mark and a transfer.
 
@@ -221,9 +220,6 @@ def expansion(name: str, params: dict[str, Any], in_avals: list[Any]) -> tuple[A
     """The jaxpr that replaces an equation, and its constants; None for an equation that stays."""
     if name == "random_bits":
         return closed(expand_random_bits(in_avals[0], params["bit_width"], params["shape"]))
-    search = sorted_search(params, in_avals)
-    if search is not None:
-        return closed(search)
     if name == "call_hi_primitive":
         return closed(expand_high_primitive(params, in_avals))
     if name == "reshard" and _adds_no_mark(params["dst_sharding"], in_avals[0]):

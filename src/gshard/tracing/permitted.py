@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from gshard.core.errors import ShardingError
 from gshard.core.program import Block, Equation, Value
 from gshard.core.rule import Rule, Way
-from gshard.language.region import with_edges
+from gshard.rewrite.equation_graph import with_others
 
 Axes = frozenset[str]
 _Ways = tuple[tuple[Way, Axes | None], ...]
@@ -39,25 +39,15 @@ def permitted(block: Block, *, finite: bool) -> Block:
     reached = {} if finite else _reached(block)
     rules: dict[tuple[Rule, _Ways], Rule] = {}  # equal rules stay one object
 
-    def changed(e: Equation) -> Equation:
-        blocks = tuple(map(changed_block, e.blocks))
-        if any(new is not old for new, old in zip(blocks, e.blocks, strict=True)):
-            return with_edges(dataclasses.replace(e, blocks=blocks))
+    def changed(e: Equation) -> tuple[Equation] | None:
         if e.rule is None:
-            return e
+            return None
         finite_ways: _Ways = tuple((way, None) for way in e.rule.finite) if finite else _from_marks(e, reached)
         ways = (*_of_mark(e), *finite_ways)
-        if not ways:
-            return e
-        rule = rules.setdefault((e.rule, ways), e.rule.permitting(ways))
-        return e if rule is e.rule else dataclasses.replace(e, rule=rule)
+        rule = rules.setdefault((e.rule, ways), e.rule.permitting(ways)) if ways else e.rule
+        return None if rule is e.rule else (dataclasses.replace(e, rule=rule),)
 
-    def changed_block(block: Block) -> Block:
-        equations = tuple(map(changed, block.equations))
-        unchanged = all(new is old for new, old in zip(equations, block.equations, strict=True))
-        return block if unchanged else Block(block.inputs, equations, block.outputs)
-
-    return changed_block(block)
+    return with_others(block, changed)
 
 
 def permit_from(first: int, equations: list[Equation], target: Any) -> None:
