@@ -14,12 +14,11 @@ from gshard.core.mark import Mark, mark_of_cut, resolve
 from gshard.core.number_text import format_seconds
 from gshard.core.plan import Plan, Reason
 from gshard.core.planning_tables import with_tables
-from gshard.core.program import Block, Equation, Program, Value, format_bytes
+from gshard.core.program import Equation, Program, Value, format_bytes
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.device.cost import WORTH, Cost, cost
 from gshard.explanation.advice import direct_roots, roots
-from gshard.language.region import with_edges
 from gshard.planning.added_marks import spec_of_cut, text_of_mark, with_marks
 from gshard.planning.strategies import shardings
 from gshard.search.moves import tried
@@ -188,7 +187,7 @@ def _loosened(rows: Sequence[Sequence[Collective]], plan: Plan) -> Iterator[Prop
         weaker = "" if spec is None or not any(dims) else f"gshard.shard(x, P({', '.join(entries)}))"
         yield Proposal(
             weaker, root.line, root.equation, largest.get(root, 0), direct[root], indirect[root],
-            functools.partial(_with_opened, plan.program, opened),
+            functools.partial(with_marks, plan.program, {}, opened),
         )  # fmt: skip
 
 
@@ -224,26 +223,6 @@ def _opened(e: Equation, plan: Plan) -> Mark | None:
         return None
     kept = [None if is_open or not atoms else atoms for is_open, atoms in zip(already, dims, strict=True)]
     return mark_of_cut(kept, plan.mesh)
-
-
-def _with_opened(program: Program, marks: Mapping[Equation, Mark]) -> Program:
-    return dataclasses.replace(program, block=_with_other_marks(program.block, marks))
-
-
-def _with_other_marks(block: Block, marks: Mapping[Equation, Mark]) -> Block:
-    """The block with other marks on values that are marked."""
-    equations = []
-    for e in block.equations:
-        if e in marks:
-            e = dataclasses.replace(e, mark=marks[e], params={"mark": marks[e]})
-        elif e.blocks:
-            bodies = tuple(_with_other_marks(body, marks) for body in e.blocks)
-            if any(a is not b for a, b in zip(bodies, e.blocks, strict=True)):
-                e = with_edges(dataclasses.replace(e, blocks=bodies))
-        equations.append(e)
-    if all(a is b for a, b in zip(equations, block.equations, strict=True)):
-        return block
-    return dataclasses.replace(block, equations=tuple(equations))
 
 
 # What if: plans the program again under other marks, and prices the result.
