@@ -13,7 +13,7 @@ import pytest
 
 import gshard
 from gshard.core.deadline import OutOfTime, until
-from gshard.search.find import MeshSearch, in_model
+from gshard.search.find import MeshSearch
 from gshard.search.presets import Preset
 from gshard.search.time_budget import Progress, TimeBudget
 from gshard.solver.solve import solve
@@ -68,8 +68,9 @@ def test_a_budget_is_of_all_that_a_search_does():
     assert (least.best.searched, least.gap) == (None, None)
     assert least.plan.shardings
     assert "nothing is proven: the search did not get as far" in str(least)
-    assert any("the preset 'state split'" in step for step in least.left_out)
-    assert "not tried, or cut: the problem of mesh (data=8)" in str(least)
+    assert "the preset 'data parallel'" in least.left_out
+    assert "the problem of mesh (data=8)" in least.left_out
+    assert "not tried, or cut: the preset" in str(least)
     with pytest.raises(gshard.ArgumentError, match="ended before it solved the problem"):
         least.why("qkv")
 
@@ -77,35 +78,34 @@ def test_a_budget_is_of_all_that_a_search_does():
 def test_a_step_that_is_out_of_time_is_cut_and_named():
     problem = layered(0)
     budget = TimeBudget.of(1e-9, False)
-    with budget.step("solving"):
-        solve(problem)
+    assert budget.attempt("solving", lambda: solve(problem)) is None, "it does not begin"
+    late = dataclasses.replace(TimeBudget.of(60, False), left_out=budget.left_out)
+
+    def solved():
+        with until(0.0):
+            solve(problem)
         raise AssertionError("reduce checks the deadline")
-    assert budget.left_out == ["solving"]
-    with budget.step("the least", always=True):
-        assert solve(problem).states.size
-    assert budget.left_out == ["solving"]
+
+    assert late.attempt("cut", solved) is None
+    assert budget.left_out == ["solving", "cut"]
+    assert budget.attempt("the least", lambda: solve(problem), always=True).states.size
+    assert budget.left_out == ["solving", "cut"]
     with until(0.0), pytest.raises(OutOfTime):
         solve(problem)
 
 
-def test_a_returned_plan_is_priced_in_the_model_that_has_the_bound():
-    """Of presets as of what was searched, so that the gap is about the plan that is returned."""
+def test_the_searched_plan_is_priced_in_the_model_that_has_the_bound():
+    """What is proven is of that plan only: nothing of a preset."""
     mesh = gshard.Mesh.abstract(x=2, y=4)
     found = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine=H100, donate_argnums=0)
     best = found.best
-    assert in_model(best.graph, best.searched.plan) == pytest.approx(best.solution.value, rel=1e-9)
     assert best.predicted == pytest.approx(best.solution.value, rel=1e-9)
-    of_others = {other.name: in_model(best.graph, other.plan) for other in best.others}
-    assert len(of_others) == 4, "the expected ones, since the plan is within a percent of the bound"
+    assert best.predicted >= best.bound * (1 - 1e-9)
     for other in best.others:
-        predicted = of_others[other.name]
-        assert predicted >= best.bound * (1 - 1e-9)
-        # One preset instead of what was searched: its own gap, not that of the other plan.
-        alone = dataclasses.replace(found, best=dataclasses.replace(best, chosen=other, predicted=predicted))
-        assert alone.gap == pytest.approx(max(0.0, 1 - best.bound / predicted))
-        assert f"({predicted * 1e3:.4g} ms there); priced in full: {other.cost.seconds * 1e3:.4g} ms" in str(alone)
+        alone = dataclasses.replace(found, best=dataclasses.replace(best, chosen=other, predicted=None))
+        assert alone.gap is None
+        assert "nothing is proven of this plan: it is not the plan that was searched" in str(alone)
         assert f"this is the plan of '{other.name}'; the searched plan takes" in str(alone)
-    assert max(of_others.values()) > 2 * best.bound, "some are far from the optimum"
 
 
 def test_nothing_is_said_to_be_proven_that_is_not():
@@ -137,8 +137,7 @@ def test_a_candidate_that_fails_ends_nothing(monkeypatch):
 
     monkeypatch.setattr(Preset, "planned", preset_fails)
     monkeypatch.setattr(MeshSearch, "_posed", problem_fails)
-    lines = []
-    found = gshard.search(small, shape(64, 64), shape(64, 64), mesh=8, machine=H100, progress=lines.append)
+    found = gshard.search(small, shape(64, 64), shape(64, 64), mesh=8, machine=H100, progress=False)
     assert found.failed == (
         "the preset 'data parallel, state split (ZeRO, FSDP)', planned by bytes: ValueError: shapes differ",
         "the problem of mesh (data=4, model=2): KeyError: 'no such axis'",
@@ -146,7 +145,6 @@ def test_a_candidate_that_fails_ends_nothing(monkeypatch):
     )
     assert f"not tried, because of an error: {'; '.join(found.failed)}" in str(found)
     assert not any("ZeRO" in preset.name for preset in found.presets)
-    assert any("nothing is proven yet of the best plan; left to do: " in line for line in lines)
     monkeypatch.setattr(Preset, "planned", lambda *args: 1 / 0)
     assert gshard.search(small, shape(64, 64), shape(64, 64), mesh=EIGHT, machine=H100).gap == 0
 
@@ -178,12 +176,12 @@ def own(number, frame):
     print("own handler")
 def stopped_by(number, at, **options):
     def heard(line):
-        if at in line:
+        if at in f"{line}.":
             os.kill(os.getpid(), number)
     return searched(600.0, progress=heard, **options)
 signal.signal(signal.SIGTERM, own)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored in the background
-found = stopped_by(signal.SIGTERM, "the preset 'state split'")
+found = stopped_by(signal.SIGTERM, "the preset 'data parallel'.")
 print(found.stopped == signal.SIGTERM, found.best.searched is not None, signal.getsignal(signal.SIGTERM) is own)
 print([line for line in str(found).splitlines() if "ended the search" in line][0].split(" after ")[0])
 found = stopped_by(signal.SIGINT, "solving for mesh")

@@ -8,7 +8,7 @@ import pytest
 import gshard
 from gshard.core.planning_tables import tables
 from gshard.device.machine import Machine
-from gshard.search.find import MeshSearch, cut_in_two, in_model, on_finer
+from gshard.search.find import MeshSearch, cut_in_two, on_finer
 from gshard.search.time_budget import TimeBudget
 
 RNG = np.random.default_rng(4)
@@ -92,9 +92,7 @@ def test_a_plan_is_the_same_on_a_finer_mesh(coarse):
 
 
 def test_the_known_plan_is_among_those_compared(coarse, near):
-    known = in_model(near.graph, near.near)
-    assert known == pytest.approx(in_model(coarse.graph, coarse.chosen.plan), rel=1e-6)
-    assert near.rank[2] <= known * (1 + 1e-6)
+    assert near.rank[2] <= coarse.rank[2] * (1 + 1e-6)
 
 
 def test_plans_run(near):
@@ -131,7 +129,7 @@ def test_three_axes_are_found_where_they_are_faster():
     )
     assert found.cost.seconds < 0.99 * two_axes.cost.seconds
     assert "differ in one axis from the one found on mesh" in str(found)
-    insisted = found.with_mark("state['table']", jax.P("inner"), progress=False)
+    insisted = found.with_mark("state['table']", jax.P("inner"))
     assert insisted.mesh == found.mesh
     assert insisted.cost.seconds > found.cost.seconds
     assert insisted.gap is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -329,33 +329,15 @@ _SHOWN = 5  # rows of the table
 _NONE = 1e-5  # a gap that counts as none, to the printed digits
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class NotSearched:
-    """A configuration that was left out, and why."""
-
-    text: str  # its keywords, and where the state is
-    why: str  # the reason
-    fits: bool  # whether it may fit into memory. If not, no bound needs to hold for it.
-    is_estimated: bool = True  # whether it was estimated
-
-    def __str__(self) -> str:
-        return f"{self.text}: {self.why}"
-
-
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Configurations:
     """The configurations that were found for a step, the best first.
 
     Attributes:
         rows: the configurations that have a plan: first those that fit, by time; then the others, by memory.
-        not_searched: the configurations without a plan, and why they have none.
+        not_searched: the configurations without a plan, each with the reason.
         machine: the machine.
         limit: bytes that a device may hold.
-        bound: seconds that no plan of any configuration goes below, in the simplified model of ``gshard.search``; 0 if
-            some configuration was not estimated. It is for plans without recomputed values, besides those that the
-            builder's step recomputes, and without collective matmuls, on the meshes that were given.
-        searched_bound: the same for the configurations whose problems were solved on all meshes only; 0 if none was.
-        solved: the number of these.
         left_out: steps that were cut, or not begun, because the time was over.
         failed: steps that ended with an error, each with its first line.
         notes: what else limits the result.
@@ -364,12 +346,9 @@ class Configurations:
     """
 
     rows: tuple[Configuration, ...]
-    not_searched: tuple[NotSearched, ...]
+    not_searched: Mapping[str, str]
     machine: Machine
     limit: float
-    bound: float
-    searched_bound: float
-    solved: int
     left_out: tuple[str, ...]
     failed: tuple[str, ...]
     notes: tuple[str, ...]
@@ -380,27 +359,6 @@ class Configurations:
     def best(self) -> Configuration:
         """The best configuration."""
         return self.rows[0]
-
-    def __iter__(self) -> Iterator[Configuration]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> Configuration:
-        return self.rows[i]
-
-    @property
-    def gap(self) -> float | None:
-        """The largest share of the best configuration's time in the simplified model that another one could save.
-
-        None if nothing is proven: there is no bound over all configurations, the model has no plan like the best, or
-        its mesh has three axes.
-        """
-        found = self.best.found
-        if found is None or found.best.predicted is None or found.best.near is not None or not self.bound:
-            return None
-        return max(0.0, 1 - self.bound / found.best.predicted)
 
     def _table(self) -> str:
         """The best configurations, one a line."""
@@ -438,8 +396,7 @@ class Configurations:
         ]  # fmt: skip
         return {
             "machine": self.machine.name, "memory_limit": int(self.limit), "configurations": rows,
-            "bound": self.bound, "searched_bound": self.searched_bound, "gap": self.gap,
-            "not_searched": [dataclasses.asdict(other) for other in self.not_searched],
+            "not_searched": dict(self.not_searched),
             "left_out": list(self.left_out), "failed": list(self.failed), "notes": list(self.notes),
             "seconds": self.seconds,
         }  # fmt: skip
@@ -461,37 +418,19 @@ class Configurations:
             lines.append(f"the best: {how_near(best.found.best)}")
         if best.recomputes:
             lines.append("gshard recomputes some of its values to fit: best.jit() has the memory limit for that")
-        lines += self._bounds()
         lines += _folded(self.not_searched)
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines + ended(self.seconds, self.left_out, self.stopped, self.failed))
 
     __repr__ = __str__
 
-    def _bounds(self) -> list[str]:
-        text, best = "in the simplified model of gshard.search", self.best.found
-        if any(row.found is not None and row.found.best.near is not None for row in self.rows):
-            text += ", on meshes with up to two axes"
-        if self.bound:
-            lines = [f"{text}, no configuration takes less than {format_seconds(self.bound)}"]
-            if self.gap is not None and best is not None and best.best.predicted is not None:
-                lines[0] += f"; the best takes {format_seconds(best.best.predicted)} there, {_more(self.gap)}"
-        else:
-            lines = ["there is no bound over all configurations, because some were not estimated"]
-        if self.solved and self.searched_bound > self.bound:
-            lines.append(
-                f"the {self.solved} that {'was' if self.solved == 1 else 'were'} searched on all meshes: no plan takes "
-                f"less than {format_seconds(self.searched_bound)} there"
-            )
-        return lines
 
-
-def _folded(others: Sequence[NotSearched]) -> list[str]:
+def _folded(others: Mapping[str, str]) -> list[str]:
     """A line for each reason why configurations have no plan, with their number and the first of them."""
-    of_reason: dict[str, list[NotSearched]] = {}
-    for other in others:
-        of_reason.setdefault(other.why, []).append(other)
-    return [f"{len(some)} {why}: {some[0].text}{', ...' * (len(some) > 1)}" for why, some in of_reason.items()]
+    of_reason: dict[str, list[str]] = {}
+    for text, why in others.items():
+        of_reason.setdefault(why, []).append(text)
+    return [f"{len(some)} {why}: {some[0]}{', ...' * (len(some) > 1)}" for why, some in of_reason.items()]
 
 
 def _percent(gap: float | None) -> str:
@@ -505,7 +444,3 @@ def _plain(value: Any) -> Any:
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  " + "  ".join(f"{cell:<{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _more(gap: float) -> str:
-    return "no more" if gap < _NONE else f"at most {significant(100 * gap / (1 - gap), 2)} % more"

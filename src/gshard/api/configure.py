@@ -6,20 +6,19 @@ problems of the best on every mesh, as in ``gshard.search``.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import math
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from gshard.api.configuration import BuiltStep, Configuration, Configurations, NotSearched, built_by
+from gshard.api.configuration import BuiltStep, Configuration, Configurations, built_by
 from gshard.api.jit import Jitted
 from gshard.api.lowered import Lowered
 from gshard.api.search import (
-    EFFORT,
     FINISHED,
     OfArrays,
     Searched,
@@ -36,65 +35,16 @@ from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.memory_kinds import PINNED_HOST
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import tables, with_tables
-from gshard.core.program import Equation, Program, Value, format_bytes
-from gshard.core.rule import PARALLEL, REDUCE
-from gshard.device.compiled_kernels import as_compiled
+from gshard.core.program import format_bytes
 from gshard.device.cost import cost_of_kernels
-from gshard.device.fusion_model import PRODUCT, Kernel, kernels_of
+from gshard.device.fusion_model import kernels_of
 from gshard.device.machine import Machine, machine_of
-from gshard.device.roofline import kernel_roofline
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 from gshard.search.builder_choices import choices_of, combinations, text_of
-from gshard.search.find import MeshSearch, axes_text
+from gshard.search.find import MeshSearch
 from gshard.search.pipeline import PricedPlan
 from gshard.search.state_on_host import state_to_offload
-from gshard.search.time_budget import Progress, Stop, TimeBudget, in_a_line, seconds_of, stoppable
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Estimate:
-    """The figures of one device if all work and all arrays were shared evenly."""
-
-    seconds: float  # of a call. Nothing is sent.
-    peak: float  # bytes at the peak
-    least_bytes: float  # bytes of arguments and results that every plan holds at least
-    least_seconds: float  # seconds that every plan takes at least in the simplified model of the search
-
-
-@with_tables
-def estimated(program: Program, mesh: Mesh, machine: Machine, donated: Iterable[int]) -> Estimate:
-    """Estimates a traced program."""
-    devices, first = machine.size, len(program.captured)
-    whole = cost_of_kernels(kernels_of(program.block), mesh, machine, [first + i for i in donated])
-    memory = whole.memory
-    kept = memory.arguments + memory.results - memory.shared
-    least = 0.0
-    if all(e.rule is None or e.rule.is_free for e in program.block.walk()):
-        from_nothing = {v for e in program.block.walk() if not _operands(e) for v in e.outputs}
-        kernels = as_compiled(kernels_of(program.block, windows=False), machine.compiler)
-        least = sum(
-            times * _least(kernel, machine)
-            for kernel, times in kernels.walk()
-            # A product with a table may become another operation (``rewrite.banded_product``).
-            if len(_operands(kernel.equation)) > 1 and from_nothing.isdisjoint(_operands(kernel.equation))
-        )
-    else:  # parts that are written for one device run once on each
-        kept = 0
-    return Estimate(whole.seconds / devices, whole.peak / devices, kept / devices, least)
-
-
-def _operands(e: Equation) -> list[Value]:
-    return [v for v in e.inputs if isinstance(v, Value)]
-
-
-def _least(kernel: Kernel, machine: Machine) -> float:
-    """Seconds of one run of a kernel in the simplified model, at least: the share of a product that is a roofline."""
-    e, devices = kernel.equation, machine.size
-    if e.rule is None or kernel.kind != PRODUCT or not all(f.kind in (PARALLEL, REDUCE) for f in e.rule.factors):
-        return 0.0
-    shares = kernel.product_flops / devices, kernel.vector_flops / devices, kernel.moved / devices
-    return kernel_roofline(machine, e, *shares).work
-
+from gshard.search.time_budget import Stop, TimeBudget, in_a_line, seconds_of, stoppable
 
 _RECOMPUTES = 4 / 3  # of the time of a step whose estimate does not fit: a second forward pass, at most
 
@@ -105,20 +55,19 @@ class EstimatedStep:
 
     built: BuiltStep
     searched: Searched
-    estimate: Estimate
     limit: float
+    # of one device, if all work and all arrays were shared evenly, and nothing were sent: seconds of a call, bytes at
+    # the peak, and bytes of arguments and results that every plan holds at least
+    seconds: float
+    peak: float
+    least_bytes: float
     run: SearchRun | None = None
     why: str = "not begun, because the time was over"
 
     @property
     def promise(self) -> float:
         """Orders configurations, the most promising one first."""
-        return self.estimate.seconds * (_RECOMPUTES if self.estimate.peak > self.limit else 1.0)
-
-    def least_seconds(self, meshes: int) -> float:
-        """Seconds that it takes at least in the simplified model, on any mesh."""
-        solved = [max(one.least_seconds, self.estimate.least_seconds) for one in self.solved]
-        return min(solved) if len(solved) == meshes else self.estimate.least_seconds
+        return self.seconds * (_RECOMPUTES if self.peak > self.limit else 1.0)
 
     @property
     def chosen(self) -> PricedPlan | None:
@@ -133,49 +82,15 @@ class EstimatedStep:
         """
         ours, theirs = self.built.keywords, other.built.keywords
         changed = sum(ours[key] != theirs[key] for key in ours) + (bool(self.built.host) != bool(other.built.host))
-        return changed == 1 and self.estimate.peak <= self.limit and self.estimate.seconds <= other.estimate.seconds
+        return changed == 1 and self.peak <= self.limit and self.seconds <= other.seconds
 
     @property
     def fits_as_it_is(self) -> bool:
         """Whether its best plan so far fits without recomputed values."""
         return self.chosen is not None and self.chosen.cost.peak <= self.limit and not self.chosen.recomputed
 
-    @property
-    def expected(self) -> float:
-        """Seconds of the best plan by hand; longer if values have to be recomputed to fit."""
-        assert self.chosen is not None
-        return self.chosen.cost.seconds * (_RECOMPUTES if self.chosen.cost.peak > self.limit else 1.0)
 
-    @property
-    def solved(self) -> list[MeshSearch]:
-        """The meshes for which its whole problem is solved."""
-        begun = [] if self.run is None else self.run.begun
-        return [one for one in begun if one.is_solved and one.near is None]
-
-
-_SCREENING = 1 / 3  # of the time, what estimates may take
-_EXPLORING = 1 / 3  # of the time that is left then, what plans by hand may take
-_SOLVING = 1 / 2  # of the time that is left, what the problems of one configuration may take
 _FULL_PRICE = 0.95  # of the time of a plan in the simplified model, what its full price may be
-
-
-@dataclasses.dataclass(eq=False)
-class _Quiet(Progress):
-    """The progress of one configuration: its steps are those of the whole, which shows them if they take long."""
-
-    whole: Progress | None = None
-
-    def step(self, doing: str) -> None:
-        assert self.whole is not None
-        self.whole.doing = f"{self.name}: {doing}"
-        self.whole.beat()
-
-    def better(self, plan: str) -> None:
-        self.beat()
-
-    def beat(self) -> None:
-        assert self.whole is not None
-        self.whole.beat()
 
 
 @dataclasses.dataclass(eq=False)
@@ -196,12 +111,10 @@ class ConfigureRun:
     limit: float
     global_batch: int | None
     offload: bool
-    uses_all: bool
-    on_better: Callable[[Configuration], None] | None
     caller: Callable[..., Any]
     budget: TimeBudget
     candidates: list[EstimatedStep] = dataclasses.field(default_factory=list)
-    others: list[NotSearched] = dataclasses.field(default_factory=list)
+    others: dict[str, str] = dataclasses.field(default_factory=dict)  # those without an estimate, with the reason
     notes: dict[str, None] = dataclasses.field(default_factory=dict)
     fastest: EstimatedStep | None = None
     noted: float = 0.0  # seconds of the fastest when it was noted
@@ -216,37 +129,23 @@ class ConfigureRun:
         try:
             with tables():
                 self._estimate()
-                self._explore()
-                self._solve()
+                self._search()
                 if self.any_shape:
                     self._cut_axes()
-                if self.uses_all:
-                    self._prove()
         except KeyboardInterrupt:
             stop.number = stop.number or signal.SIGINT
         return self._result(stop)
 
     def _estimate(self) -> None:
         """Builds, traces and estimates all configurations."""
-        share, first = dataclasses.replace(self.budget.part(_SCREENING), left_out=[]), True
+        share = dataclasses.replace(self.budget.part(3), left_out=[])
         for keywords in combinations(self.choices):
-            text, done = text_of(keywords), False
-            if first or not share.is_over:
-                with share.step(f"estimating {text}", always=first):
-                    try:
-                        self.candidates += self._estimated(keywords)
-                    except OutOfTime:
-                        raise
-                    except Exception as error:  # of any kind: other keywords have steps
-                        self.others.append(NotSearched(text, self._failed(error), False))
-                    done = True
-            if not done:
-                why = "not estimated, because the time was over"
-                self.others.append(NotSearched(text, why, True, is_estimated=False))
-            first = first and not self.candidates
+            step, text = functools.partial(self._add, keywords), text_of(keywords)
+            if not share.attempt(f"estimating {text}", step, always=not self.candidates):
+                self.others[text] = "not estimated, because the time was over"
         if self.error is not None and not self.candidates:
             raise self.error
-        if not self.candidates and all(not other.fits for other in self.others):
+        if not self.candidates:
             raise ArgumentError(
                 "the builder has no step: it returns None for all keywords.",
                 user_line(),
@@ -259,26 +158,38 @@ class ConfigureRun:
         self.error = self.error or error
         return f"not tried, because of an error: {in_a_line(error)}"
 
-    def _estimated(self, keywords: Mapping[str, Any]) -> Iterator[EstimatedStep]:
-        """The configurations with these keywords: the state on the devices and, if possible, on the host."""
-        built = built_by(self.builder, keywords, self.fixed, self.own)
-        if built is None:
-            text = text_of(keywords)
-            self.others.append(NotSearched(text, "for which the builder returns None", False))
-            return
-        with clear_call_errors(self.caller, built.step, built.arguments, {}):
-            one, lowered = self._traced(built)
-        yield one
-        if self.offload and lowered.donated and self._can_offload(built, one.searched):
-            if pairs := state_to_offload(lowered.program, lowered.donated):
-                yield self._traced(built.with_host(pairs))[0]
+    def _add(self, keywords: Mapping[str, Any]) -> bool:
+        """Adds the configurations with these keywords: the state on the devices and, if possible, on the host."""
+        try:
+            built = built_by(self.builder, keywords, self.fixed, self.own)
+            if built is None:
+                self.others[text_of(keywords)] = "for which the builder returns None"
+                return True
+            with clear_call_errors(self.caller, built.step, built.arguments, {}):
+                one, lowered = self._traced(built)
+            self.candidates.append(one)
+            if self.offload and lowered.donated and self._can_offload(built, one.searched):
+                if pairs := state_to_offload(lowered.program, lowered.donated):
+                    self.candidates.append(self._traced(built.with_host(pairs))[0])
+        except OutOfTime:
+            raise
+        except Exception as error:  # of any kind: other keywords have steps
+            self.others[text_of(keywords)] = self._failed(error)
+        return True
 
+    @with_tables
     def _traced(self, built: BuiltStep) -> tuple[EstimatedStep, Lowered]:
         own = {key: value for key, value in self.own.items() if key != "finite"}
         searched = searched_of(built.step, built.arguments, {}, own, self.own["finite"], self.caller)
         lowered = searched.lower(self.meshes[0])
-        figures = estimated(lowered.program, self.meshes[0], self.machine, lowered.donated)
-        return EstimatedStep(built, searched, figures, self.limit), lowered
+        program, devices, first = lowered.program, self.machine.size, len(lowered.program.captured)
+        donated = [first + i for i in lowered.donated]
+        whole = cost_of_kernels(kernels_of(program.block), self.meshes[0], self.machine, donated)
+        memory, each = whole.memory, [whole.seconds, whole.peak, 0.0]
+        if all(e.rule is None or e.rule.is_free for e in program.block.walk()):
+            each[2] = memory.arguments + memory.results - memory.shared
+        # Other parts are written for one device: they run once on each.
+        return EstimatedStep(built, searched, self.limit, *(n / devices for n in each)), lowered
 
     def _can_offload(self, built: BuiltStep, searched: Any) -> bool:
         """Whether the state may be on the host; a note tells why not."""
@@ -296,110 +207,63 @@ class ConfigureRun:
             self.notes[f"the state stays on the devices: {why}"] = None
         return not why
 
-    def _explore(self) -> None:
-        """Prices plans that people write by hand, on the first mesh, for the most promising configurations first."""
-        limit, share = self.limit, self.budget.part(_EXPLORING)
-        better = {one: sum(other.is_better(one) for other in self.candidates) for one in self.candidates}
-        for candidate in sorted(self.candidates, key=lambda one: (better[one], one.promise)):
-            if candidate.estimate.least_bytes > limit:
-                least = format_bytes(int(candidate.estimate.least_bytes))
+    def _search(self) -> None:
+        """Searches the configurations, the most promising first, without those that are estimated to be no faster."""
+        for candidate in sorted(self.candidates, key=lambda one: one.promise):
+            if candidate.least_bytes > self.limit:
+                least = format_bytes(int(candidate.least_bytes))
                 candidate.why = f"for which a device holds at least {least} of arguments and results"
-            elif not self._is_slower(candidate) and (self.fastest is None or not share.is_over):
-                with self._searching(candidate, share) as (run, budget):
-                    one = run.begin(self.meshes[0], budget)
-                    one.pricing.makes_fit = False
-                    one.price_marked()
-                    one.price_expected()
-                    one.pricing.makes_fit = True
-                self._note(candidate)
-
-    def _solve(self) -> None:
-        """Solves the problems of the configurations with the best prices, and prices their solutions."""
-        begun = [candidate for candidate in self.candidates if candidate.chosen is not None]
-        for candidate in sorted(begun, key=lambda one: one.expected):
-            if self._is_slower(candidate):
-                continue
-            if self.budget.is_over:
-                self.budget.left_out.append(f"the problems of {candidate.built.text}")
-                continue
-            self._solve_on_all(candidate)
-        for candidate in begun if self.fastest is None else ():  # the plans by hand, with recomputed values
-            if self.fastest is None and not (candidate is not begun[0] and self.budget.is_over):
-                with self._searching(candidate, self.budget) as (run, budget):
-                    one = next(iter(run.begun))
-                    one.budget = budget
-                    one.price_expected()
-                self._note(candidate)
+            elif self.fastest is not None and self.budget.is_over:
+                self.budget.left_out.append(candidate.built.text)
+            elif not self._is_slower(candidate):
+                self._search_one(candidate)
 
     def _cut_axes(self) -> None:
         """Searches for the fastest configuration on meshes of three axes, near its best plans on meshes of two."""
         candidate = self.fastest
         if candidate is None or candidate.run is None or self.budget.is_over:
             return
-        with self._searching(candidate, self.budget.part(_SOLVING)) as (run, budget):
-            run.budget = budget
-            run.cut_axes(budget)
-            for one in [one for one in run.begun if one.near is not None and not self._is_beaten(one)]:
-                one.price_solutions()
-                one.price_pipelines()
-                run.finished.append(one)
-        self._note(candidate)
 
-    def _prove(self) -> None:
-        """Solves the problems of the configurations that were left out, too, as long as there is time."""
-        left = [one for one in self.candidates if not one.solved and one.estimate.least_bytes <= self.limit]
-        for candidate in sorted(left, key=lambda one: one.promise):
-            if not self.budget.is_over:
-                self._solve_on_all(candidate)
+        def search(run: SearchRun) -> None:
+            run.cut_axes(run.budget)
+            self._price(run, [one for one in run.begun if one.near is not None and not self._is_beaten(one)])
 
-    def _solve_on_all(self, candidate: EstimatedStep) -> None:
+        self._within(candidate, search)
+
+    def _search_one(self, candidate: EstimatedStep) -> None:
         """Solves the problem of a configuration on every mesh, and prices the solutions of the most promising ones."""
-        count = len(self.meshes)
-        with self._searching(candidate, self.budget.part(_SOLVING)) as (run, budget):
-            for i, mesh in enumerate(self.meshes):
-                if budget.is_over:
-                    budget.left_out.append(f"mesh ({axes_text(mesh)})")
-                    continue
-                problem = budget.part(1 / 2) if i + 1 < count else budget
-                one = next((one for one in run.begun if one.mesh == mesh), None)
-                if one is None:
-                    with budget.candidate(f"mesh ({axes_text(mesh)})"):
-                        one = run.begin(mesh, problem)
-                if one is None:
-                    continue
-                one.budget = problem
-                one.solve(1.0 if count <= FINISHED else EFFORT, 1 / (count - i))
-                one.budget = budget
+
+        def search(run: SearchRun) -> None:
+            run.solve(run.budget)
             promising = sorted(run.begun, key=lambda one: one.rank)
-            for one in [one for one in promising if not self._is_beaten(one)][:FINISHED]:
-                one.always_prices = self.fastest is None
-                one.price_solutions()
-                one.price_pipelines()
-                run.finished.append(one)
-        self._note(candidate)
+            self._price(run, [one for one in promising if not self._is_beaten(one)][:FINISHED])
+
+        self._within(candidate, search)
         # On the meshes that are best for one configuration the others are solved first.
         assert candidate.run is not None
         ranked = sorted(candidate.run.begun, key=lambda one: one.rank)
         places = {one.mesh: i for i, one in enumerate(ranked)}
-        self.meshes.sort(key=lambda mesh: places.get(mesh, count))
+        self.meshes.sort(key=lambda mesh: places.get(mesh, len(ranked)))
 
-    @contextlib.contextmanager
-    def _searching(self, candidate: EstimatedStep, budget: TimeBudget) -> Iterator[tuple[SearchRun, TimeBudget]]:
-        """The search of one configuration, and its time; what it leaves out gets the configuration's name."""
-        text = candidate.built.text
-        self.budget.progress.step(f"searching: {text}")
-        quiet = _Quiet(None, since=budget.progress.since, name=text, whole=self.budget.progress)
-        own = dataclasses.replace(budget, progress=quiet, left_out=[], failed={})
+    def _price(self, run: SearchRun, some: Iterable[MeshSearch]) -> None:
+        for one in some:
+            one.always_prices = self.fastest is None
+            one.price_solutions()
+            one.price_pipelines()
+            run.finished.append(one)
+
+    def _within(self, candidate: EstimatedStep, search: Callable[[SearchRun], None]) -> None:
+        """Searches for one configuration in half of the time that is left; what it leaves out gets its name."""
+        text, budget = candidate.built.text, self.budget.part()
+        budget.progress.step(f"searching: {text}")
+        own = dataclasses.replace(
+            budget, progress=dataclasses.replace(budget.progress, part=text), left_out=[], failed={}
+        )
         if candidate.run is None:
             candidate.run = SearchRun(candidate.searched, self.meshes, False, self.machine, int(self.limit), own)
+        candidate.run.budget = own
         try:
-            yield candidate.run, own
-        except KeyboardInterrupt:
-            with contextlib.suppress(KeyboardInterrupt):
-                for one in sorted(candidate.run.begun, key=lambda one: one.rank)[:1]:
-                    while one.price_solution() is not None:
-                        pass
-            raise
+            search(candidate.run)
         except Exception as error:  # of any kind: other configurations have plans
             candidate.why = self._failed(error)
             if candidate.chosen is not None:
@@ -407,12 +271,13 @@ class ConfigureRun:
         finally:
             self.budget.left_out += [f"{text}: {name}" for name in own.left_out]
             self.budget.failed |= {f"{text}: {name}": error for name, error in own.failed.items()}
+        self._note(candidate)
 
     def _is_slower(self, candidate: EstimatedStep) -> bool:
         """Whether a configuration is estimated to be no faster than the fastest, or than a similar one that fits."""
         if self.fastest is None or self.fastest is candidate or self.fastest.chosen is None:
             return False
-        if candidate.estimate.seconds >= self.fastest.chosen.cost.seconds:
+        if candidate.seconds >= self.fastest.chosen.cost.seconds:
             candidate.why = "estimated to be no faster than the best"
             return True
         if any(
@@ -440,8 +305,6 @@ class ConfigureRun:
                 return
             self.fastest, self.noted = candidate, seconds
             self.budget.progress.better(f"{candidate.built.text}: {chosen.cost}")
-            if self.on_better is not None and (made := self._configuration(candidate, Stop())) is not None:
-                self.on_better(made)
 
     def _configuration(self, candidate: EstimatedStep, stop: Stop) -> Configuration | None:
         found = None if candidate.run is None else candidate.run.result(stop)
@@ -454,7 +317,7 @@ class ConfigureRun:
 
     def _result(self, stop: Stop) -> Configurations | None:
         """What was found; None if a signal ended the search before it had a plan."""
-        limit, meshes = self.limit, len(self.meshes)
+        limit = self.limit
         made = [(candidate, self._configuration(candidate, stop)) for candidate in self.candidates]
         rows = [row for _, row in made if row is not None]
         if stop.number is not None and not rows:
@@ -464,16 +327,10 @@ class ConfigureRun:
             raise self.error
         if not rows or rows[0].cost.peak > limit:
             raise self._fits_nowhere(rows)
-        others = list(self.others)
-        for c in [c for c, row in made if row is None]:
-            others.append(NotSearched(c.built.text, c.why, c.estimate.least_bytes <= limit))
-        possible = [c for c in self.candidates if c.estimate.least_bytes <= limit]
-        unknown = any(other.fits and not other.is_estimated for other in self.others)
-        solved = [c.least_seconds(meshes) for c in possible if len(c.solved) == meshes]
-        bound = 0.0 if unknown else min(c.least_seconds(meshes) for c in possible)
+        others = self.others | {c.built.text: c.why for c, row in made if row is None}
         return Configurations(
-            tuple(rows), tuple(others), self.machine, limit, bound, min(solved, default=0.0), len(solved),
-            tuple(self.budget.left_out), self.budget.failed_lines, tuple(self.notes), self.budget.spent, stop.number,
+            tuple(rows), others, self.machine, limit, tuple(self.budget.left_out),
+            self.budget.failed_lines, tuple(self.notes), self.budget.spent, stop.number,
         )  # fmt: skip
 
     def _fits_nowhere(self, rows: Sequence[Configuration]) -> MemoryLimitError:
@@ -483,8 +340,8 @@ class ConfigureRun:
             mesh = " ".join(f"{name}={size}" for name, size in rows[0].mesh.axes)
             text = f"nearest: {rows[0].built.text}, mesh {mesh}: a device needs {format_bytes(needed)}"
         else:
-            nearest = min(self.candidates, key=lambda one: one.estimate.least_bytes)
-            needed = int(nearest.estimate.least_bytes)
+            nearest = min(self.candidates, key=lambda one: one.least_bytes)
+            needed = int(nearest.least_bytes)
             text = f"nearest: {nearest.built.text}: a device holds at least {format_bytes(needed)}"
         cut = " Not everything was tried in the time: raise budget_seconds." if self.budget.left_out else ""
         error = MemoryLimitError(
@@ -521,7 +378,6 @@ def configure(
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Sequence[str] | None = None,
     finite: bool = False,
-    on_better: Callable[[Configuration], None] | None = None,
     progress: bool | Callable[[str], object] | None = None,
 ) -> Configurations:
     """Finds the configuration of a training step with the lowest modelled time on a machine, among those that fit.
@@ -548,9 +404,7 @@ def configure(
             ``gshard.search``; donate the training state.
         budget_seconds: how long everything together may take. It takes longer by no more than one planning of one step,
             and of data parallelism and FSDP if no mark splits the step. With None it ends once all configurations are
-            searched or estimated to be no faster, after 300 seconds at the latest. With a number, the time that is left
-            then goes to the problems of the others, which raises the bound.
-        on_better: called with each configuration that is the best so far and fits.
+            searched or estimated to be no faster, after 300 seconds at the latest.
         progress: as for ``gshard.search``.
 
     Returns:
@@ -589,8 +443,7 @@ def configure(
     limit = float(on.memory if memory_limit is None else bytes_of(memory_limit))
     run = ConfigureRun(
         step_builder, found, fixed, {**own, "finite": finite}, meshes, any_shape, machine, on, limit,
-        None if global_batch is None else int(global_batch), offload, budget_seconds is not None, on_better, configure,
-        budget,
+        None if global_batch is None else int(global_batch), offload, configure, budget,
     )  # fmt: skip
     with stoppable() as stop:
         made = run.found(stop)
