@@ -38,9 +38,8 @@ from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import tables, with_tables
 from gshard.core.program import Equation, Program, Value, format_bytes
 from gshard.core.rule import PARALLEL, REDUCE
-from gshard.device.compiled_kernels import as_compiled
 from gshard.device.cost import cost_of_kernels
-from gshard.device.fusion_model import PRODUCT, Kernel, kernels_of
+from gshard.device.fusion_model import PRODUCT, Kernel, as_compiled, kernels_of
 from gshard.device.machine import Machine, machine_of
 from gshard.device.roofline import kernel_roofline
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
