@@ -185,11 +185,12 @@ class ConfigureRun:
         program, devices, first = lowered.program, self.machine.size, len(lowered.program.captured)
         donated = [first + i for i in lowered.donated]
         whole = cost_of_kernels(kernels_of(program.block), self.meshes[0], self.machine, donated)
-        memory, each = whole.memory, [whole.seconds, whole.peak, 0.0]
-        if all(e.rule is None or e.rule.is_free for e in program.block.walk()):
-            each[2] = memory.arguments + memory.results - memory.shared
+        memory, least = whole.memory, 0.0
         # Other parts are written for one device: they run once on each.
-        return EstimatedStep(built, searched, self.limit, *(n / devices for n in each)), lowered
+        if all(e.rule is None or e.rule.is_free for e in program.block.walk()):
+            least = (memory.arguments + memory.results - memory.shared) / devices
+        seconds, peak = whole.seconds / devices, whole.peak / devices
+        return EstimatedStep(built, searched, self.limit, seconds, peak, least), lowered
 
     def _can_offload(self, built: BuiltStep, searched: Any) -> bool:
         """Whether the state may be on the host; a note tells why not."""
