@@ -1,4 +1,4 @@
-"""Fourier transforms of dimensions that are split: one after the other, and a long one as two."""
+"""Fourier transforms of dimensions that are split: one after the other."""
 
 import jax
 import jax.numpy as jnp

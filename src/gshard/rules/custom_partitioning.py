@@ -181,8 +181,7 @@ class _RuleOnMesh:
         A sharding rule need not contain this. For example, the rule of JAX's own attention gives keys and values their
         own factors, and its ``partition`` refuses a split of queries alone. In each other array, a dimension of the
         same size is a candidate, preferably at the same place; larger sets of them come first. If an array has none,
-        the dimension at the same place of an array of the same rank is a candidate (keys may have fewer heads);
-        smaller sets of them come first.
+        the dimension at the same place of an array of the same rank is a candidate (keys may have fewer heads).
         """
         yield ()
         members, parts = set(self._members(f)), self.mesh.count(atoms)
@@ -201,11 +200,11 @@ class _RuleOnMesh:
             equal.sort(key=lambda candidate: candidate[0] not in places_in_any)
             same_size += [g for _, g in equal[:1]]
             other_size += [g for d, g in fitting if not equal and (d, len(dims)) in places]
-        large_first = itertools.islice(_subsets(same_size, largest_first=True), _MOST_TRIALS)
-        small_first = _subsets(other_size, largest_first=False)
-        for others in itertools.islice(_diagonally(list(large_first), small_first), _MOST_TRIALS):
-            if others:
-                yield tuple(sorted({h for g in others for h in self._members(g)}))
+        same_size = [*dict.fromkeys(same_size)]
+        sets = itertools.chain(*(itertools.combinations(same_size, n) for n in range(len(same_size), -1, -1)))
+        pairs = ((*others, *more) for others in sets for more in dict.fromkeys(((), tuple(other_size))))
+        for others in itertools.islice(filter(None, pairs), _MOST_TRIALS):
+            yield tuple(sorted({h for g in others for h in self._members(g)}))
 
     def _settled(self, split: Mapping[int, Atoms]) -> Arrays | None:
         """The shardings that ``partition`` returns for the shardings of a split; None if it refuses."""
@@ -264,26 +263,6 @@ class _RuleOnMesh:
 
     def _members(self, f: int) -> tuple[int, ...]:
         return tuple(g for g in range(len(self.table)) if self.group[g] == self.group[f])
-
-
-def _subsets(factors: Sequence[int], *, largest_first: bool) -> Iterator[tuple[int, ...]]:
-    distinct = list(dict.fromkeys(factors))
-    sizes = range(len(distinct), -1, -1) if largest_first else range(len(distinct) + 1)
-    return itertools.chain.from_iterable(itertools.combinations(distinct, size) for size in sizes)
-
-
-def _diagonally(left: Sequence[tuple[int, ...]], right: Iterator[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """All concatenations of an item of each, in the order of the sum of their positions."""
-    seen: list[tuple[int, ...]] = []
-    for n, item in enumerate(right):
-        seen.append(item)
-        for k in range(n + 1):
-            if n - k < len(left):
-                yield (*left[n - k], *seen[k])
-    for n in range(len(seen), len(seen) + len(left) - 1):
-        for k in range(len(seen)):
-            if 0 <= n - k < len(left):
-                yield (*left[n - k], *seen[k])
 
 
 # Calls the functions and sharding rules of ``custom_partitioning(f).def_partition`` on a mesh of the equation.
