@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,6 @@ from gshard.api.configuration import BuiltStep, Configuration, Configurations, N
 from gshard.api.jit import Jitted
 from gshard.api.lowered import Lowered
 from gshard.api.search import (
-    EFFORT,
     FINISHED,
     OfArrays,
     Searched,
@@ -45,7 +45,7 @@ from gshard.device.machine import Machine, machine_of
 from gshard.device.roofline import kernel_roofline
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 from gshard.search.builder_choices import choices_of, combinations, text_of
-from gshard.search.find import MeshSearch, axes_text
+from gshard.search.find import MeshSearch
 from gshard.search.pipeline import PricedPlan
 from gshard.search.state_on_host import state_to_offload
 from gshard.search.time_budget import Progress, Stop, TimeBudget, in_a_line, seconds_of, stoppable
@@ -153,9 +153,6 @@ class EstimatedStep:
         return [one for one in begun if one.is_solved and one.near is None]
 
 
-_SCREENING = 1 / 3  # of the time, what estimates may take
-_EXPLORING = 1 / 3  # of the time that is left then, what plans by hand may take
-_SOLVING = 1 / 2  # of the time that is left, what the problems of one configuration may take
 _FULL_PRICE = 0.95  # of the time of a plan in the simplified model, what its full price may be
 
 
@@ -228,22 +225,12 @@ class ConfigureRun:
 
     def _estimate(self) -> None:
         """Builds, traces and estimates all configurations."""
-        share, first = dataclasses.replace(self.budget.part(_SCREENING), left_out=[]), True
+        share = dataclasses.replace(self.budget.part(3), left_out=[])
         for keywords in combinations(self.choices):
-            text, done = text_of(keywords), False
-            if first or not share.is_over:
-                with share.step(f"estimating {text}", always=first):
-                    try:
-                        self.candidates += self._estimated(keywords)
-                    except OutOfTime:
-                        raise
-                    except Exception as error:  # of any kind: other keywords have steps
-                        self.others.append(NotSearched(text, self._failed(error), False))
-                    done = True
-            if not done:
+            step, text = functools.partial(self._add, keywords), text_of(keywords)
+            if not share.attempt(f"estimating {text}", step, always=not self.candidates):
                 why = "not estimated, because the time was over"
                 self.others.append(NotSearched(text, why, True, is_estimated=False))
-            first = first and not self.candidates
         if self.error is not None and not self.candidates:
             raise self.error
         if not self.candidates and all(not other.fits for other in self.others):
@@ -259,19 +246,24 @@ class ConfigureRun:
         self.error = self.error or error
         return f"not tried, because of an error: {in_a_line(error)}"
 
-    def _estimated(self, keywords: Mapping[str, Any]) -> Iterator[EstimatedStep]:
-        """The configurations with these keywords: the state on the devices and, if possible, on the host."""
-        built = built_by(self.builder, keywords, self.fixed, self.own)
-        if built is None:
-            text = text_of(keywords)
-            self.others.append(NotSearched(text, "for which the builder returns None", False))
-            return
-        with clear_call_errors(self.caller, built.step, built.arguments, {}):
-            one, lowered = self._traced(built)
-        yield one
-        if self.offload and lowered.donated and self._can_offload(built, one.searched):
-            if pairs := state_to_offload(lowered.program, lowered.donated):
-                yield self._traced(built.with_host(pairs))[0]
+    def _add(self, keywords: Mapping[str, Any]) -> bool:
+        """Adds the configurations with these keywords: the state on the devices and, if possible, on the host."""
+        try:
+            built = built_by(self.builder, keywords, self.fixed, self.own)
+            if built is None:
+                self.others.append(NotSearched(text_of(keywords), "for which the builder returns None", False))
+                return True
+            with clear_call_errors(self.caller, built.step, built.arguments, {}):
+                one, lowered = self._traced(built)
+            self.candidates.append(one)
+            if self.offload and lowered.donated and self._can_offload(built, one.searched):
+                if pairs := state_to_offload(lowered.program, lowered.donated):
+                    self.candidates.append(self._traced(built.with_host(pairs))[0])
+        except OutOfTime:
+            raise
+        except Exception as error:  # of any kind: other keywords have steps
+            self.others.append(NotSearched(text_of(keywords), self._failed(error), False))
+        return True
 
     def _traced(self, built: BuiltStep) -> tuple[EstimatedStep, Lowered]:
         own = {key: value for key, value in self.own.items() if key != "finite"}
@@ -298,18 +290,17 @@ class ConfigureRun:
 
     def _explore(self) -> None:
         """Prices plans that people write by hand, on the first mesh, for the most promising configurations first."""
-        limit, share = self.limit, self.budget.part(_EXPLORING)
+        limit, share = self.limit, self.budget.part(3)
         better = {one: sum(other.is_better(one) for other in self.candidates) for one in self.candidates}
         for candidate in sorted(self.candidates, key=lambda one: (better[one], one.promise)):
             if candidate.estimate.least_bytes > limit:
                 least = format_bytes(int(candidate.estimate.least_bytes))
                 candidate.why = f"for which a device holds at least {least} of arguments and results"
             elif not self._is_slower(candidate) and (self.fastest is None or not share.is_over):
-                with self._searching(candidate, share) as (run, budget):
-                    one = run.begin(self.meshes[0], budget)
+                with self._searching(candidate, share) as run:
+                    one = run.begin(self.meshes[0], run.budget)
                     one.pricing.makes_fit = False
-                    one.price_marked()
-                    one.price_expected()
+                    run.explore(one)
                     one.pricing.makes_fit = True
                 self._note(candidate)
 
@@ -325,10 +316,10 @@ class ConfigureRun:
             self._solve_on_all(candidate)
         for candidate in begun if self.fastest is None else ():  # the plans by hand, with recomputed values
             if self.fastest is None and not (candidate is not begun[0] and self.budget.is_over):
-                with self._searching(candidate, self.budget) as (run, budget):
+                with self._searching(candidate, self.budget) as run:
                     one = next(iter(run.begun))
-                    one.budget = budget
-                    one.price_expected()
+                    one.budget = run.budget
+                    one.price_presets(None)
                 self._note(candidate)
 
     def _cut_axes(self) -> None:
@@ -336,13 +327,9 @@ class ConfigureRun:
         candidate = self.fastest
         if candidate is None or candidate.run is None or self.budget.is_over:
             return
-        with self._searching(candidate, self.budget.part(_SOLVING)) as (run, budget):
-            run.budget = budget
-            run.cut_axes(budget)
-            for one in [one for one in run.begun if one.near is not None and not self._is_beaten(one)]:
-                one.price_solutions()
-                one.price_pipelines()
-                run.finished.append(one)
+        with self._searching(candidate, self.budget.part()) as run:
+            run.cut_axes(run.budget)
+            self._price(run, [one for one in run.begun if one.near is not None and not self._is_beaten(one)])
         self._note(candidate)
 
     def _prove(self) -> None:
@@ -354,37 +341,26 @@ class ConfigureRun:
 
     def _solve_on_all(self, candidate: EstimatedStep) -> None:
         """Solves the problem of a configuration on every mesh, and prices the solutions of the most promising ones."""
-        count = len(self.meshes)
-        with self._searching(candidate, self.budget.part(_SOLVING)) as (run, budget):
-            for i, mesh in enumerate(self.meshes):
-                if budget.is_over:
-                    budget.left_out.append(f"mesh ({axes_text(mesh)})")
-                    continue
-                problem = budget.part(1 / 2) if i + 1 < count else budget
-                one = next((one for one in run.begun if one.mesh == mesh), None)
-                if one is None:
-                    with budget.candidate(f"mesh ({axes_text(mesh)})"):
-                        one = run.begin(mesh, problem)
-                if one is None:
-                    continue
-                one.budget = problem
-                one.solve(1.0 if count <= FINISHED else EFFORT, 1 / (count - i))
-                one.budget = budget
+        with self._searching(candidate, self.budget.part()) as run:
+            run.solve(run.budget)
             promising = sorted(run.begun, key=lambda one: one.rank)
-            for one in [one for one in promising if not self._is_beaten(one)][:FINISHED]:
-                one.always_prices = self.fastest is None
-                one.price_solutions()
-                one.price_pipelines()
-                run.finished.append(one)
+            self._price(run, [one for one in promising if not self._is_beaten(one)][:FINISHED])
         self._note(candidate)
         # On the meshes that are best for one configuration the others are solved first.
         assert candidate.run is not None
         ranked = sorted(candidate.run.begun, key=lambda one: one.rank)
         places = {one.mesh: i for i, one in enumerate(ranked)}
-        self.meshes.sort(key=lambda mesh: places.get(mesh, count))
+        self.meshes.sort(key=lambda mesh: places.get(mesh, len(ranked)))
+
+    def _price(self, run: SearchRun, some: Iterable[MeshSearch]) -> None:
+        for one in some:
+            one.always_prices = self.fastest is None
+            one.price_solutions()
+            one.price_pipelines()
+            run.finished.append(one)
 
     @contextlib.contextmanager
-    def _searching(self, candidate: EstimatedStep, budget: TimeBudget) -> Iterator[tuple[SearchRun, TimeBudget]]:
+    def _searching(self, candidate: EstimatedStep, budget: TimeBudget) -> Iterator[SearchRun]:
         """The search of one configuration, and its time; what it leaves out gets the configuration's name."""
         text = candidate.built.text
         self.budget.progress.step(f"searching: {text}")
@@ -392,8 +368,9 @@ class ConfigureRun:
         own = dataclasses.replace(budget, progress=quiet, left_out=[], failed={})
         if candidate.run is None:
             candidate.run = SearchRun(candidate.searched, self.meshes, False, self.machine, int(self.limit), own)
+        candidate.run.budget = own
         try:
-            yield candidate.run, own
+            yield candidate.run
         except KeyboardInterrupt:
             with contextlib.suppress(KeyboardInterrupt):
                 for one in sorted(candidate.run.begun, key=lambda one: one.rank)[:1]:

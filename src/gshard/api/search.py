@@ -26,20 +26,18 @@ from gshard.core.planning_tables import tables
 from gshard.device.machine import Machine, machine_of
 from gshard.explanation.search_result import FunctionSource, SearchResult
 from gshard.remat.rematerialise import bytes_of
-from gshard.search.find import ENOUGH, NAMES, MeshSearch, axes_text, cut_in_two, meshes, to_gain
+from gshard.search.find import NAMES, MeshSearch, axes_text, cut_in_two, meshes
 from gshard.search.pipeline import PricedPlan
-from gshard.search.time_budget import Stop, TimeBudget, in_a_line, seconds_of, stoppable
+from gshard.search.time_budget import EFFORT, Stop, TimeBudget, in_a_line, seconds_of, stoppable
 from gshard.xla_programs.compiled_ranking import devices_on, ranked
 
 # Search run: the search for a plan of one function on one or several meshes, in steps that a caller may combine.
 
 FINISHED = 3  # of the meshes that are tried, the most promising ones, whose plans are priced
-EFFORT = 0.1  # of the solver, for each of many meshes
 _CUT = 2  # meshes of two axes that are cut in three, the most promising ones
 _NEARLY = 1.02  # ratio of their times in the model beyond which the second one is not cut
 _WORTH = 1.001  # ratio of times in the model that a plan must save for which nothing is proven
 _AGAIN = 3  # searches on the best mesh of three axes, each near the plan of the one before, while plans become faster
-_SOLVING = 0.7  # of the time, what the problems of several meshes may take; pricing takes the rest
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -166,38 +164,48 @@ class SearchRun:
         )  # fmt: skip
 
     def _search(self) -> None:
-        budget, meshes = self.budget, len(self.meshes)
-        refused: Exception | None = None
-        problems = budget.part(_SOLVING) if meshes > 1 else budget
-        for i, mesh in enumerate(self.meshes):
-            if self.begun and problems.is_over:
-                budget.left_out.append(f"mesh ({axes_text(mesh)})")
-                continue
-            try:
-                # A problem that is cut is lost: better some of them whole than a part of each.
-                one = self.begin(mesh, problems.part(1 / 2) if i + 1 < meshes else problems)
-                if len(self.begun) == 1:
-                    one.price_marked()  # so that there is something to return
-                    one.price_expected()
-            except Exception as error:  # of any kind, where other meshes have results
-                self.begun = {one: lowered for one, lowered in self.begun.items() if one.mesh is not mesh}
-                if not self.begun and not isinstance(error, ShardingError):  # marks may fit other meshes
-                    raise
-                budget.failed[f"mesh ({axes_text(mesh)})"] = in_a_line(error)
-                refused = refused or error
-                continue
-            one.solve(1.0 if meshes <= FINISHED else EFFORT, 1 / (meshes - i))
-            one.budget = budget
-        if refused is not None and not self.begun:
-            raise refused
+        problems = self.budget.part() if len(self.meshes) > 1 else self.budget
+        self.solve(problems, explores=True)
         if self.any_shape:
             self.cut_axes(problems)
         self._price()
 
+    def explore(self, one: MeshSearch) -> None:
+        """Prices the program as it is marked, and presets by bytes, so that there is something to return."""
+        one.price_marked()
+        one.price_presets(None)
+
+    def solve(self, budget: TimeBudget, *, explores: bool = False) -> None:
+        """Solves the problem of every mesh, in turn; with ``explores``, it prices presets on the first."""
+        refused: Exception | None = None
+        effort = 1.0 if len(self.meshes) <= FINISHED else EFFORT
+        for i, mesh in enumerate(self.meshes):
+            one = next((one for one in self.begun if one.mesh == mesh), None)
+            if self.begun and budget.is_over:
+                budget.left_out.append(f"mesh ({axes_text(mesh)})")
+                continue
+            try:
+                # A problem that is cut is lost: better some of them whole than a part of each.
+                part = budget.part() if i + 1 < len(self.meshes) else budget
+                one = one or self.begin(mesh, part)
+                one.budget = part
+                if explores and len(self.begun) == 1:
+                    self.explore(one)
+            except Exception as error:  # of any kind, where other meshes have results
+                self.begun = {one: lowered for one, lowered in self.begun.items() if one.mesh is not mesh}
+                if not self.begun and not isinstance(error, ShardingError):  # marks may fit other meshes
+                    raise
+                self.budget.failed[f"mesh ({axes_text(mesh)})"] = in_a_line(error)
+                refused = refused or error
+                continue
+            one.solve(effort)
+            one.budget = self.budget
+        if refused is not None and not self.begun:
+            raise refused
+
     def _price(self) -> None:
         """Prices the plans of the most promising meshes, then presets and pipelines.
 
-        Once a plan is within ``ENOUGH`` of the bound, it leaves out presets that few people expect, which take longest.
         A preset over all devices is the same on every mesh, so it is priced on one with the fewest axes; one over the
         last axis is priced on the most promising mesh of several axes.
         """
@@ -205,42 +213,16 @@ class SearchRun:
         first = next(iter(self.begun))
         given = sorted((one for one in self.begun if one.near is None), key=_axes)
         several = next((one for one in ranked if _axes(one) > 1 and one.near is None), given[0])
-        for i, one in enumerate(ranked[:FINISHED]):
-            others = [f"the plan for mesh ({axes_text(other.mesh)})" for other in ranked[i:FINISHED]]
-            self._left(*others, "presets", "pipelines")
+        for one in ranked[:FINISHED]:
             one.price_solutions()
             self.finished.append(one)
-        gap = self.gap
-        is_enough = gap is not None and gap <= ENOUGH
         for one in dict.fromkeys((given[0], several)):
-            self._left(f"presets on mesh ({axes_text(one.mesh)})", "pipelines")
             if one is not first and not first.is_unsplit:
                 one.price_marked()
             known = () if one is given[0] else [preset.name for preset in given[0].presets]
-            one.price_presets(only_expected=is_enough, known=known)
-        self._left("pipelines")
+            one.price_presets(one.machine, known)
         for one in self.finished:
             one.price_pipelines()
-
-    @property
-    def gap(self) -> float | None:
-        """The share of the best plan's time in the model that another plan could save, on the meshes that were given.
-
-        None if nothing is proven: not all of these problems were solved, or the model has no plan like the best.
-        """
-        given = [one for one in self.begun if one.near is None]
-        found = [one.best() for one in self.begun if one.has_found]
-        if not found or len(given) < len(self.meshes) or not all(one.is_solved for one in given):
-            return None
-        best = min(found, key=lambda best: best.chosen.rank(best.limit))
-        return dataclasses.replace(best, bound=min(one.bound for one in given)).gap
-
-    def _left(self, *steps: str) -> None:
-        """Reports how near the best plan is, and what is left to do."""
-        limited = any(one.is_limited for one in self.begun if one.near is None)
-        count = len(self.meshes)
-        meshes = f"the {count} meshes with up to two axes" if self.any_shape else f"{count} mesh{'es' * (count > 1)}"
-        self.budget.progress.step(f"{to_gain(self.gap, limited, meshes)}; left to do: {', '.join(steps)}")
 
     def cut_axes(self, budget: TimeBudget) -> None:
         """Searches on meshes of three axes, near the best plans on meshes of two."""
@@ -248,11 +230,11 @@ class SearchRun:
         coarse = sorted(solved, key=lambda one: one.rank)[:_CUT]
         coarse = [one for one in coarse if one.rank <= (*coarse[0].rank[:2], _NEARLY * coarse[0].rank[2])]
         meshes = {mesh: one for one in reversed(coarse) for mesh in cut_in_two(one.mesh)}
-        tried = [self._near(one, mesh, budget.part(1 / 2)) for mesh, one in meshes.items()]
+        tried = [self._near(one, mesh, budget.part()) for mesh, one in meshes.items()]
         finer = [one for one in tried if one is not None]
         for _ in range(_AGAIN if finer else 0):
             best = min(finer, key=lambda one: one.rank)
-            again = self._near(best, best.mesh, budget.part(1 / 2))
+            again = self._near(best, best.mesh, budget.part())
             if again is None:
                 break
             better, worse = sorted((best, again), key=lambda one: one.rank)

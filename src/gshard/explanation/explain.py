@@ -106,9 +106,7 @@ class Explanation(ExplainedPlan):
     def _trials(self, seconds: float) -> Trials:
         if seconds not in self._tried:
             rows = rows_of(self.spmd.collectives, self.names)
-            self._tried[seconds] = trials(
-                rows, self.plan, self.marked, by_bytes=self.marked_by_bytes, seconds=seconds, one=self.planning_seconds
-            )
+            self._tried[seconds] = trials(rows, self.plan, self.marked, seconds=seconds, one=self.planning_seconds)
         return self._tried[seconds]
 
     @functools.cached_property

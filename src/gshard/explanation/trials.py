@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -23,7 +22,8 @@ from gshard.explanation.advice import direct_roots, roots
 from gshard.planning.added_marks import spec_of_cut, text_of_mark, with_marks
 from gshard.planning.strategies import shardings
 from gshard.rewrite.equation_graph import with_others
-from gshard.search.time_budget import TRIAL_SECONDS, Watch
+from gshard.search.moves import tried
+from gshard.search.time_budget import TRIAL_SECONDS
 
 # Changes: finds marks to add, loosen or remove so that the devices may send less.
 
@@ -248,9 +248,6 @@ class Proposal:
 
 Planner = Callable[[Program], SpmdProgram]
 
-_EQUATIONS = 40_000  # that are planned again, all in all,
-_MOST = 24  # and shardings that are tried
-
 
 @dataclasses.dataclass(frozen=True)
 class Instead:
@@ -286,34 +283,28 @@ def replanned(planner: Planner, program: Program | None) -> SpmdProgram | None:
 
 
 def instead(plan: Plan, value: Value, now: Cost, donated: Sequence[int], marked: Planner) -> tuple[Instead, ...]:
-    """The other shardings of a value over whole axes, the fastest first; none for one that cannot be marked."""
-    equations = sum(1 for _ in plan.program.block.walk())
-    most = max(1, min(_MOST, _EQUATIONS // max(equations, 1)))
-    found = itertools.islice(_tried(plan, value, now, donated, marked), most)
-    return tuple(sorted(found, key=lambda row: (row.cost.seconds, row.cost.sent, row.sharding)))
+    """The other shardings of a value over whole axes, the fastest first; none for one that cannot be marked.
 
-
-def _tried(plan: Plan, value: Value, now: Cost, donated: Sequence[int], marked: Planner) -> Iterator[Instead]:
+    Those over the fewest axes are tried first: of a large program not all are, in twice the time of trials.
+    """
     axes = tuple(atoms for atoms in plan.mesh.atoms_of.values() if atoms)
     ways = shardings(value.shape, plan.mesh, axes, even=value in plan.program.block.inputs)
-    # Those over the fewest axes first: the others come last where not all can be tried.
-    for way in sorted(ways, key=lambda way: len(way.atoms)):
-        text = text_of_mark(way, plan.mesh)
-        program = with_marks(plan.program, {value: mark_of_cut(way.dims, plan.mesh)})
-        if way.dims == plan.sharding(value).dims or text is None or program is None:
-            continue
-        spmd = replanned(marked, program)
-        if spmd is None:
-            continue
-        shown = way.format(plan.mesh, value.shape, value.dtype_name)
-        yield Instead(shown, text, cost(spmd, now.machine, donated), now)
+    others = [way for way in sorted(ways, key=lambda way: len(way.atoms)) if way.dims != plan.sharding(value).dims]
+    texts = {way: text for way in others if (text := text_of_mark(way, plan.mesh)) is not None}
+
+    def planned(way: Sharding) -> SpmdProgram | None:
+        return replanned(marked, with_marks(plan.program, {value: mark_of_cut(way.dims, plan.mesh)}))
+
+    found = [
+        Instead(way.format(plan.mesh, value.shape, value.dtype_name), texts[way], cost(spmd, now.machine, donated), now)
+        for way, spmd in tried(texts, planned, 2 * TRIAL_SECONDS)
+        if spmd is not None
+    ]
+    return tuple(sorted(found, key=lambda row: (row.cost.seconds, row.cost.sent, row.sharding)))
 
 
 def _signed(size: int) -> str:
     return f"{'-' if size < 0 else '+'}{format_bytes(abs(size))}"
-
-
-_SCREENING = 0.5  # of the seconds, in which changes are tried by bytes where the plan is for a machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,7 +340,6 @@ def trials(
     plan: Plan,
     marked: Planner,
     *,
-    by_bytes: Planner | None = None,
     seconds: float = TRIAL_SECONDS,
     one: float = 0.0,
     clock: Callable[[], float] = time.thread_time,
@@ -357,37 +347,13 @@ def trials(
     """Plans the program again with changes of marks, those at which most bytes are at stake first."""
     began = clock()
     sent = sum(c.total_bytes for same in rows for c in same)
-    found: list[tuple[int, Proposal]] = []
     changes = changes_of(rows, plan) if sent else []
-    tried = 0
     one = one if changes and max(seconds, TRIAL_SECONDS) < one else 0.0
-    to_prove = changes if seconds > 0 and not one else []
-    if by_bytes is not None and to_prove:
-        now = _sent(by_bytes, lambda: plan.program, Watch(began, clock))
-        screening = Watch(began + _SCREENING * seconds, clock)
-        promising = []
-        for change in changes:
-            if screening.is_over:
-                break
-            again = _sent(by_bytes, change.program, screening)
-            if again is not None and now is not None and again[0] < WORTH * now[0]:
-                promising.append((again[0], change))
-            else:
-                tried += 1
-        to_prove = [change for _, change in sorted(promising, key=lambda pair: pair[0])]
-    proving = Watch(began + seconds, clock)
-    for change in to_prove:
-        if proving.is_over:
-            break
-        again = _sent(marked, change.program, proving)
-        tried += 1
-        if again is not None and again[0] < WORTH * sent:
-            found.append((change.row, Proposal(change.mark, change.at, sent, again[0], change.instead, again[1])))
-    return Trials(tuple(found), tried, len(changes), clock() - began, one)
-
-
-def _sent(planner: Planner, program: Callable[[], Program | None], watch: Watch) -> tuple[int, SpmdProgram] | None:
-    """Bytes that each device sends in one call of a program, and what it becomes; None if its marks do not fit."""
-    with watch.trial():
-        made = replanned(planner, program())
-    return None if made is None else (sum(c.total_bytes for c in made.collectives), made)
+    made = list(tried(changes, lambda c: replanned(marked, c.program()), 0.0 if one else seconds, clock))
+    again = [(c, sum(k.total_bytes for k in spmd.collectives), spmd) for c, spmd in made if spmd is not None]
+    found = tuple(
+        (c.row, Proposal(c.mark, c.at, sent, after, c.instead, spmd))
+        for c, after, spmd in again
+        if after < WORTH * sent
+    )
+    return Trials(found, len(made), len(changes), clock() - began, one)

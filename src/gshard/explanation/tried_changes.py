@@ -20,7 +20,7 @@ from gshard.core.program import format_bytes, format_flops
 from gshard.explanation.compiled_program import CompiledProgram
 from gshard.explanation.compiled_rows import Part
 from gshard.explanation.traced_expressions import Constraint
-from gshard.search.time_budget import Watch
+from gshard.search.moves import improve, tried
 
 SECONDS = 30.0  # how long to try, if nothing else is asked for
 MORE_PEAK = 1.05  # of the peak: what a constraint may take for less time or fewer bytes
@@ -28,7 +28,6 @@ _MORE_FLOPS = 1.02  # of the operations, without a machine: a constraint may mov
 _WORTH = 0.98  # of bytes, memory or seconds: a change must spare 2 % of one
 _SAME = 1.001  # of bytes, memory or seconds: no more is no more
 _ROWS = 8  # changes that are printed
-_ALONE = 0.7  # of the seconds, in which changes are tried one by one, if many are about one value
 
 Specs = Mapping[int, PartitionSpec]  # by the number of the argument
 
@@ -42,11 +41,6 @@ class Figures:
     seconds: float  # of a call, as modelled; 0 without a machine
     messages: int  # collectives that run in one call
     flops: int  # operations that each device performs
-
-    @property
-    def rank(self) -> tuple[float, int, int]:
-        """Orders figures, the better first: by time, where it is known, then by bytes and memory."""
-        return self.seconds, self.sent, self.peak
 
     def change_to(self, after: Figures) -> str:
         """What another program takes instead, as text."""
@@ -72,6 +66,12 @@ class Change:
     constraint: Constraint | None = None  # None for arguments
     # what the program takes with it; None before it is compiled, and if JAX or XLA refuses it
     figures: Figures | None = None
+
+    @property
+    def rank(self) -> tuple[float, int, int]:
+        """Orders changes that were compiled, the better first: by time, where it is known, then by bytes and memory."""
+        assert self.figures is not None
+        return self.figures.seconds, self.figures.sent, self.figures.peak
 
     @property
     def about(self) -> frozenset[Hashable]:
@@ -130,36 +130,24 @@ def try_changes(
 ) -> Tried:
     """Compiles a program with changes."""
     began = time.monotonic()
-    watch = Watch(began + (_ALONE if any(change.constraint for change in changes) else 1.0) * seconds)
+    # Many changes may be about one value: then there is time to put the best of each together.
+    alone = list(tried(changes, lambda change: compiled([change]), seconds / (1 + any(c.constraint for c in changes))))
+    best: dict[Hashable, Change] = {}
+    helping = [dataclasses.replace(c, figures=made) for c, made in alone if made is not None and helps(made, before)]
+    for change in sorted(helping, key=lambda change: change.rank):
+        best.setdefault(change.about if change.constraint else change, change)
 
-    def figures(some: Sequence[Change]) -> Figures | None:
-        with watch.trial():
-            return compiled(some)
+    def together(some: Sequence[Change], _: Figures) -> Figures | None:
+        *earlier, last = some
+        if not earlier:
+            return last.figures
+        is_over = time.monotonic() - began > seconds
+        return None if is_over or any(last.about & other.about for other in earlier) else compiled(some)
 
-    helping: list[tuple[Figures, Change]] = []
-    tried = refused = 0
-    for change in changes if seconds > 0 else ():
-        if watch.is_over:
-            break
-        tried, made = tried + 1, figures([change])
-        refused += made is None
-        if made is not None and helps(made, before):
-            helping.append((made, dataclasses.replace(change, figures=made)))
-    best: dict[Hashable, tuple[Figures, Change]] = {}
-    for made, change in sorted(helping, key=lambda pair: pair[0].rank):
-        best.setdefault(change.about if change.constraint else change, (made, change))
-    watch.end = began + seconds
-    after, together = before, list[Change]()
-    for made, change in best.values():
-        if not together:
-            after, together = made, [change]
-        elif not watch.is_over and not any(change.about & kept.about for kept in together):
-            more = figures([*together, change])
-            if more is not None and helps(more, after):
-                after, together = more, [*together, change]
+    kept = improve(before, best.values(), together, helps)
     return Tried(
-        before, what, tuple(change for _, change in best.values()), (tuple(together), after), tried, len(changes),
-        refused, time.monotonic() - began, tuple(notes),
+        before, what, tuple(best.values()), (tuple(c for c, _ in kept), kept[-1][1] if kept else before), len(alone),
+        len(changes), sum(made is None for _, made in alone), time.monotonic() - began, tuple(notes),
     )  # fmt: skip
 
 

@@ -20,13 +20,12 @@ from gshard.naming.array_names import ArrayNames
 from gshard.planning.added_marks import text_of_mark, with_marks
 from gshard.planning.layer_stacks import schedules_of
 from gshard.search.find import ended
+from gshard.search.moves import improve
 from gshard.search.pipeline import PricedPlan
 from gshard.search.time_budget import TimeBudget
 
-_LARGEST, _FIRST = 3, 2  # candidates of each round
 _NEAR = 5e-4  # of the plan's time: a smaller difference counts as none
 _MORE_MEMORY = 1.01  # ratio of two peaks of memory: a smaller one counts as the same
-_MORE = "further marks"
 _ARGUMENTS = "arguments"  # the place of the mark that places all of them
 
 
@@ -144,93 +143,80 @@ def marks_of(
     tolerance: float = 0.01,
     most: int = 12,
 ) -> Marks:
-    """Finds marks that reproduce a plan."""
+    """Finds marks that reproduce a plan: one that is enough, or else several, each of which the others need.
+
+    It tries the values of most bytes whose sharding differs from the plan, of ``most`` names; those last that cannot be
+    written, and in front of all the arguments together.
+    """
     program, mesh = goal.plan.program, goal.plan.mesh
     near = goal.cost.seconds * (1 + tolerance)
-    chosen: list[_Candidate] = []
 
-    def tried(candidates: Sequence[_Candidate], doing: str, *, always: bool = False) -> PricedPlan | None:
-        marks = {v: mark_of_cut(s.dims, mesh) for c in candidates for v, s in c.shardings.items()}
-        marked, priced = with_marks(program, marks), None
-        with budget.step(doing, always=always), contextlib.suppress(GShardError):
-            priced = None if marked is None else price(marked)
-        return priced
+    def priced(marks: Sequence[_Candidate], doing: str, *, always: bool = False) -> PricedPlan | None:
+        marked = with_marks(program, {v: mark_of_cut(s.dims, mesh) for c in marks for v, s in c.shardings.items()})
 
-    def is_over() -> bool:
-        if budget.is_over and _MORE not in budget.left_out:
-            budget.left_out.append(_MORE)
-        return budget.is_over
+        def planned() -> PricedPlan | None:
+            with contextlib.suppress(GShardError):
+                return None if marked is None else price(marked)
+            return None
 
-    def is_near(priced: PricedPlan) -> bool:
-        fits = priced.cost.peak <= limit or goal.cost.peak > limit
-        return priced.cost.seconds <= near and priced.cost.peak <= goal.cost.peak * (1 + tolerance) and fits
+        return budget.attempt(doing, planned, always=always, raises=True)
 
-    without = tried([], "the program without further marks", always=True)
+    def with_more(marks: Sequence[_Candidate], best: PricedPlan) -> PricedPlan | None:
+        more = marks[-1]
+        if all(Sharding(best.plan.shardings[v].dims) == s for v, s in more.shardings.items()):
+            return None  # it changes nothing
+        return priced(marks, f"{more.text} {more.at}")
+
+    def is_near(now: PricedPlan) -> bool:
+        fits = now.cost.peak <= limit or goal.cost.peak > limit
+        return now.cost.seconds <= near and now.cost.peak <= goal.cost.peak * (1 + tolerance) and fits
+
+    def is_better(now: PricedPlan, best: PricedPlan) -> bool:
+        return now.rank(limit) < best.rank(limit)
+
+    without = priced([], "the program without further marks", always=True)
     assert without is not None
-    current, savings = without, []
-    while not is_near(current) and len(chosen) < most and not is_over():
-        results: list[tuple[PricedPlan, _Candidate]] = []
-        for candidates in _candidates(goal.plan, current.plan, chosen, can_write):
-            results += [
-                (priced, candidate)
-                for candidate in candidates
-                if not is_over()
-                and (priced := tried([*chosen, candidate], f"{candidate.text} {candidate.at}")) is not None
-            ]
-            if any(priced.rank(limit) < current.rank(limit) for priced, _ in results):
-                break
-        if not results:
-            break
-        best, candidate = min(results, key=lambda result: result[0].rank(limit))
-        enough = [result for result in results if is_near(result[0])]
-        if enough:
-            best, candidate = min(enough, key=lambda result: len(result[1].shardings))
-        elif not chosen:  # one mark is not enough: mark all arguments at once, then the rest
-            best, candidate = results[0]
-        if best.rank(limit) >= current.rank(limit) and len(results) < 2:
-            break
-        chosen.append(candidate)
-        savings.append(current.cost.seconds - best.cost.seconds)
-        current = best
-    for candidate in list(chosen):
-        others = [c for c in chosen if c is not candidate]
-        priced = (
-            tried(others, f"without {candidate.text} {candidate.at}") if len(chosen) > 1 and not is_over() else None
-        )
-        if priced is not None and (is_near(priced) or priced.rank(limit) <= current.rank(limit)):
-            del savings[chosen.index(candidate)]
-            chosen, current = others, priced
-    marks = [FoundMark(c.at, c.text, s, c.shardings) for c, s in zip(chosen, savings, strict=True)]
-    return Marks(tuple(marks), current, without, goal, limit, budget.spent, tuple(budget.left_out))
+    every, candidates = _candidates(goal.plan, without.plan, can_write)
+    candidates, kept = candidates[:most], list[tuple[_Candidate, PricedPlan]]()
+    if not is_near(without):
+        alone = ((c, with_more([c], without)) for c in candidates)
+        enough = next(((c, now) for c, now in alone if now is not None and is_near(now)), None)
+        marks = [*every, *candidates]
+        kept = improve(without, marks, with_more, is_better, is_near) if enough is None else [enough]
+    needed, current = [c for c, _ in kept], kept[-1][1] if kept else without
+    for candidate in list(needed) if len(kept) > 1 else ():
+        others = [c for c in needed if c is not candidate]
+        now = priced(others, f"without {candidate.text} {candidate.at}")
+        if now is not None and (is_near(now) or now.rank(limit) <= current.rank(limit)):
+            needed, current = others, now
+    before = [without, *(now for _, now in kept)]
+    marks = [
+        FoundMark(c.at, c.text, then.cost.seconds - now.cost.seconds, c.shardings)
+        for (c, now), then in zip(kept, before, strict=False)
+        if c in needed
+    ]
+    return Marks(tuple(marks), current, without, goal, limit, budget.spent, ("further marks",) * bool(budget.left_out))
 
 
 def _candidates(
-    plan: Plan, current_plan: Plan, chosen: Sequence[_Candidate], can_write: Callable[[Collection[Value]], bool]
+    plan: Plan, current: Plan, can_write: Callable[[Collection[Value]], bool]
 ) -> tuple[list[_Candidate], list[_Candidate]]:
-    """Values whose sharding differs from the plan: all arguments; of equal names, the largest and the first."""
-    marked = {v for c in chosen for v in c.shardings}
+    """All arguments together, if there are several; and values by name, whose sharding differs from the plan."""
     arguments = {*plan.program.block.inputs[len(plan.program.captured) :]}
     groups: dict[tuple[str, Sharding], dict[Value, Sharding]] = {}
     for v, name in _named(plan.program).items():
         target = Sharding(plan.shardings[v].dims)
-        if v not in marked and v.shape and text_of_mark(target, plan.mesh) is not None:
+        if v.shape and text_of_mark(target, plan.mesh) is not None:
             groups.setdefault((name, target), {})[v] = target
-    differ = {v for of in groups.values() for v, s in of.items() if Sharding(current_plan.shardings[v].dims) != s}
+    differ = {v for of in groups.values() for v, s in of.items() if Sharding(current.shardings[v].dims) != s}
     together = {v: s for of in groups.values() for v, s in of.items() if v in arguments and v in differ}
     by_name = [
         _Candidate(name, text_of_mark(target, plan.mesh) or "", values)
         for (name, target), values in groups.items()
         if not differ.isdisjoint(values)
     ]
-    writable = [c for c in by_name if can_write(c.shardings)]
-    first = [_Candidate(_ARGUMENTS, "in_shardings=found.in_shardings", together)]
-    first = first if len(together) > 1 and not chosen else []
-    return [*first, *_some(writable)], _some([c for c in by_name if c not in writable])
-
-
-def _some(candidates: Sequence[_Candidate]) -> list[_Candidate]:
-    largest = sorted(candidates, key=lambda c: -c.bytes)[:_LARGEST]
-    return list(dict.fromkeys([*largest, *candidates[:_FIRST]]))
+    every = [_Candidate(_ARGUMENTS, "in_shardings=found.in_shardings", together)] if len(together) > 1 else []
+    return every, sorted(by_name, key=lambda c: (not can_write(c.shardings), -c.bytes))
 
 
 def _named(program: Program) -> Mapping[Value, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import signal
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -29,9 +28,9 @@ from gshard.planning.reshard_costs import axes_of, in_two
 from gshard.planning.saved_plan import plan_of
 from gshard.planning.settled import settled
 from gshard.search.pipeline import Planned, PricedPlan, Pricing, plans_of
-from gshard.search.presets import AS_IT_IS, Preset, best_pipeline, expected_presets, marked_presets
+from gshard.search.presets import AS_IT_IS, DATA_PARALLEL, SPLIT_STATE, Preset, marked_presets, pipelines
 from gshard.search.seconds import on_machine, seconds_on
-from gshard.search.time_budget import EFFORT, EQUATIONS, TimeBudget
+from gshard.search.time_budget import EFFORT, TimeBudget
 from gshard.solver.problem import Problem, ProblemError
 from gshard.solver.solve import Solution, solve
 
@@ -95,8 +94,6 @@ class _Clock:
 
 # Prices a plan in the simplified model that has a bound.
 
-_EFFORT = 0.1
-
 
 def in_model(graph: Graph, plan: Plan) -> float | None:
     """The seconds of a plan in a problem; None if the problem has no such plan."""
@@ -104,7 +101,7 @@ def in_model(graph: Graph, plan: Plan) -> float | None:
     if chosen is None:
         return None
     try:
-        found = solve(dataclasses.replace(graph.problem.restricted(chosen), limit=None), effort=_EFFORT)
+        found = solve(dataclasses.replace(graph.problem.restricted(chosen), limit=None), effort=EFFORT)
     except ProblemError:
         return None
     return found.value if np.isfinite(found.value) else None
@@ -234,13 +231,8 @@ def on_finer(plan: Plan, mesh: Mesh) -> Plan:
     return Plan(plan.program, mesh, shardings, splits, {})
 
 
-_ROUNDS = 7  # solutions, each after the second with another limit of memory
-ENOUGH = 0.01  # of a plan's time in the model: where no plan saves more, the solver ends, and few presets are priced
-_USUAL = 4  # the first presets, which are priced for every program
-_ALWAYS = 2  # expected presets that are priced however short the time is: data parallelism and a split state
-_SOLVING = 0.6  # the largest share of the time that is left for one solution: its plan and the presets are priced later
+ENOUGH = 0.01  # of a plan's time in the model: where no plan saves more, the solver ends
 _ROUNDED = 1e-9  # relative difference of times that counts as rounding
-_NEAR = 1.02  # ratio of limits of memory: between nearer ones no further limit is tried
 
 
 class MeshSearch:
@@ -298,19 +290,24 @@ class MeshSearch:
 
     def price_marked(self) -> None:
         """Prices the program under its own marks, however long that takes, so that there is a plan to return."""
-        boundary = self.pricing.boundary(self._as_given)
-        step = self.budget.candidate if self.pricing.known else self.budget.step  # on other meshes there are plans
-        with step(f"the program as it is marked, on mesh ({self._mesh_text})", always=True):
-            plans = plans_of(self._as_given, self.timed, self.machine, boundary=boundary)
+
+        def priced() -> None:
+            plans = plans_of(self._as_given, self.timed, self.machine, self.pricing.boundary(self._as_given))
             self.presets.append(self.pricing.add(AS_IT_IS, *plans))
 
-    def price_expected(self) -> None:
-        """Prices the presets that people expect, by bytes: data parallelism, a split state, tensor parallelism."""
-        expected = expected_presets(self.program, self.timed, self.pricing.boundary(self.program))
-        for i, preset in enumerate(expected):
-            always = self.is_unsplit and i < _ALWAYS
-            if always or not self.budget.is_over:
-                self._price_preset(preset, None, always=always)
+        name = f"the program as it is marked, on mesh ({self._mesh_text})"
+        self.budget.attempt(name, priced, always=True, raises=not self.pricing.known)  # on other meshes there are plans
+
+    def price_presets(self, machine: Machine | None, known: Collection[str] = ()) -> None:
+        """Prices the presets, planned for a machine or by bytes; those whose names are ``known`` are left out.
+
+        By bytes, data parallelism and a split state are priced however short the time is.
+        """
+        boundary = self.pricing.boundary(self.program)
+        for preset in marked_presets(self.program, self.timed, boundary):
+            if preset.name not in known:
+                always = machine is None and preset.name in (DATA_PARALLEL, SPLIT_STATE) and self.is_unsplit
+                self._price_preset(preset, machine, always=always)
 
     @property
     def is_unsplit(self) -> bool:
@@ -319,18 +316,17 @@ class MeshSearch:
 
     def _price_preset(self, preset: Preset, machine: Machine | None, *, always: bool = False) -> PricedPlan | None:
         """Prices a preset that is planned for a machine, or by bytes; of two plans of one preset the better is kept."""
-        name = f"the preset '{preset.name}'"
-        by_bytes = f"{name}, planned by bytes"
-        name = by_bytes if machine is None else name
-        if self.budget.is_over and not always:
-            self.budget.left_out.append(name)
-            return None
+        by_bytes = f"the preset '{preset.name}', planned by bytes"
         if by_bytes in self.budget.failed:
             return None
-        with self.budget.candidate(name, always=always):
+
+        def priced() -> PricedPlan:
             plans = preset.planned(self.timed, machine, self.pricing.boundary(self.program))
             return self._kept(self.pricing.add(preset.name, *plans))
-        return None
+
+        return self.budget.attempt(
+            by_bytes if machine is None else f"the preset '{preset.name}'", priced, always=always
+        )
 
     def _kept(self, *plans: PricedPlan) -> PricedPlan:
         """Keeps the best plan of a preset, of these and of one that is known, and returns it."""
@@ -341,48 +337,58 @@ class MeshSearch:
 
     def price_pipelines(self) -> None:
         """Prices pipelines over the layers of the program by bytes, then searches for the best plan with one."""
-        with self.budget.candidate(f"pipelines on mesh ({self._mesh_text})"):
-            self._search_pipelines()
+        self.budget.attempt(f"pipelines on mesh ({self._mesh_text})", self._search_pipelines)
 
     def _search_pipelines(self) -> None:
         boundary, known = self.pricing.boundary(self._traced), [*self._priced, *self.presets]
-        by_bytes = functools.partial(self._price_preset, machine=None)
-        best = best_pipeline(self._traced, self.timed, boundary, known, self.limit, by_bytes)
-        if best is None or self.budget.is_over:
+        priced: dict[Preset, PricedPlan] = {}
+
+        def best(beside: Preset | None = None) -> Preset | None:
+            for seconds, preset in pipelines(self._traced, self.timed, boundary, known, beside):
+                fitting = (plan.cost.seconds for plan in (*known, *priced.values()) if plan.cost.peak <= self.limit)
+                if seconds < min(fitting, default=math.inf) and (plan := self._price_preset(preset, None)) is not None:
+                    priced[preset] = plan
+            return min(priced, key=lambda preset: priced[preset].rank(self.limit), default=None)
+
+        first = best()
+        best_pipeline = None if first is None else best(first)
+        if best_pipeline is None or self.budget.is_over:
             return
         inner = MeshSearch(
-            best.program, self.mesh, self.machine, donated=self.pricing.donated, memory_limit=self.limit,
+            best_pipeline.program, self.mesh, self.machine, donated=self.pricing.donated, memory_limit=self.limit,
             budget=self.budget,
         )  # fmt: skip
-        inner.pricing, inner.name, inner.always_prices = self.pricing, best.name, False
+        inner.pricing, inner.name, inner.always_prices = self.pricing, best_pipeline.name, False
         inner.solve(EFFORT)
         inner.price_solutions()
-        plans = [dataclasses.replace(priced, plan=best.unmarked(priced.plan)) for priced in inner.solutions]
+        plans = [dataclasses.replace(found, plan=best_pipeline.unmarked(found.plan)) for found in inner.solutions]
         if plans:
             self._kept(*plans)
 
-    def solve(self, effort: float = 1.0, share: float = 1.0) -> None:
+    def solve(self, effort: float = 1.0) -> None:
         """Builds the problem and solves it: without a limit of memory, and with it if the solution exceeds it.
 
-        ``effort`` is as in ``solver.solve``; ``share`` is the largest share of the time that is left for a solution.
+        ``effort`` is as in ``solver.solve``.
         """
-        share = min(share, _SOLVING)
         axes = axes_of(self.timed, self._demands)
         axis_groups = in_two(self.timed, axes, self._demands)
         problems: list[tuple[Graph, list[Solution]]] = []
+
+        def solved_over(group: tuple[Atoms, ...], budget: TimeBudget) -> None:
+            graph, solved = self._posed(group), list[Solution]()
+            problems.append((graph, solved))
+            budget.progress.step(f"solving for mesh ({self._mesh_text}): {len(graph.problem.costs):,} choices")
+            solved.append(self._solution(graph.problem, budget.part(), effort))
+            self.graph, self._solved = graph, solved
+            if solved[0].peak > self.limit and not solved[0].interrupted:
+                limited = dataclasses.replace(graph.problem, limit=float(int(self.limit)))
+                solved.append(self._solution(limited, budget.part(), effort))
+            if solved[-1].interrupted:
+                raise KeyboardInterrupt
+
         for i, group in enumerate(axis_groups):
-            budget = self.budget.part(1 / (len(axis_groups) - i))
-            with budget.candidate(f"the problem of mesh ({self._mesh_text})"):
-                graph, solved = self._posed(group), list[Solution]()
-                problems.append((graph, solved))
-                budget.progress.step(f"solving for mesh ({self._mesh_text}): {len(graph.problem.costs):,} choices")
-                solved.append(self._solution(graph.problem, budget.part(share), effort))
-                self.graph, self._solved = graph, solved
-                if solved[0].peak > self.limit and not solved[0].interrupted:
-                    limited = dataclasses.replace(graph.problem, limit=float(int(self.limit)))
-                    solved.append(self._solution(limited, budget.part(share), effort))
-                if solved[-1].interrupted:
-                    raise KeyboardInterrupt
+            budget = self.budget.part(len(axis_groups) - i)
+            budget.attempt(f"the problem of mesh ({self._mesh_text})", functools.partial(solved_over, group, budget))
         problems = [(graph, solved) for graph, solved in problems if solved]
         if not problems:
             self.graph = None
@@ -442,58 +448,40 @@ class MeshSearch:
         """Whether the problem has a solution."""
         return bool(self._solved)
 
-    def price_presets(self, *, only_expected: bool, known: Collection[str] = ()) -> None:
-        """Prices presets by time: those that people expect, or as many as the size of the program allows.
-
-        Those whose names are ``known`` are priced on another mesh.
-        """
-        boundary = self.pricing.boundary(self.program)
-        presets = (expected_presets if only_expected else marked_presets)(self.program, self.timed, boundary)
-        preset_count = max(_USUAL, EQUATIONS // (1 + sum(1 for _ in self.program.block.walk()))) - 1
-        candidates = [preset for preset in itertools.islice(presets, preset_count) if preset.name not in known]
-        work = {preset: preset.work(self.timed) for preset in candidates if not self.budget.is_over}
-        for preset in sorted(candidates, key=lambda preset: work.get(preset, (0, 0))):
-            self._price_preset(preset, self.machine)
-
     def price_solution(self) -> PricedPlan | None:
         """Prices the first solution that is not priced yet; None if there is none, or if the time cut it."""
-        found = None
         if self.graph is None or len(self._priced) == len(self._solved):
             return None
-        solution = self._solved[len(self._priced)]
-        name = f"the plan that was searched for mesh ({self._mesh_text})"
-        with self.budget.candidate(name, always=self.always_prices):
-            found = self.pricing.add(self.name, Planned(_plan(self.graph, solution, self.pricing)))
+        graph, solution = self.graph, self._solved[len(self._priced)]
+
+        def priced() -> PricedPlan:
+            found = self.pricing.add(self.name, Planned(_plan(graph, solution, self.pricing)))
             self._priced[found] = solution
-        return found
+            return found
+
+        name = f"the plan that was searched for mesh ({self._mesh_text})"
+        return self.budget.attempt(name, priced, always=self.always_prices)
 
     def price_solutions(self) -> None:
-        """Prices the plans of solutions: without a limit, with it, then with lower ones (solved now) until one fits."""
-        limit, too_high, too_low = self.limit, np.inf, 0.0
-        for _ in range(_ROUNDS):
-            if (priced := self.price_solution()) is None:
-                return
+        """Prices the plans of solutions: without a limit, with it, then with a lower one (solved now)."""
+        while (priced := self.price_solution()) is not None:
             solution = self._priced[priced]
-            if self.budget.is_over or priced.kept <= limit:
-                return
             used_limit = solution.problem.limit
-            if not solution.fits:
-                too_low = limit if used_limit is None else used_limit
-            elif used_limit is not None:
-                too_high = used_limit
+            if self.budget.is_over or priced.kept <= self.limit or (used_limit is not None and used_limit < self.limit):
+                return
             if len(self._priced) < len(self._solved):
                 continue
             # The graph omits some short-lived memory, so its limit is lower in proportion.
-            next_limit = limit if used_limit is None else min(limit * solution.peak / priced.kept, too_high * 0.97)
-            if next_limit <= too_low:
-                next_limit = math.sqrt(too_low * too_high)
-            if next_limit <= too_low * _NEAR or next_limit >= too_high:
+            lower = self.limit if used_limit is None else self.limit * solution.peak / priced.kept
+            limited = dataclasses.replace(solution.problem, limit=float(int(lower)))
+            name = f"solving with less memory for mesh ({self._mesh_text})"
+            budget = self.budget.part()
+            found = self.budget.attempt(name, functools.partial(self._solution, limited, budget, EFFORT))
+            if found is None:
                 return
-            with self.budget.candidate(f"solving with less memory for mesh ({self._mesh_text})"):
-                limited = dataclasses.replace(solution.problem, limit=float(int(next_limit)))
-                self._solved.append(self._solution(limited, self.budget.part(_SOLVING), EFFORT))
-                if self._solved[-1].interrupted:
-                    raise KeyboardInterrupt
+            self._solved.append(found)
+            if found.interrupted:
+                raise KeyboardInterrupt
 
     @property
     def has_found(self) -> bool:
@@ -545,11 +533,10 @@ def best_plan(
         program, mesh, machine, donated=donated, memory_limit=memory_limit, budget=budget, near=near,
     )  # fmt: skip
     search.price_marked()
-    search.price_expected()
+    search.price_presets(None)
     search.solve()
     search.price_solutions()
-    gap = search.best().gap
-    search.price_presets(only_expected=gap is not None and gap <= ENOUGH)
+    search.price_presets(machine)
     search.price_pipelines()
     return search.best()
 
@@ -589,15 +576,6 @@ def how_near(best: Best, *, is_one_of_several: bool = False) -> str:
     else:
         why = "the solver found no bound in its time"
     return f"nothing is proven of this plan: {why}; {full}"
-
-
-def to_gain(gap: float | None, is_limited: bool, meshes: str) -> str:
-    """What the best plan so far could gain at most, for a line of progress."""
-    if gap is None:
-        return "nothing is proven yet of the best plan"
-    compared = ", of the choices compared" if is_limited else ""
-    share = "0" if gap < _NONE else significant(100 * gap, 2)
-    return f"at most {share} % of its time to save in the simplified model on {meshes}{compared}"
 
 
 def ended(seconds: float, left_out: Sequence[str], stopped: int | None, failed: Sequence[str] = ()) -> list[str]:

@@ -7,8 +7,7 @@ Data parallelism; a split state (ZeRO, FSDP); and one class of dimensions over a
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from gshard.core.mark import Mark, Schedule, atoms_of_partitions, mark_of_cut
 from gshard.core.mesh import Atoms, Mesh
@@ -19,13 +18,10 @@ from gshard.device.machine import Machine
 from gshard.naming.argument_names import path_of_name
 from gshard.naming.dimension_classes import Dimensions, dimensions_of, of_equal_layers
 from gshard.planning.layer_stacks import LayerStacks, all_schedules, layer_stacks, schedules_of, with_schedules
-from gshard.planning.reshard_costs import axes_of, joined
-from gshard.planning.settled import settled
 from gshard.search.pipeline import Planned, PricedPlan, plans_of
 
 AS_IT_IS = "as it is marked"
 DATA_PARALLEL, SPLIT_STATE = "data parallel", "data parallel, state split (ZeRO, FSDP)"
-_OUTSIDE, _INSIDE = 2, 1  # the number of largest dimensions of arguments, and of all values, that have presets
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,13 +31,7 @@ class Preset:
     name: str  # the name of the preset
     program: Program  # the program with the marks of the preset
     own: tuple[Mark | None, ...]  # the marks of the program without the preset
-
-    def work(self, mesh: Mesh) -> tuple[int, int]:
-        """Orders presets by their planning time, the shortest first. The time is exponential in the first number."""
-        propagated = settled(self.program, mesh)
-        known = {*propagated.shardings.values(), *propagated.moved.values()}
-        decided = sum(len(s.dims) for s in propagated.shardings.values() if s.atoms)
-        return len(joined(mesh, axes_of(mesh, known), known)), decided + sum(map(len, propagated.undecided.values()))
+    over: int | str | tuple[str, ...] = ""  # what the stages of a pipeline are split over
 
     def planned(self, mesh: Mesh, machine: Machine | None, boundary: Boundary) -> tuple[Planned, ...]:
         """The plans of the program without the preset's marks, the best first."""
@@ -57,38 +47,26 @@ class Preset:
 
 
 def marked_presets(program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED) -> Iterator[Preset]:
-    """The presets of a program, the usual ones first, without the program under its own marks."""
+    """The presets that people try first: data parallelism, a split state (FSDP), tensor parallelism beside the batch.
+
+    On a mesh of one axis tensor parallelism is over all devices. The program under its own marks is none of them.
+    """
     own_marks, state = program.argument_marks, _state(program, boundary)
-    data = data_arguments(program, boundary)
-    by_batch = {i: _along(program.block.inputs[i], 0, mesh.atoms, mesh) for i in data}
-    replicated = {i: _along(program.block.inputs[i], None, (), mesh) for i in state}
-    split_state = {i: _along(v, _largest(v, mesh), mesh.atoms, mesh) for i in state for v in (program.block.inputs[i],)}
-    earlier_marks: list[dict[int, Mark]] = []
+    inputs, data = program.block.inputs, data_arguments(program, boundary)
+    by_batch = {i: _along(inputs[i], 0, mesh.atoms, mesh) for i in data}
+    replicated = {i: _along(inputs[i], None, (), mesh) for i in state}
+    split_state = {i: _along(inputs[i], _largest(inputs[i], mesh), mesh.atoms, mesh) for i in state}
+    seen: list[dict[int, Mark]] = []
     for name, possible_marks in (
         (DATA_PARALLEL, {**replicated, **by_batch}),
         (SPLIT_STATE, {**split_state, **by_batch}),
-        ("state split", split_state),
         *_by_dimension(program, mesh, data),
     ):
         marks = {i: mark for i, mark in possible_marks.items() if mark is not None}
-        marked = program if marks in earlier_marks else with_argument_marks(program, marks)
-        earlier_marks.append(marks)
+        marked = program if marks in seen else with_argument_marks(program, marks)
+        seen.append(marks)
         if marked is not program:
             yield Preset(name, marked, own_marks)
-
-
-def expected_presets(program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED) -> Iterator[Preset]:
-    """The presets that people try first: data parallelism, a split state (FSDP), tensor parallelism beside the batch.
-
-    Arguments as of ``marked_presets``. On a mesh of one axis tensor parallelism is over all devices.
-    """
-    is_tensor = "over all devices" if len(mesh.axes) == 1 else "batch over the rest"
-    for preset in marked_presets(program, mesh, boundary):
-        if preset.name in (DATA_PARALLEL, SPLIT_STATE):
-            yield preset
-        elif preset.name.endswith(is_tensor):
-            yield preset
-            return
 
 
 def data_arguments(program: Program, boundary: Boundary) -> list[int]:
@@ -102,32 +80,29 @@ def _state(program: Program, boundary: Boundary) -> set[int]:
 
 
 def _by_dimension(program: Program, mesh: Mesh, data: Sequence[int]) -> Iterator[tuple[str, dict[int, Mark | None]]]:
-    """Splits one of the largest dimensions over all devices; or over the last axis, with the batch over the others."""
+    """Splits the largest dimension of arguments over all devices; or over the last axis, with the batch over others."""
     axes = {name: atoms for name, atoms in mesh.atoms_of.items() if atoms}
     dimensions = of_equal_layers(dimensions_of(program))
     inputs = program.block.inputs
-    bytes_of_values, bytes_of_inputs = (_bytes(dimensions, values) for values in (dimensions.labels, inputs))
-    largest_classes = sorted(dimensions.classes, key=lambda c: -bytes_of_inputs.get(c.label, 0))[:_OUTSIDE]
-    largest_classes += sorted(dimensions.classes, key=lambda c: -bytes_of_values.get(c.label, 0))[:_INSIDE]
-    for c in dict.fromkeys(largest_classes):
-        if not c.arguments or c.is_product:
-            continue
-        dim_of_input = {
-            i: dimensions.labels[v].index(c.label) for i, v in enumerate(inputs) if c.label in dimensions.labels[v]
-        }
-        largest = max(dim_of_input, key=lambda i: inputs[i].bytes)
-        place = f"dimension {dim_of_input[largest]} of {path_of_name(program.names[largest])}"
-        class_name = f"{c.names[0] if c.names else place} ({c.size})"
-        yield (
-            f"{class_name} over all devices",
-            {i: split_over(inputs[i], d, mesh.atoms, mesh) for i, d in dim_of_input.items()},
-        )
-        if len(axes) > 1:
-            *others, last = axes
-            other_atoms = tuple(a for name in others for a in axes[name])
-            batch = {i: split_over(inputs[i], 0, other_atoms, mesh) for i in data if i not in dim_of_input}
-            split_marks = {i: split_over(inputs[i], d, axes[last], mesh) for i, d in dim_of_input.items()}
-            yield f"{class_name} over {last}, batch over the rest", {**batch, **split_marks}
+    bytes_of_inputs = _bytes(dimensions, inputs)
+    possible = [c for c in dimensions.classes if c.arguments and not c.is_product]
+    c = max(possible, key=lambda c: bytes_of_inputs.get(c.label, 0), default=None)
+    if c is None or not axes:
+        return
+    dim_of_input = {
+        i: dimensions.labels[v].index(c.label) for i, v in enumerate(inputs) if c.label in dimensions.labels[v]
+    }
+    largest = max(dim_of_input, key=lambda i: inputs[i].bytes)
+    place = f"dimension {dim_of_input[largest]} of {path_of_name(program.names[largest])}"
+    class_name = f"{c.names[0] if c.names else place} ({c.size})"
+    *others, last = axes
+    split_marks = {i: split_over(inputs[i], d, axes[last], mesh) for i, d in dim_of_input.items()}
+    if not others:
+        yield f"{class_name} over all devices", split_marks
+        return
+    other_atoms = tuple(a for name in others for a in axes[name])
+    batch = {i: split_over(inputs[i], 0, other_atoms, mesh) for i in data if i not in dim_of_input}
+    yield f"{class_name} over {last}, batch over the rest", {**batch, **split_marks}
 
 
 def _bytes(dimensions: Dimensions, values: Iterable[Value]) -> dict[str, int]:
@@ -171,55 +146,33 @@ def with_argument_marks(program: Program, marks: Mapping[int, Mark]) -> Program:
 # Pipelines over the layers of a program: stages, micro-batches and schedule. A pipeline marks the stacks and splits the
 # batch over the other devices. An estimate chooses the micro-batches, and leaves out what cannot be faster.
 
-_SPLITS = 4  # ways to split the stages that are planned
 _PER_STAGE = 1, 2, 4, 8  # micro-batches for each stage
-_ROUNDS = 2  # of the best pipeline, tried beside one round
 
 
-def best_pipeline(
-    program: Program,
-    mesh: Mesh,
-    boundary: Boundary,
-    known: Iterable[PricedPlan],
-    limit: float,
-    price: Callable[[Preset], PricedPlan | None],
-) -> Preset | None:
-    """The best pipeline over the layers of a program; None if it has no loop over layers, or pipelines already, or if
-    no plan is known.
+def pipelines(
+    program: Program, mesh: Mesh, boundary: Boundary, known: Iterable[PricedPlan], beside: Preset | None = None
+) -> Iterator[tuple[float, Preset]]:
+    """Pipelines over the layers of a program, the most promising one first, with the seconds that each takes at least.
+
+    With ``beside``, the same pipeline in two rounds, whose bubble is about half as large, and which sends more. There
+    is none if the program has no loop over layers, or pipelines already, or if no plan is known.
     """
     costs, stacks = [plan.cost for plan in known], layer_stacks(program)
     if not costs or stacks is None or any(all_schedules(program)):
-        return None
-    shared = min(costs, key=_work)
-    goal = min((cost.seconds for cost in costs if cost.peak <= limit), default=math.inf)
-    tried: dict[Preset, tuple[PricedPlan, Schedule]] = {}
-
-    def best() -> Preset | None:
-        return min(tried, key=lambda preset: tried[preset][0].rank(limit), default=None)
-
-    def try_one(schedule: Schedule) -> None:
-        preset = _preset(program, mesh, boundary, stacks, schedule)
-        priced = None if preset is None else price(preset)
-        if preset is not None and priced is not None:
-            tried[preset] = priced, schedule
-
+        return
+    shared, rounds = min(costs, key=_work), 1 if beside is None else 2
     estimates: list[tuple[float, Schedule]] = []
     for over, atoms in _splits(mesh, stacks.layers):
-        possible = [Schedule(over, m) for m in _micro_batches(mesh, atoms, stacks.rows)]
-        each = [(_estimate(shared, schedule, mesh.count(atoms)), schedule) for schedule in possible]
+        stages = mesh.count(atoms)
+        possible = [Schedule(over, m, rounds) for m in _micro_batches(mesh, atoms, stacks.rows)]
+        if beside is not None:
+            is_possible = over == beside.over and stacks.layers % (rounds * stages) == 0
+            possible = [schedule for schedule in possible if is_possible and schedule.micro_batches >= stages]
+        each = [(_estimate(shared, schedule, stages), schedule) for schedule in possible]
         estimates += sorted(each, key=lambda pair: pair[0])[:1]
-    for seconds, schedule in sorted(estimates, key=lambda pair: pair[0])[:_SPLITS]:
-        so_far = min([goal, *(plan.cost.seconds for plan, _ in tried.values() if plan.cost.peak <= limit)])
-        if seconds < so_far:
-            try_one(schedule)
-    if (first := best()) is not None:
-        priced, schedule = tried[first]
-        stages = mesh.count(atoms_of_partitions(schedule.over, mesh))
-        in_rounds = dataclasses.replace(schedule, rounds=_ROUNDS)
-        is_possible = stacks.layers % (_ROUNDS * stages) == 0 and schedule.micro_batches >= stages
-        if is_possible and _estimate(shared, in_rounds, stages) < priced.cost.seconds:
-            try_one(in_rounds)
-    return best()
+    for seconds, schedule in sorted(estimates, key=lambda pair: pair[0]):
+        if (preset := _preset(program, mesh, boundary, stacks, schedule)) is not None:
+            yield seconds, preset
 
 
 def _work(cost: Cost) -> float:
@@ -269,4 +222,4 @@ def _preset(program: Program, mesh: Mesh, boundary: Boundary, stacks: LayerStack
     rounds = f", {schedule.rounds} rounds" if schedule.rounds > 1 else ""
     beside = ", batch over the rest" if others else ""
     name = f"pipeline over {over}, {schedule.micro_batches} micro-batches{rounds}{beside}"
-    return Preset(name, marked, program.argument_marks)
+    return Preset(name, marked, program.argument_marks, schedule.over)

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from gshard.core.deadline import OutOfTime, until
 from gshard.core.errors import ArgumentError
@@ -71,8 +71,9 @@ class Progress:
 
 TRIAL_SECONDS = 10.0  # of all trials of an explanation, if the user gives none
 DEFAULT_SECONDS = 300.0  # the time of a search, if the user gives none
-EQUATIONS = 20_000  # in all programs that are planned for the presets or for tables of names: few large programs
-EFFORT = 0.2  # of the solver, for problems after the first
+EFFORT = 0.1  # of the solver, for problems after the first, and for each of many
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(eq=False)
@@ -119,30 +120,31 @@ class TimeBudget:
         """``failed`` as text."""
         return tuple(f"{name}: {error}" for name, error in self.failed.items())
 
-    def part(self, share: float) -> TimeBudget:
-        """A budget with a share of the time that is left. Both share ``left_out`` and ``failed``."""
-        now = time.monotonic()
-        return dataclasses.replace(self, end=min(self.end, now + share * self.left))
+    def part(self, of: int = 2) -> TimeBudget:
+        """A budget with one of so many equal parts of the time that is left. ``left_out`` and ``failed`` are shared."""
+        return dataclasses.replace(self, end=min(self.end, time.monotonic() + self.left / of))
 
-    @contextlib.contextmanager
-    def step(self, name: str, *, always: bool = False) -> Iterator[None]:
-        """Runs the body of a ``with`` statement, and cuts it when the time is over."""
+    def attempt(self, name: str, run: Callable[[], T], *, always: bool = False, raises: bool = False) -> T | None:
+        """The result of a step of the search; None if its time was over, or if it failed.
+
+        A step is cut when the time is over, and does not begin after that, unless it runs ``always``. An error of any
+        kind ends this step, not the search, unless it ``raises``.
+        """
+        if not always and self.is_over:
+            self.left_out.append(name)
+            return None
         self.progress.step(name)
         try:
             with until(math.inf if always else self.end, self.progress.beat):
-                yield
+                return run()
         except OutOfTime:
             self.left_out.append(name)
-
-    @contextlib.contextmanager
-    def candidate(self, name: str, *, always: bool = False) -> Iterator[None]:
-        """As ``step``, for one of several candidates: an error of any kind ends this candidate, not the search."""
-        try:
-            with self.step(name, always=always):
-                yield
-        except Exception as error:  # of any kind: other candidates have results
+        except Exception as error:  # of any kind: other steps have results
+            if raises:
+                raise
             logging.getLogger("gshard.search").debug(name, exc_info=True)
             self.failed[name] = in_a_line(error)
+        return None
 
 
 def in_a_line(error: Exception) -> str:
@@ -152,25 +154,6 @@ def in_a_line(error: Exception) -> str:
     'ValueError: no such size'
     """
     return f"{type(error).__name__}: {[*str(error).splitlines(), ''][0]}"
-
-
-class Watch:
-    """Time that is left for trials of one kind, which take about equally long; the first is made in any case."""
-
-    def __init__(self, end: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.end, self._clock, self._longest = end, clock, 0.0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether another trial, which takes as long as the longest, would end too late."""
-        return self._longest > 0 and self._clock() + self._longest > self.end
-
-    @contextlib.contextmanager
-    def trial(self) -> Iterator[None]:
-        """Measures the body of a ``with`` statement as a trial."""
-        began = self._clock()
-        yield
-        self._longest = max(self._longest, self._clock() - began)
 
 
 def seconds_of(budget_seconds: float | None) -> float | None:
