@@ -112,8 +112,7 @@ def test_no_configuration_is_better_that_was_left_out(found):
 
 
 def test_bounds_are_below_what_was_found(found):
-    assert 0 < found.bound <= found.searched_bound
-    assert found.solved >= 1
+    assert found.bound > 0
     for row in found:
         assert row.found is not None
         assert row.found.best.predicted is None or row.found.best.predicted >= found.bound * (1 - 1e-9)
@@ -158,8 +157,7 @@ def test_time_that_is_left_goes_to_the_bound():
     choices = {"micro_batches": [1, 2], "recompute": ["full"]}
     first = configured(choices=choices, offload=False)
     proven = configured(choices=choices, offload=False, budget_seconds=float("inf"))
-    assert (first.solved, proven.solved) == (1, 2)
-    assert first.bound < proven.bound == proven.searched_bound
+    assert first.bound < proven.bound
     assert proven.gap == pytest.approx(0, abs=1e-6)
     assert proven.best.seconds <= first.best.seconds
 
@@ -181,13 +179,13 @@ def test_nothing_fits():
 
 
 def test_a_signal_ends_it_with_the_best_so_far():
-    def stop(configuration):
-        assert configuration.seconds > 0
-        os.kill(os.getpid(), signal.SIGINT)
+    def stop(line):
+        if "best so far" in line:
+            os.kill(os.getpid(), signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
     try:
-        some = configured(on_better=stop)
+        some = configured(progress=stop)
     finally:
         signal.signal(signal.SIGINT, before)
     assert some.stopped == signal.SIGINT

@@ -70,14 +70,12 @@ def test_what_insisting_costs_is_solved():
     mesh, machine = gshard.Mesh.abstract(x=8), Machine.of("v5e:2x4")
     found = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine=machine, donate_argnums=0)
     graph, solution, v = found.best.graph, found.best.solution, found.plan.program.block.inputs[0]
-    rows = alternatives(graph, solution, v, found.plan.shardings[v], iter(range(9)))
-    assert [row.proven for row in rows] == [True] * len(rows) == [True] * (len(graph.states[graph.groups.of[v]]) - 1)
-    for row in rows:
-        forced = found.with_mark("weights[0][0]", P("x") if "@x," in row.sharding else P())
-        assert forced.best.predicted - found.best.predicted == pytest.approx(row.seconds, rel=1e-3)
-    told = alternatives(graph, solution, v, found.plan.shardings[v], iter(()))
-    assert all(str(a).startswith(a.sharding + ": at least +") for a in told)
-    assert all(a.seconds <= b.seconds for a, b in zip(sorted(told, key=str), sorted(rows, key=str), strict=True))
+    rows = alternatives(graph, solution, v, found.plan.shardings[v])
+    assert len(rows) == len(graph.states[graph.groups.of[v]]) - 1
+    for seconds, sharding in rows:
+        forced = found.with_mark("weights[0][0]", P("x") if "@x," in sharding else P())
+        assert forced.best.predicted - found.best.predicted == pytest.approx(seconds, rel=1e-3)
+    assert len(alternatives(graph, solution, v, found.plan.shardings[v], 1e-9)) == 1
 
 
 def test_a_page_tells_of_the_search(tmp_path):

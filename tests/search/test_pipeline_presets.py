@@ -174,7 +174,7 @@ def test_paths_choose_the_stacks():
 
 @pytest.mark.slow
 def test_one_more_mark_keeps_the_pipeline(found):
-    again = found.with_mark("first", jax.P(), progress=False)
+    again = found.with_mark("first", jax.P())
     assert again.plan.program.pipelines == found.plan.program.pipelines
     assert schedules_of(again.plan.program) == schedules_of(found.plan.program)
     assert again.cost.seconds >= found.cost.seconds * 0.95

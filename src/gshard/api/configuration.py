@@ -354,8 +354,6 @@ class Configurations:
         bound: seconds that no plan of any configuration goes below, in the simplified model of ``gshard.search``; 0 if
             some configuration was not estimated. It is for plans without recomputed values, besides those that the
             builder's step recomputes, and without collective matmuls, on the meshes that were given.
-        searched_bound: the same for the configurations whose problems were solved on all meshes only; 0 if none was.
-        solved: the number of these.
         left_out: steps that were cut, or not begun, because the time was over.
         failed: steps that ended with an error, each with its first line.
         notes: what else limits the result.
@@ -368,8 +366,6 @@ class Configurations:
     machine: Machine
     limit: float
     bound: float
-    searched_bound: float
-    solved: int
     left_out: tuple[str, ...]
     failed: tuple[str, ...]
     notes: tuple[str, ...]
@@ -438,7 +434,7 @@ class Configurations:
         ]  # fmt: skip
         return {
             "machine": self.machine.name, "memory_limit": int(self.limit), "configurations": rows,
-            "bound": self.bound, "searched_bound": self.searched_bound, "gap": self.gap,
+            "bound": self.bound, "gap": self.gap,
             "not_searched": [dataclasses.asdict(other) for other in self.not_searched],
             "left_out": list(self.left_out), "failed": list(self.failed), "notes": list(self.notes),
             "seconds": self.seconds,
@@ -478,11 +474,6 @@ class Configurations:
                 lines[0] += f"; the best takes {format_seconds(best.best.predicted)} there, {_more(self.gap)}"
         else:
             lines = ["there is no bound over all configurations, because some were not estimated"]
-        if self.solved and self.searched_bound > self.bound:
-            lines.append(
-                f"the {self.solved} that {'was' if self.solved == 1 else 'were'} searched on all meshes: no plan takes "
-                f"less than {format_seconds(self.searched_bound)} there"
-            )
         return lines
 
 

@@ -48,7 +48,7 @@ from gshard.search.builder_choices import choices_of, combinations, text_of
 from gshard.search.find import MeshSearch
 from gshard.search.pipeline import PricedPlan
 from gshard.search.state_on_host import state_to_offload
-from gshard.search.time_budget import Progress, Stop, TimeBudget, in_a_line, seconds_of, stoppable
+from gshard.search.time_budget import Stop, TimeBudget, in_a_line, seconds_of, stoppable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -157,25 +157,6 @@ _FULL_PRICE = 0.95  # of the time of a plan in the simplified model, what its fu
 
 
 @dataclasses.dataclass(eq=False)
-class _Quiet(Progress):
-    """The progress of one configuration: its steps are those of the whole, which shows them if they take long."""
-
-    whole: Progress | None = None
-
-    def step(self, doing: str) -> None:
-        assert self.whole is not None
-        self.whole.doing = f"{self.name}: {doing}"
-        self.whole.beat()
-
-    def better(self, plan: str) -> None:
-        self.beat()
-
-    def beat(self) -> None:
-        assert self.whole is not None
-        self.whole.beat()
-
-
-@dataclasses.dataclass(eq=False)
 class ConfigureRun:
     """The search over all configurations: a builder with the values of its keywords, on meshes of one machine.
 
@@ -194,7 +175,6 @@ class ConfigureRun:
     global_batch: int | None
     offload: bool
     uses_all: bool
-    on_better: Callable[[Configuration], None] | None
     caller: Callable[..., Any]
     budget: TimeBudget
     candidates: list[EstimatedStep] = dataclasses.field(default_factory=list)
@@ -364,7 +344,7 @@ class ConfigureRun:
         """The search of one configuration, and its time; what it leaves out gets the configuration's name."""
         text = candidate.built.text
         self.budget.progress.step(f"searching: {text}")
-        quiet = _Quiet(None, since=budget.progress.since, name=text, whole=self.budget.progress)
+        quiet = dataclasses.replace(budget.progress, part=text)
         own = dataclasses.replace(budget, progress=quiet, left_out=[], failed={})
         if candidate.run is None:
             candidate.run = SearchRun(candidate.searched, self.meshes, False, self.machine, int(self.limit), own)
@@ -417,8 +397,6 @@ class ConfigureRun:
                 return
             self.fastest, self.noted = candidate, seconds
             self.budget.progress.better(f"{candidate.built.text}: {chosen.cost}")
-            if self.on_better is not None and (made := self._configuration(candidate, Stop())) is not None:
-                self.on_better(made)
 
     def _configuration(self, candidate: EstimatedStep, stop: Stop) -> Configuration | None:
         found = None if candidate.run is None else candidate.run.result(stop)
@@ -446,11 +424,10 @@ class ConfigureRun:
             others.append(NotSearched(c.built.text, c.why, c.estimate.least_bytes <= limit))
         possible = [c for c in self.candidates if c.estimate.least_bytes <= limit]
         unknown = any(other.fits and not other.is_estimated for other in self.others)
-        solved = [c.least_seconds(meshes) for c in possible if len(c.solved) == meshes]
         bound = 0.0 if unknown else min(c.least_seconds(meshes) for c in possible)
         return Configurations(
-            tuple(rows), tuple(others), self.machine, limit, bound, min(solved, default=0.0), len(solved),
-            tuple(self.budget.left_out), self.budget.failed_lines, tuple(self.notes), self.budget.spent, stop.number,
+            tuple(rows), tuple(others), self.machine, limit, bound, tuple(self.budget.left_out),
+            self.budget.failed_lines, tuple(self.notes), self.budget.spent, stop.number,
         )  # fmt: skip
 
     def _fits_nowhere(self, rows: Sequence[Configuration]) -> MemoryLimitError:
@@ -498,7 +475,6 @@ def configure(
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Sequence[str] | None = None,
     finite: bool = False,
-    on_better: Callable[[Configuration], None] | None = None,
     progress: bool | Callable[[str], object] | None = None,
 ) -> Configurations:
     """Finds the configuration of a training step with the lowest modelled time on a machine, among those that fit.
@@ -527,7 +503,6 @@ def configure(
             and of data parallelism and FSDP if no mark splits the step. With None it ends once all configurations are
             searched or estimated to be no faster, after 300 seconds at the latest. With a number, the time that is left
             then goes to the problems of the others, which raises the bound.
-        on_better: called with each configuration that is the best so far and fits.
         progress: as for ``gshard.search``.
 
     Returns:
@@ -566,8 +541,7 @@ def configure(
     limit = float(on.memory if memory_limit is None else bytes_of(memory_limit))
     run = ConfigureRun(
         step_builder, found, fixed, {**own, "finite": finite}, meshes, any_shape, machine, on, limit,
-        None if global_batch is None else int(global_batch), offload, budget_seconds is not None, on_better, configure,
-        budget,
+        None if global_batch is None else int(global_batch), offload, budget_seconds is not None, configure, budget,
     )  # fmt: skip
     with stoppable() as stop:
         made = run.found(stop)

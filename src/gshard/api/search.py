@@ -120,8 +120,7 @@ class SearchRun:
     machine: str | Machine | None  # the machine; None for the devices of the mesh
     limit: int | None  # bytes that a device may hold; the machine's memory if None
     budget: TimeBudget  # the time of the search
-    # on_better, budget_seconds, progress: as of ``gshard.search``
-    on_better: Callable[[PricedPlan], None] | None = None
+    # budget_seconds, progress: as of ``gshard.search``
     budget_seconds: float | None = None
     progress: bool | Callable[[str], object] | None = False
     # the searches that have begun, each with the function as it was traced for its mesh
@@ -269,7 +268,7 @@ class SearchRun:
     def _search_on(self, mesh: Mesh, lowered: Lowered, budget: TimeBudget, near: Plan | None = None) -> MeshSearch:
         return MeshSearch(
             lowered.program, mesh, self.machine_on(mesh), donated=lowered.donated, memory_limit=self.limit,
-            on_better=self.on_better, budget=budget, near=near, known=self.known,
+            budget=budget, near=near, known=self.known,
         )  # fmt: skip
 
 
@@ -311,7 +310,6 @@ def search(
     static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Sequence[str] | None = None,
-    on_better: Callable[[PricedPlan], None] | None = None,
     progress: bool | Callable[[str], object] | None = None,
     finite: bool = False,
     compile_best: int | None = None,
@@ -344,7 +342,6 @@ def search(
             how many steps there are, and every computer finds the same unless they take more than 300 seconds, where
             the search ends. ``float("inf")`` is the same without an end.
         static_argnums, static_argnames, donate_argnums, donate_argnames: as for ``jit``; donate a training state.
-        on_better: called with each plan that is the best so far.
         progress: None prints lines on stderr once the search has taken two seconds; True prints all, False none; or a
             function that is called with each line. ``found.marks``, ``found.patch`` and ``found.with_mark`` do the
             same.
@@ -386,8 +383,8 @@ def search(
     mesh = searched.mesh if mesh is None else mesh
     limit = None if memory_limit is None else bytes_of(memory_limit)
     run = SearchRun(
-        searched, list(meshes_to_try(mesh)), is_number_of_devices(mesh), machine, limit, budget, on_better,
-        budget_seconds, progress,
+        searched, list(meshes_to_try(mesh)), is_number_of_devices(mesh), machine, limit, budget, budget_seconds,
+        progress,
     )  # fmt: skip
     if compile_best is not None:  # before the search, which takes long
         devices_on(run.meshes[0], run.machine_on(run.meshes[0]))

@@ -39,9 +39,10 @@ from gshard.planning.propagate import propagate
 from gshard.planning.saved_plan import SavedPlan
 from gshard.search.as_marks import Marks, jit_keywords, marks_of
 from gshard.search.find import Best, axes_text, best_plan, ended, how_near
+from gshard.search.moves import tried
 from gshard.search.patch import Patch, patch_of
 from gshard.search.pipeline import Planned, PricedPlan, Pricing, as_run, plans_of
-from gshard.search.time_budget import TimeBudget, seconds_of
+from gshard.search.time_budget import EFFORT, TRIAL_SECONDS, TimeBudget
 from gshard.solver.solve import Solution, solve
 
 _SHOWN_ROWS = 24  # rows of arguments
@@ -189,9 +190,9 @@ class SearchResult:
         donated: the arguments whose memory results may take.
         in_tree: the structure of the arguments, positional and named.
         function: the function as its dimensions can be named.
-        budget_seconds: the time that the search was given; what is found later has as much, unless it is given its own.
+        budget_seconds: the time that the search was given; what is found later has as much.
         compiled: the ranking of the best plans as XLA compiled them (``search(compile_best=...)``); prints as a table.
-        progress: where the search printed its progress. Methods of the result print theirs there too, by default.
+        progress: where the search printed its progress. Methods of the result print theirs there too.
         jitted_by_framework: whether ``flax.nnx.jit``, ``equinox.filter_jit`` or the like returned the function.
     """
 
@@ -286,39 +287,21 @@ class SearchResult:
         Takes as long as the search may take (``budget_seconds``, or 300 seconds) at most, and prints its progress as
         the search did. The marks that were found by then are returned, with ``left_out``.
         """
-        return self._marks(None, None)
-
-    def _marks(self, budget_seconds: float | None, progress: bool | Callable[[str], object] | None) -> Marks:
-        progress = self.progress if progress is None else progress
-        budget = TimeBudget.of(self.budget_seconds if budget_seconds is None else budget_seconds, progress)
+        budget = TimeBudget.of(self.budget_seconds, self.progress)
         can_write = Patch(self.plan.program).can_mark
         found = marks_of(
             self.best.chosen, self.best.limit, lambda marked: self._priced("marks", marked), budget, can_write
         )
         return found.placed_by_user() if self.jitted_by_framework else found
 
-    def patch(
-        self, *, budget_seconds: float | None = None, progress: bool | Callable[[str], object] | None = None
-    ) -> str:
+    def patch(self) -> str:
         """The marks as a change of the source files, for ``git apply``.
 
         Marks are written after statements, and for arguments in front of the function's first statement. In front of
         the diff, in lines that begin with ``#``, are the time of a call with the marks beside that of the plan, the
-        marks that cannot be written, and the call of ``gshard.jit`` that runs the patched function. If ``marks`` are
-        known and all was tried, they are not sought again.
-
-        Args:
-            budget_seconds: how long finding the marks may take; by default what the search was given, or 300 seconds.
-                It takes longer by no more than one planning of the program.
-            progress: as for ``search``; by default what the search was given.
-
-        Raises:
-            ArgumentError: ``budget_seconds`` is no time.
+        marks that cannot be written, and the call of ``gshard.jit`` that runs the patched function.
         """
-        seconds = seconds_of(budget_seconds)
-        known = self.__dict__.get("marks")
-        if known is None or (known.left_out and seconds is not None):
-            known = self.__dict__["marks"] = self._marks(seconds, progress)
+        known = self.marks
         paths, defined = ((), None) if self.function is None else (self.function.paths, self.function.defined)
         notes = [f"modelled on {self.cost.machine.name}: {known.nearness}", *known.cut]
         if known.is_worse:
@@ -333,22 +316,13 @@ class SearchResult:
             notes.append(by if self.jitted_by_framework else by_jit)
         return patch_of(known.marks, self.plan.program, self.plan.mesh, paths, defined, notes)
 
-    def with_mark(
-        self,
-        what: str,
-        sharding: Any,
-        *,
-        budget_seconds: float | None = None,
-        progress: bool | Callable[[str], object] | None = None,
-    ) -> SearchResult:
+    def with_mark(self, what: str, sharding: Any) -> SearchResult:
         """Searches again with one more mark, to see what insisting on it costs; it keeps the mesh.
 
         Args:
             what: the values: a part of an argument's name or of a line, as for ``why``; all that match are marked.
             sharding: a ``PartitionSpec`` over the axes of ``mesh``; with ``unreduced={...}`` the values stay parts of
                 sums over these axes, and so may what is computed from them (they are finite).
-            budget_seconds: as for ``search``; by default what the search was given.
-            progress: as for ``search``; by default what the search was given.
 
         Returns:
             what is found then. To run its plan, write the mark into the program.
@@ -362,10 +336,9 @@ class SearchResult:
         if not matching:
             raise self._unknown(what)
         marked = with_one_more_mark(self.plan.program, self.mesh, matching, what, sharding)
-        seconds = seconds_of(self.budget_seconds if budget_seconds is None else budget_seconds)
         best = best_plan(
             marked, self.mesh, self.cost.machine, donated=self.donated, memory_limit=self.best.limit,
-            budget_seconds=seconds, progress=self.progress if progress is None else progress,
+            budget_seconds=self.budget_seconds, progress=self.progress,
             near=None if self.best.near is None else self.plan,
         )  # fmt: skip
         return dataclasses.replace(self, best=best, tried=(), function=None)
@@ -377,7 +350,7 @@ class SearchResult:
         """What else was possible for values, and what it would cost: those of a source line, or arguments by name.
 
         Of the values of equal layers the first is listed. The cost of a row is the additional time of a call in the
-        model if everything else is chosen optimally again; for a few rows that is solved exactly.
+        model if everything else is chosen again.
 
         Args:
             what: a part of an argument's name (``"mlp/w1"``, or ``"['w1']"``) or of a line
@@ -485,59 +458,27 @@ class SearchResult:
     __repr__ = __str__
 
 
-# Other shardings of a value than a searched plan has, and what each of them costs. The messages of a solution bound the
-# cost of each state of each node. For the few that are printed, gshard solves the problem with only that state allowed.
+# Other shardings of a value than a searched plan has, and what each of them costs.
 
 _LISTED = 4  # the cheapest alternatives of a value
-_EFFORT = 0.1  # of the solver, for each further solution
-_PROVEN = 1e-4  # a gap that counts as none, to the printed digits
-_TRIES, _ENTRIES = 16, 5e6  # limits on further solutions: their number, and the entries of all their tables
-
-
-@dataclasses.dataclass(frozen=True)
-class Alternative:
-    """Another sharding of a value than that of the plan."""
-
-    sharding: str  # the sharding as text
-    # how much longer a call takes with it, in the model, with the best choices for everything else; ``inf`` if no
-    # allowed solution was found
-    seconds: float
-    proven: bool = False  # whether ``seconds`` is exact; otherwise it is a lower bound
-
-    def __str__(self) -> str:
-        if not np.isfinite(self.seconds):
-            return f"{self.sharding}: no"
-        return f"{self.sharding}: {'' if self.proven else 'at least '}+{significant(self.seconds * 1e3, 3)} ms"
-
-
-def tries(solution: Solution) -> Iterator[int]:
-    """An iterator with one element for each further solution that the limits allow."""
-    entries = sum(table.size for table in solution.problem.tables)
-    return iter(range(int(min(_TRIES, _ENTRIES // max(entries, 1)))))
 
 
 def alternatives(
-    graph: Graph, solution: Solution, v: Value, chosen: Sharding, budget: Iterator[int]
-) -> list[Alternative]:
-    """The other shardings of a value, the cheapest first."""
+    graph: Graph, solution: Solution, v: Value, chosen: Sharding, seconds: float = TRIAL_SECONDS
+) -> list[tuple[float, str]]:
+    """The other shardings of a value, the cheapest first: how much longer a call takes, in the model, with each.
+
+    The problem is solved again with only that sharding allowed, for those over the fewest axes first, in a time. It is
+    ``inf`` if no allowed solution was found.
+    """
     group = graph.groups.of[v]
-    extra = np.maximum(solution.alternatives(group) - solution.bound, 0.0)
     states = [i for i, s in enumerate(graph.states[group]) if s != chosen]
-    texts = {i: graph.states[group][i].format(graph.mesh, v.shape, v.dtype_name) for i in states}
-    rows = []
-    for i in sorted(states, key=lambda i: (extra[i], texts[i]))[:_LISTED]:
-        seconds, proven = float(extra[i]), False
-        if np.isfinite(seconds) and next(budget, None) is not None:
-            forced = _with_state(solution, group, i)
-            proven = forced.gap <= _PROVEN
-            seconds = max(seconds, forced.value - solution.value if proven else forced.bound - solution.value)
-        rows.append(Alternative(texts[i], seconds, proven))
-    return sorted(rows, key=lambda row: (row.seconds, row.sharding))
 
+    def extra(i: int) -> float:
+        return max(0.0, solve(solution.problem.restricted({group: i}), effort=EFFORT).value - solution.value)
 
-def _with_state(solution: Solution, node: int, state: int) -> Solution:
-    """The best solution that the solver finds with this state of a node."""
-    return solve(solution.problem.restricted({node: state}), effort=_EFFORT)
+    found = tried(sorted(states, key=lambda i: len(graph.states[group][i].atoms)), extra, seconds)
+    return sorted((n, graph.states[group][i].format(graph.mesh, v.shape, v.dtype_name)) for i, n in found)
 
 
 def text_of_alternatives(best: Best, values: Mapping[tuple[str, str], Sequence[tuple[Value, str]]]) -> list[str]:
@@ -551,10 +492,11 @@ def text_of_alternatives(best: Best, values: Mapping[tuple[str, str], Sequence[t
     if graph is None or solution is None or not in_problem or schedules_of(plan.program):
         what = f"what else was possible is not known: {reason}."
         raise ArgumentError(what, got=f"{best.chosen.name}, {best.seconds:.1f} s", hint=hint)
-    budget = tries(solution)
     for (alike, text), named in values.items():
         v, name = named[0]
-        others = alternatives(graph, solution, v, plan.shardings[v], budget)
+        others = alternatives(graph, solution, v, plan.shardings[v], TRIAL_SECONDS / len(values))[:_LISTED]
         first = f"{alike}: {text}  x{len(named)}" if len(named) > 1 else f"{name}: {text}"
-        rows.append("\n    instead ".join([first, *map(str, others)]))
+        costs = [f"+{significant(n * 1e3, 3)} ms" if np.isfinite(n) else "no" for n, _ in others]
+        texts = [f"{other}: {cost}" for (_, other), cost in zip(others, costs, strict=True)]
+        rows.append("\n    instead ".join([first, *texts]))
     return rows

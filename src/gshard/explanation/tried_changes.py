@@ -42,6 +42,11 @@ class Figures:
     messages: int  # collectives that run in one call
     flops: int  # operations that each device performs
 
+    @property
+    def rank(self) -> tuple[float, int, int]:
+        """Orders figures, the better first: by time, where it is known, then by bytes and memory."""
+        return self.seconds, self.sent, self.peak
+
     def change_to(self, after: Figures) -> str:
         """What another program takes instead, as text."""
         pairs = [
@@ -66,12 +71,6 @@ class Change:
     constraint: Constraint | None = None  # None for arguments
     # what the program takes with it; None before it is compiled, and if JAX or XLA refuses it
     figures: Figures | None = None
-
-    @property
-    def rank(self) -> tuple[float, int, int]:
-        """Orders changes that were compiled, the better first: by time, where it is known, then by bytes and memory."""
-        assert self.figures is not None
-        return self.figures.seconds, self.figures.sent, self.figures.peak
 
     @property
     def about(self) -> frozenset[Hashable]:
@@ -133,9 +132,10 @@ def try_changes(
     # Many changes may be about one value: then there is time to put the best of each together.
     alone = list(tried(changes, lambda change: compiled([change]), seconds / (1 + any(c.constraint for c in changes))))
     best: dict[Hashable, Change] = {}
-    helping = [dataclasses.replace(c, figures=made) for c, made in alone if made is not None and helps(made, before)]
-    for change in sorted(helping, key=lambda change: change.rank):
-        best.setdefault(change.about if change.constraint else change, change)
+    helping = [(change, made) for change, made in alone if made is not None and helps(made, before)]
+    for change, made in sorted(helping, key=lambda pair: pair[1].rank):
+        key = change.about if change.constraint else change
+        best.setdefault(key, dataclasses.replace(change, figures=made))
 
     def together(some: Sequence[Change], _: Figures) -> Figures | None:
         *earlier, last = some

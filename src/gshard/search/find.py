@@ -246,7 +246,6 @@ class MeshSearch:
         *,
         donated: Iterable[int] = (),
         memory_limit: float | None = None,
-        on_better: Callable[[PricedPlan], None] | None = None,
         budget: TimeBudget,
         near: Plan | None = None,
         known: list[PricedPlan] | None = None,
@@ -258,8 +257,6 @@ class MeshSearch:
 
         def better(plan: PricedPlan) -> None:
             budget.progress.better(f"{plan}, on mesh ({axes_text(mesh)})")
-            if on_better is not None:
-                on_better(plan)
 
         self.pricing = Pricing(machine, list(donated), self.limit, better, [] if known is None else known)
         self.timed = on_machine(mesh, machine)

@@ -34,6 +34,7 @@ class Progress:
     best: str = ""  # the best plan so far, as text
     name: str = "gshard.search"  # what the lines begin with
     end: float = math.inf  # when the search ends at the latest (``time.monotonic``)
+    part: str = ""  # the part of the search that it is of, whose steps are shown if they take long only
     _last: float = -float("inf")  # the time of the last line
 
     @staticmethod
@@ -46,13 +47,17 @@ class Progress:
 
     def step(self, doing: str) -> None:
         """Reports that a step begins."""
-        self.doing = doing
-        self._print(doing)
+        self.doing = f"{self.part}: {doing}" if self.part else doing
+        if self.part:
+            self.beat()
+        else:
+            self._print(doing)
 
     def better(self, plan: str) -> None:
         """Reports a better plan."""
-        self.best = f"best so far: {plan}"
-        self._print(self.best)
+        if not self.part:
+            self.best = f"best so far: {plan}"
+            self._print(self.best)
 
     def beat(self) -> None:
         """Prints the present step again if ten seconds have passed without a line. A long step calls it often."""
