@@ -7,8 +7,6 @@
     pins           each step of benchmarks/search.py with one mark more, which contradicts the plan: whether it is kept,
                    and what it costs
     seeds          each step searched in processes of three hash seeds: the same plan, and the same text
-    alternatives   30 states of groups of a Transformer layer: the bound of what a call takes with each, as messages
-                   tell it, beside what a search with nothing else allowed finds (as found.why does for what it shows)
     scale          MoE(2048E, 36L) without a mark on 2,048 devices: seconds and memory of the search
 
 Each ends with status 1 if its claim does not hold.
@@ -43,7 +41,7 @@ from against_xla_programs import NEAR as OFF
 from against_xla_programs import ROUNDING, difference
 from jax.sharding import PartitionSpec as P
 from paper_models import configured, searched
-from search_cases import cases, memory_of, step_of, transformer
+from search_cases import cases, memory_of, step_of
 
 import gshard
 from families import CASES
@@ -53,8 +51,6 @@ from gshard.emit.partition import partition
 from gshard.language.region import with_edges
 from gshard.planning.added_marks import spec_of_cut
 from gshard.search.find import best_plan
-from gshard.solver.problem import Problem
-from gshard.solver.solve import solve
 
 LARGE = "24 layers"  # minutes of search; only where it is asked for by name
 SECONDS = 1.000001  # of the other's time: more is slower
@@ -214,32 +210,6 @@ def seeds(only: list[str]) -> int:
     return different
 
 
-def alternatives(only: list[str]) -> int:
-    case = next((c for c in cases() if only and only[0] in c.name), None)
-    case = case or transformer(1, {"data": 4, "model": 2}, "h100:1x8")
-    mesh, machine = gshard.Mesh.abstract(**case.mesh), gshard.Machine.of(case.machine)
-    found = gshard.search(step_of(case, mesh, machine), *case.arguments)
-    solution, rng = found.best.solution, np.random.default_rng(0)
-    p = solution.problem
-    groups = [k for k, states in enumerate(found.best.graph.states) if len(states) > 1]
-    above, far = 0, 0
-    for k in rng.choice(groups, size=STATES):
-        state = int(rng.integers(len(found.best.graph.states[k])))
-        least = solution.alternatives(k)[state]
-        costs = list(p.costs)
-        costs[k] = np.where(np.arange(costs[k].size) == state, costs[k], np.inf)
-        edges = [(int(u), int(v), table) for (u, v), table in zip(p.ends, p.tables, strict=True)]
-        loads = [(load.node, load.start, load.end, load.bytes) for load in p.loads]
-        forced = solve(Problem.of(costs, edges, loads, p.limit)).value
-        above += least > forced * (1 + 1e-9)
-        far += not (least == forced or abs(forced - least) <= NEAR * forced)
-        print(f"{p.name(int(k))[:60]:<62} bound {least * 1e3:>10.4f} ms, insisted {forced * 1e3:>10.4f} ms", flush=True)
-    print(
-        f"\n{case.name}, {STATES} states: bounds above what is reached {above}, further than {NEAR:.0%} below it {far}"
-    )
-    return above
-
-
 def scale() -> int:
     config, machine = configured("MoE(2048E, 36L)", "v3:32x32", None)
     begin = time.perf_counter()
@@ -254,14 +224,14 @@ def scale() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("claim", nargs="?", default="pins",
-                        choices=("presets", "pins", "seeds", "alternatives", "scale", "told"))  # fmt: skip
+                        choices=("presets", "pins", "seeds", "scale", "told"))  # fmt: skip
     parser.add_argument("--only", action="append", default=[], help="programs whose name contains this")
     parser.add_argument("--run", action="store_true", help="run the plans of presets")
     options = parser.parse_args()
     if options.claim == "told":
         told(options.only[0])
         return
-    by_name = {"pins": pins, "seeds": seeds, "alternatives": alternatives}
+    by_name = {"pins": pins, "seeds": seeds}
     if options.claim == "presets":
         failed = presets(options.only, options.run)
     elif options.claim == "scale":

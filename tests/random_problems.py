@@ -48,17 +48,6 @@ def exhaustive(problem):
     return min((problem.value(x) for x in everything if problem.fits(x)), default=np.inf)
 
 
-def exhaustive_alternatives(problem):
-    """For each node and state the least value of what fits."""
-    found = [np.full(s, np.inf) for s in problem.states]
-    for x in itertools.product(*(range(s) for s in problem.states)):
-        if problem.fits(x):
-            value = problem.value(x)
-            for i, s in enumerate(x):
-                found[i][s] = min(found[i][s], value)
-    return found
-
-
 def layered(seed, layers=5, width=4, states=4, room=0.5, memory=True):
     """A problem too large to be written down: layers of nodes, tables between neighbours, some shortcuts, and loads."""
     rng = np.random.default_rng(seed)

@@ -112,12 +112,11 @@ def test_no_configuration_is_better_that_was_left_out(found):
 
 
 def test_bounds_are_below_what_was_found(found):
-    assert found.bound > 0
     for row in found:
         assert row.found is not None
         assert row.found.best.predicted is None or row.found.best.predicted >= found.bound * (1 - 1e-9)
     assert [row.seconds for row in found] == sorted(row.seconds for row in found)
-    for text in ("examples/s", "micro_batches", "estimated to be no faster", "no configuration takes less than"):
+    for text in ("examples/s", "micro_batches", "estimated to be no faster", "there is no bound over all"):
         assert text in str(found)
 
 
@@ -157,7 +156,8 @@ def test_time_that_is_left_goes_to_the_bound():
     choices = {"micro_batches": [1, 2], "recompute": ["full"]}
     first = configured(choices=choices, offload=False)
     proven = configured(choices=choices, offload=False, budget_seconds=float("inf"))
-    assert first.bound < proven.bound
+    assert first.bound == 0 < proven.bound
+    assert "no configuration takes less than" in str(proven)
     assert proven.gap == pytest.approx(0, abs=1e-6)
     assert proven.best.seconds <= first.best.seconds
 
@@ -167,7 +167,7 @@ def test_the_budget_is_kept():
     assert short.best.seconds > 0
     assert short.seconds < 12, "no more than a planning of the step, and of data parallelism and FSDP"
     assert [other for other in short.not_searched if "time was over" in other.why]
-    assert short.bound == 0 or all(other.is_estimated for other in short.not_searched)
+    assert short.bound == 0
 
 
 def test_nothing_fits():

@@ -335,8 +335,6 @@ class NotSearched:
 
     text: str  # its keywords, and where the state is
     why: str  # the reason
-    fits: bool  # whether it may fit into memory. If not, no bound needs to hold for it.
-    is_estimated: bool = True  # whether it was estimated
 
     def __str__(self) -> str:
         return f"{self.text}: {self.why}"
@@ -352,7 +350,7 @@ class Configurations:
         machine: the machine.
         limit: bytes that a device may hold.
         bound: seconds that no plan of any configuration goes below, in the simplified model of ``gshard.search``; 0 if
-            some configuration was not estimated. It is for plans without recomputed values, besides those that the
+            not all were searched that may fit. It is for plans without recomputed values, besides those that the
             builder's step recomputes, and without collective matmuls, on the meshes that were given.
         left_out: steps that were cut, or not begun, because the time was over.
         failed: steps that ended with an error, each with its first line.
@@ -473,7 +471,7 @@ class Configurations:
             if self.gap is not None and best is not None and best.best.predicted is not None:
                 lines[0] += f"; the best takes {format_seconds(best.best.predicted)} there, {_more(self.gap)}"
         else:
-            lines = ["there is no bound over all configurations, because some were not estimated"]
+            lines = ["there is no bound over all configurations, because some were not searched on all meshes"]
         return lines
 
 

@@ -36,13 +36,10 @@ from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.memory_kinds import PINNED_HOST
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import tables, with_tables
-from gshard.core.program import Equation, Program, Value, format_bytes
-from gshard.core.rule import PARALLEL, REDUCE
-from gshard.device.compiled_kernels import as_compiled
+from gshard.core.program import Program, format_bytes
 from gshard.device.cost import cost_of_kernels
-from gshard.device.fusion_model import PRODUCT, Kernel, kernels_of
+from gshard.device.fusion_model import kernels_of
 from gshard.device.machine import Machine, machine_of
-from gshard.device.roofline import kernel_roofline
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 from gshard.search.builder_choices import choices_of, combinations, text_of
 from gshard.search.find import MeshSearch
@@ -58,7 +55,6 @@ class Estimate:
     seconds: float  # of a call. Nothing is sent.
     peak: float  # bytes at the peak
     least_bytes: float  # bytes of arguments and results that every plan holds at least
-    least_seconds: float  # seconds that every plan takes at least in the simplified model of the search
 
 
 @with_tables
@@ -68,32 +64,9 @@ def estimated(program: Program, mesh: Mesh, machine: Machine, donated: Iterable[
     whole = cost_of_kernels(kernels_of(program.block), mesh, machine, [first + i for i in donated])
     memory = whole.memory
     kept = memory.arguments + memory.results - memory.shared
-    least = 0.0
-    if all(e.rule is None or e.rule.is_free for e in program.block.walk()):
-        from_nothing = {v for e in program.block.walk() if not _operands(e) for v in e.outputs}
-        kernels = as_compiled(kernels_of(program.block, windows=False), machine.compiler)
-        least = sum(
-            times * _least(kernel, machine)
-            for kernel, times in kernels.walk()
-            # A product with a table may become another operation (``rewrite.banded_product``).
-            if len(_operands(kernel.equation)) > 1 and from_nothing.isdisjoint(_operands(kernel.equation))
-        )
-    else:  # parts that are written for one device run once on each
-        kept = 0
-    return Estimate(whole.seconds / devices, whole.peak / devices, kept / devices, least)
-
-
-def _operands(e: Equation) -> list[Value]:
-    return [v for v in e.inputs if isinstance(v, Value)]
-
-
-def _least(kernel: Kernel, machine: Machine) -> float:
-    """Seconds of one run of a kernel in the simplified model, at least: the share of a product that is a roofline."""
-    e, devices = kernel.equation, machine.size
-    if e.rule is None or kernel.kind != PRODUCT or not all(f.kind in (PARALLEL, REDUCE) for f in e.rule.factors):
-        return 0.0
-    shares = kernel.product_flops / devices, kernel.vector_flops / devices, kernel.moved / devices
-    return kernel_roofline(machine, e, *shares).work
+    if not all(e.rule is None or e.rule.is_free for e in program.block.walk()):
+        kept = 0  # parts that are written for one device run once on each
+    return Estimate(whole.seconds / devices, whole.peak / devices, kept / devices)
 
 
 _RECOMPUTES = 4 / 3  # of the time of a step whose estimate does not fit: a second forward pass, at most
@@ -115,11 +88,6 @@ class EstimatedStep:
         """Orders configurations, the most promising one first."""
         return self.estimate.seconds * (_RECOMPUTES if self.estimate.peak > self.limit else 1.0)
 
-    def least_seconds(self, meshes: int) -> float:
-        """Seconds that it takes at least in the simplified model, on any mesh."""
-        solved = [max(one.least_seconds, self.estimate.least_seconds) for one in self.solved]
-        return min(solved) if len(solved) == meshes else self.estimate.least_seconds
-
     @property
     def chosen(self) -> PricedPlan | None:
         """The best plan so far."""
@@ -139,12 +107,6 @@ class EstimatedStep:
     def fits_as_it_is(self) -> bool:
         """Whether its best plan so far fits without recomputed values."""
         return self.chosen is not None and self.chosen.cost.peak <= self.limit and not self.chosen.recomputed
-
-    @property
-    def expected(self) -> float:
-        """Seconds of the best plan by hand; longer if values have to be recomputed to fit."""
-        assert self.chosen is not None
-        return self.chosen.cost.seconds * (_RECOMPUTES if self.chosen.cost.peak > self.limit else 1.0)
 
     @property
     def solved(self) -> list[MeshSearch]:
@@ -183,6 +145,7 @@ class ConfigureRun:
     fastest: EstimatedStep | None = None
     noted: float = 0.0  # seconds of the fastest when it was noted
     error: Exception | None = None  # the first one of a configuration
+    is_complete: bool = True  # whether all are estimated
     covered: set[EstimatedStep] = dataclasses.field(default_factory=set)  # no faster than others that fit
 
     def __post_init__(self) -> None:
@@ -193,8 +156,7 @@ class ConfigureRun:
         try:
             with tables():
                 self._estimate()
-                self._explore()
-                self._solve()
+                self._search()
                 if self.any_shape:
                     self._cut_axes()
                 if self.uses_all:
@@ -209,11 +171,11 @@ class ConfigureRun:
         for keywords in combinations(self.choices):
             step, text = functools.partial(self._add, keywords), text_of(keywords)
             if not share.attempt(f"estimating {text}", step, always=not self.candidates):
-                why = "not estimated, because the time was over"
-                self.others.append(NotSearched(text, why, True, is_estimated=False))
+                self.others.append(NotSearched(text, "not estimated, because the time was over"))
+                self.is_complete = False
         if self.error is not None and not self.candidates:
             raise self.error
-        if not self.candidates and all(not other.fits for other in self.others):
+        if not self.candidates:
             raise ArgumentError(
                 "the builder has no step: it returns None for all keywords.",
                 user_line(),
@@ -231,7 +193,7 @@ class ConfigureRun:
         try:
             built = built_by(self.builder, keywords, self.fixed, self.own)
             if built is None:
-                self.others.append(NotSearched(text_of(keywords), "for which the builder returns None", False))
+                self.others.append(NotSearched(text_of(keywords), "for which the builder returns None"))
                 return True
             with clear_call_errors(self.caller, built.step, built.arguments, {}):
                 one, lowered = self._traced(built)
@@ -242,7 +204,7 @@ class ConfigureRun:
         except OutOfTime:
             raise
         except Exception as error:  # of any kind: other keywords have steps
-            self.others.append(NotSearched(text_of(keywords), self._failed(error), False))
+            self.others.append(NotSearched(text_of(keywords), self._failed(error)))
         return True
 
     def _traced(self, built: BuiltStep) -> tuple[EstimatedStep, Lowered]:
@@ -268,39 +230,16 @@ class ConfigureRun:
             self.notes[f"the state stays on the devices: {why}"] = None
         return not why
 
-    def _explore(self) -> None:
-        """Prices plans that people write by hand, on the first mesh, for the most promising configurations first."""
-        limit, share = self.limit, self.budget.part(3)
-        better = {one: sum(other.is_better(one) for other in self.candidates) for one in self.candidates}
-        for candidate in sorted(self.candidates, key=lambda one: (better[one], one.promise)):
-            if candidate.estimate.least_bytes > limit:
+    def _search(self) -> None:
+        """Searches the configurations, the most promising first, without those that are estimated to be no faster."""
+        for candidate in sorted(self.candidates, key=lambda one: one.promise):
+            if candidate.estimate.least_bytes > self.limit:
                 least = format_bytes(int(candidate.estimate.least_bytes))
                 candidate.why = f"for which a device holds at least {least} of arguments and results"
-            elif not self._is_slower(candidate) and (self.fastest is None or not share.is_over):
-                with self._searching(candidate, share) as run:
-                    one = run.begin(self.meshes[0], run.budget)
-                    one.pricing.makes_fit = False
-                    run.explore(one)
-                    one.pricing.makes_fit = True
-                self._note(candidate)
-
-    def _solve(self) -> None:
-        """Solves the problems of the configurations with the best prices, and prices their solutions."""
-        begun = [candidate for candidate in self.candidates if candidate.chosen is not None]
-        for candidate in sorted(begun, key=lambda one: one.expected):
-            if self._is_slower(candidate):
-                continue
-            if self.budget.is_over:
-                self.budget.left_out.append(f"the problems of {candidate.built.text}")
-                continue
-            self._solve_on_all(candidate)
-        for candidate in begun if self.fastest is None else ():  # the plans by hand, with recomputed values
-            if self.fastest is None and not (candidate is not begun[0] and self.budget.is_over):
-                with self._searching(candidate, self.budget) as run:
-                    one = next(iter(run.begun))
-                    one.budget = run.budget
-                    one.price_presets(None)
-                self._note(candidate)
+            elif self.fastest is not None and self.budget.is_over:
+                self.budget.left_out.append(candidate.built.text)
+            elif not self._is_slower(candidate):
+                self._search_one(candidate)
 
     def _cut_axes(self) -> None:
         """Searches for the fastest configuration on meshes of three axes, near its best plans on meshes of two."""
@@ -317,9 +256,9 @@ class ConfigureRun:
         left = [one for one in self.candidates if not one.solved and one.estimate.least_bytes <= self.limit]
         for candidate in sorted(left, key=lambda one: one.promise):
             if not self.budget.is_over:
-                self._solve_on_all(candidate)
+                self._search_one(candidate)
 
-    def _solve_on_all(self, candidate: EstimatedStep) -> None:
+    def _search_one(self, candidate: EstimatedStep) -> None:
         """Solves the problem of a configuration on every mesh, and prices the solutions of the most promising ones."""
         with self._searching(candidate, self.budget.part()) as run:
             run.solve(run.budget)
@@ -421,10 +360,10 @@ class ConfigureRun:
             raise self._fits_nowhere(rows)
         others = list(self.others)
         for c in [c for c, row in made if row is None]:
-            others.append(NotSearched(c.built.text, c.why, c.estimate.least_bytes <= limit))
+            others.append(NotSearched(c.built.text, c.why))
         possible = [c for c in self.candidates if c.estimate.least_bytes <= limit]
-        unknown = any(other.fits and not other.is_estimated for other in self.others)
-        bound = 0.0 if unknown else min(c.least_seconds(meshes) for c in possible)
+        is_complete = self.is_complete and all(len(c.solved) == meshes for c in possible)
+        bound = min(one.least_seconds for c in possible for one in c.solved) if is_complete else 0.0
         return Configurations(
             tuple(rows), tuple(others), self.machine, limit, bound, tuple(self.budget.left_out),
             self.budget.failed_lines, tuple(self.notes), self.budget.spent, stop.number,

@@ -164,18 +164,13 @@ class SearchRun:
 
     def _search(self) -> None:
         problems = self.budget.part() if len(self.meshes) > 1 else self.budget
-        self.solve(problems, explores=True)
+        self.solve(problems)
         if self.any_shape:
             self.cut_axes(problems)
         self._price()
 
-    def explore(self, one: MeshSearch) -> None:
-        """Prices the program as it is marked, and presets by bytes, so that there is something to return."""
-        one.price_marked()
-        one.price_presets(None)
-
-    def solve(self, budget: TimeBudget, *, explores: bool = False) -> None:
-        """Solves the problem of every mesh, in turn; with ``explores``, it prices presets on the first."""
+    def solve(self, budget: TimeBudget) -> None:
+        """Solves the problem of every mesh, in turn; on the first it prices presets, so that there is a plan."""
         refused: Exception | None = None
         effort = 1.0 if len(self.meshes) <= FINISHED else EFFORT
         for i, mesh in enumerate(self.meshes):
@@ -188,8 +183,9 @@ class SearchRun:
                 part = budget.part() if i + 1 < len(self.meshes) else budget
                 one = one or self.begin(mesh, part)
                 one.budget = part
-                if explores and len(self.begun) == 1:
-                    self.explore(one)
+                if not any(other.has_found for other in self.begun):
+                    one.price_marked()
+                    one.price_presets(None)
             except Exception as error:  # of any kind, where other meshes have results
                 self.begun = {one: lowered for one, lowered in self.begun.items() if one.mesh is not mesh}
                 if not self.begun and not isinstance(error, ShardingError):  # marks may fit other meshes

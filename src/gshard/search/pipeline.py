@@ -371,9 +371,6 @@ class Pricing:
     limit: float  # bytes that a device may hold
     on_better: Callable[[PricedPlan], None] | None = None  # called with each plan that is better than all before
     known: list[PricedPlan] = dataclasses.field(default_factory=list)  # the plans that were priced
-    # whether plans that do not fit are tried with collective matmuls and recomputed values, which takes longer than
-    # pricing
-    makes_fit: bool = True
 
     def marked(self, name: str, program: Program, mesh: Mesh) -> PricedPlan:
         """Prices the plan that follows from a program's marks."""
@@ -385,7 +382,7 @@ class Pricing:
         If it does, the others, collective matmuls and recomputation are tried too.
         """
         options = [self._priced(name, planned) for planned in plans[:1]]
-        if options[0].kept > self.limit and self.makes_fit:
+        if options[0].kept > self.limit:
             options += [self._priced(name, planned) for planned in plans[1:]]
             matmuls = [windowed(planned.plan, CollectiveMatmul(above=self.limit * _LARGE)) for planned in plans]
             options += [self._priced(name, Planned(plan)) for plan in matmuls if plan.rings]

@@ -95,14 +95,6 @@ def best_state(cost: Floats, *rows: Floats) -> int:
     return int(cost.argmin())
 
 
-def extra_costs(cost: Floats, *tables: Floats) -> Floats:
-    """float64 [states, states of the neighbours]: the cost of each state of a node above the best."""
-    total = _total_costs(cost, tables)
-    best = np.asarray(total.min(0))
-    with np.errstate(invalid="ignore"):  # inf - inf: no state is allowed there
-        return np.where(np.isfinite(best), total - best, np.inf)
-
-
 def _total_costs(cost: Floats, tables: Sequence[Floats]) -> Floats:
     total = cost.reshape(-1, *[1] * len(tables))
     for axis, table in enumerate(tables):
@@ -183,27 +175,6 @@ class Reduced:
             index = int(np.searchsorted(kept, states[node])) if node >= 0 else 0
             indices.append(index if index < kept.size and (node < 0 or kept[index] == states[node]) else 0)
         return np.array(indices, dtype=np.int64)
-
-    def lift_alternatives(self, values: Sequence[Floats], least: float) -> list[Floats]:
-        """Lower bounds of the value with each state of each node of ``whole``, from those of ``problem`` and of all."""
-        bounds = [np.full(cost.size, np.inf) for cost in self.whole.costs]
-        for node, kept, value in zip(self.nodes, self.kept, values):
-            if node >= 0:
-                bounds[node][kept] = value
-        for step in reversed(self.steps):
-            if isinstance(step, Dominated):
-                bounds[step.node][step.state] = bounds[step.node][step.by]
-                continue
-            context = np.full([kept.size for kept in step.given_kept], least)
-            for axis, (j, kept) in enumerate(zip(step.given, step.given_kept)):
-                shape = [-1 if a == axis else 1 for a in range(context.ndim)]
-                context = np.maximum(context, bounds[j][kept].reshape(shape))
-            if step.choice is not None:
-                np.minimum.at(bounds[step.node], step.kept[step.choice], context)
-            else:
-                axes = tuple(range(1, 1 + context.ndim))
-                bounds[step.node][step.kept] = np.min(extra_costs(*step.costs) + context, axis=axes)
-        return bounds
 
 
 # Computes functions of equal arrays once.

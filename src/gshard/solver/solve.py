@@ -186,7 +186,6 @@ BURN = 15  # rounds before the first leap, in which prices settle; at most a thi
 LEAPS, MORE_LEAPS = 2, 10  # leaps after each round; more after PATIENCE rounds that raised the bound by at most RISE
 PATIENCE, RISE = 10, 1e-4
 IDLE = 300  # steps without a better solution after which the search ends, if no time is given
-ALTERNATIVES = 10  # rounds for the costs of alternatives, if the best solution is found without rounds
 ENDLESS = 1 << 60
 
 
@@ -204,7 +203,6 @@ class Solution:
     peak_bound: float = 0.0  # no states have a lower peak; 0 if the search did not minimise the peak
     cut: bool = False  # whether the time was over before all planned steps
     interrupted: bool = False  # whether Ctrl-C ended the search
-    _alternatives: tuple[Floats, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -217,14 +215,6 @@ class Solution:
         if not self.fits:
             return 1.0
         return max(0.0, self.value - self.bound) / self.value if self.value > 0 else 0.0
-
-    def alternatives(self, node: int) -> Floats:
-        """float64 [states]: for each state of a node, a lower bound on the value of solutions with that state.
-
-        It is at least ``bound``. It is ``inf`` for an impossible state, and for all states if no solution can fit. For
-        an intermediate solution (``on_better``), only ``bound`` is known.
-        """
-        return self._alternatives[node] if self._alternatives else np.full(self.problem.states[node], self.bound)
 
     def fullest(self) -> tuple[int, list[tuple[int, float]]]:
         """The moment of the peak, and the nodes that hold memory then with their bytes, the largest first."""
@@ -315,9 +305,6 @@ class _Search:
                 self.offer(reduced.lift(descent.states))
         if outcome is None:
             self._descend(descent, reduced, deadline, tolerance, effort if by_size else None)
-        else:
-            for _ in range(ALTERNATIVES):
-                descent.round()
         if self.states is None and not self._proven():
             self._peak(deadline)
 
@@ -380,21 +367,14 @@ class _Search:
                 self.descent.offer(self.reduced.lower(states))
 
     def solution(self, final: bool = False) -> Solution:
-        """The best solution so far. The final one has prices and alternatives."""
+        """The best solution so far. The final one has prices."""
         states = self.states if self.states is not None else self.least
         prices = np.zeros(len(self.problem.moments))
-        alternatives: tuple[Floats, ...] = ()
         if final and self.reduced is not None and self.descent is not None:
-            values = self.descent.alternatives()
             self.bound = max(self.bound, self.descent.prices.bound)
             if states is None:
                 states = self.reduced.lift(np.zeros(len(self.reduced.nodes), dtype=np.int64))
             prices[self.reduced.moments[self.reduced.problem.moments]] = self.descent.prices.best
-            least = min(self.bound, self.value)
-            lifted = self.reduced.lift_alternatives(values, least)
-            alternatives = tuple(np.maximum(value, least) for value in lifted)
-        elif final:
-            alternatives = tuple(np.full(cost.size, np.inf) for cost in self.problem.costs)
         if states is None:
             states = np.zeros(len(self.problem.costs), dtype=np.int64)
         value = self.problem.value(states)
@@ -409,7 +389,6 @@ class _Search:
             peak_bound=self.peak_bound,
             cut=self.cut,
             interrupted=self.interrupted,
-            _alternatives=alternatives,
         )
 
 
