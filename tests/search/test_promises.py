@@ -13,7 +13,7 @@ import pytest
 
 import gshard
 from gshard.core.deadline import OutOfTime, until
-from gshard.search.find import MeshSearch, in_model
+from gshard.search.find import MeshSearch
 from gshard.search.presets import Preset
 from gshard.search.time_budget import Progress, TimeBudget
 from gshard.solver.solve import solve
@@ -94,24 +94,18 @@ def test_a_step_that_is_out_of_time_is_cut_and_named():
         solve(problem)
 
 
-def test_a_returned_plan_is_priced_in_the_model_that_has_the_bound():
-    """Of presets as of what was searched, so that the gap is about the plan that is returned."""
+def test_the_searched_plan_is_priced_in_the_model_that_has_the_bound():
+    """What is proven is of that plan only: nothing of a preset."""
     mesh = gshard.Mesh.abstract(x=2, y=4)
     found = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine=H100, donate_argnums=0)
     best = found.best
-    assert in_model(best.graph, best.searched.plan) == pytest.approx(best.solution.value, rel=1e-9)
     assert best.predicted == pytest.approx(best.solution.value, rel=1e-9)
-    of_others = {other.name: in_model(best.graph, other.plan) for other in best.others}
-    assert len(of_others) == 4, "the expected ones, since the plan is within a percent of the bound"
+    assert best.predicted >= best.bound * (1 - 1e-9)
     for other in best.others:
-        predicted = of_others[other.name]
-        assert predicted >= best.bound * (1 - 1e-9)
-        # One preset instead of what was searched: its own gap, not that of the other plan.
-        alone = dataclasses.replace(found, best=dataclasses.replace(best, chosen=other, predicted=predicted))
-        assert alone.gap == pytest.approx(max(0.0, 1 - best.bound / predicted))
-        assert f"({predicted * 1e3:.4g} ms there); priced in full: {other.cost.seconds * 1e3:.4g} ms" in str(alone)
+        alone = dataclasses.replace(found, best=dataclasses.replace(best, chosen=other, predicted=None))
+        assert alone.gap is None
+        assert "nothing is proven of this plan: it is not the plan that was searched" in str(alone)
         assert f"this is the plan of '{other.name}'; the searched plan takes" in str(alone)
-    assert max(of_others.values()) > 2 * best.bound, "some are far from the optimum"
 
 
 def test_nothing_is_said_to_be_proven_that_is_not():

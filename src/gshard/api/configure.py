@@ -6,12 +6,11 @@ problems of the best on every mesh, as in ``gshard.search``.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,7 +35,7 @@ from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.memory_kinds import PINNED_HOST
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import tables, with_tables
-from gshard.core.program import Program, format_bytes
+from gshard.core.program import format_bytes
 from gshard.device.cost import cost_of_kernels
 from gshard.device.fusion_model import kernels_of
 from gshard.device.machine import Machine, machine_of
@@ -47,28 +46,6 @@ from gshard.search.pipeline import PricedPlan
 from gshard.search.state_on_host import state_to_offload
 from gshard.search.time_budget import Stop, TimeBudget, in_a_line, seconds_of, stoppable
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Estimate:
-    """The figures of one device if all work and all arrays were shared evenly."""
-
-    seconds: float  # of a call. Nothing is sent.
-    peak: float  # bytes at the peak
-    least_bytes: float  # bytes of arguments and results that every plan holds at least
-
-
-@with_tables
-def estimated(program: Program, mesh: Mesh, machine: Machine, donated: Iterable[int]) -> Estimate:
-    """Estimates a traced program."""
-    devices, first = machine.size, len(program.captured)
-    whole = cost_of_kernels(kernels_of(program.block), mesh, machine, [first + i for i in donated])
-    memory = whole.memory
-    kept = memory.arguments + memory.results - memory.shared
-    if not all(e.rule is None or e.rule.is_free for e in program.block.walk()):
-        kept = 0  # parts that are written for one device run once on each
-    return Estimate(whole.seconds / devices, whole.peak / devices, kept / devices)
-
-
 _RECOMPUTES = 4 / 3  # of the time of a step whose estimate does not fit: a second forward pass, at most
 
 
@@ -78,15 +55,19 @@ class EstimatedStep:
 
     built: BuiltStep
     searched: Searched
-    estimate: Estimate
     limit: float
+    # of one device, if all work and all arrays were shared evenly, and nothing were sent: seconds of a call, bytes at
+    # the peak, and bytes of arguments and results that every plan holds at least
+    seconds: float
+    peak: float
+    least_bytes: float
     run: SearchRun | None = None
     why: str = "not begun, because the time was over"
 
     @property
     def promise(self) -> float:
         """Orders configurations, the most promising one first."""
-        return self.estimate.seconds * (_RECOMPUTES if self.estimate.peak > self.limit else 1.0)
+        return self.seconds * (_RECOMPUTES if self.peak > self.limit else 1.0)
 
     @property
     def chosen(self) -> PricedPlan | None:
@@ -101,7 +82,7 @@ class EstimatedStep:
         """
         ours, theirs = self.built.keywords, other.built.keywords
         changed = sum(ours[key] != theirs[key] for key in ours) + (bool(self.built.host) != bool(other.built.host))
-        return changed == 1 and self.estimate.peak <= self.limit and self.estimate.seconds <= other.estimate.seconds
+        return changed == 1 and self.peak <= self.limit and self.seconds <= other.seconds
 
     @property
     def fits_as_it_is(self) -> bool:
@@ -207,12 +188,19 @@ class ConfigureRun:
             self.others.append(NotSearched(text_of(keywords), self._failed(error)))
         return True
 
+    @with_tables
     def _traced(self, built: BuiltStep) -> tuple[EstimatedStep, Lowered]:
         own = {key: value for key, value in self.own.items() if key != "finite"}
         searched = searched_of(built.step, built.arguments, {}, own, self.own["finite"], self.caller)
         lowered = searched.lower(self.meshes[0])
-        figures = estimated(lowered.program, self.meshes[0], self.machine, lowered.donated)
-        return EstimatedStep(built, searched, figures, self.limit), lowered
+        program, devices, first = lowered.program, self.machine.size, len(lowered.program.captured)
+        donated = [first + i for i in lowered.donated]
+        whole = cost_of_kernels(kernels_of(program.block), self.meshes[0], self.machine, donated)
+        memory, each = whole.memory, [whole.seconds, whole.peak, 0.0]
+        if all(e.rule is None or e.rule.is_free for e in program.block.walk()):
+            each[2] = memory.arguments + memory.results - memory.shared
+        # Other parts are written for one device: they run once on each.
+        return EstimatedStep(built, searched, self.limit, *(n / devices for n in each)), lowered
 
     def _can_offload(self, built: BuiltStep, searched: Any) -> bool:
         """Whether the state may be on the host; a note tells why not."""
@@ -233,8 +221,8 @@ class ConfigureRun:
     def _search(self) -> None:
         """Searches the configurations, the most promising first, without those that are estimated to be no faster."""
         for candidate in sorted(self.candidates, key=lambda one: one.promise):
-            if candidate.estimate.least_bytes > self.limit:
-                least = format_bytes(int(candidate.estimate.least_bytes))
+            if candidate.least_bytes > self.limit:
+                least = format_bytes(int(candidate.least_bytes))
                 candidate.why = f"for which a device holds at least {least} of arguments and results"
             elif self.fastest is not None and self.budget.is_over:
                 self.budget.left_out.append(candidate.built.text)
@@ -246,25 +234,29 @@ class ConfigureRun:
         candidate = self.fastest
         if candidate is None or candidate.run is None or self.budget.is_over:
             return
-        with self._searching(candidate, self.budget.part()) as run:
+
+        def search(run: SearchRun) -> None:
             run.cut_axes(run.budget)
             self._price(run, [one for one in run.begun if one.near is not None and not self._is_beaten(one)])
-        self._note(candidate)
+
+        self._within(candidate, search)
 
     def _prove(self) -> None:
         """Solves the problems of the configurations that were left out, too, as long as there is time."""
-        left = [one for one in self.candidates if not one.solved and one.estimate.least_bytes <= self.limit]
+        left = [one for one in self.candidates if not one.solved and one.least_bytes <= self.limit]
         for candidate in sorted(left, key=lambda one: one.promise):
             if not self.budget.is_over:
                 self._search_one(candidate)
 
     def _search_one(self, candidate: EstimatedStep) -> None:
         """Solves the problem of a configuration on every mesh, and prices the solutions of the most promising ones."""
-        with self._searching(candidate, self.budget.part()) as run:
+
+        def search(run: SearchRun) -> None:
             run.solve(run.budget)
             promising = sorted(run.begun, key=lambda one: one.rank)
             self._price(run, [one for one in promising if not self._is_beaten(one)][:FINISHED])
-        self._note(candidate)
+
+        self._within(candidate, search)
         # On the meshes that are best for one configuration the others are solved first.
         assert candidate.run is not None
         ranked = sorted(candidate.run.begun, key=lambda one: one.rank)
@@ -278,24 +270,18 @@ class ConfigureRun:
             one.price_pipelines()
             run.finished.append(one)
 
-    @contextlib.contextmanager
-    def _searching(self, candidate: EstimatedStep, budget: TimeBudget) -> Iterator[SearchRun]:
-        """The search of one configuration, and its time; what it leaves out gets the configuration's name."""
-        text = candidate.built.text
-        self.budget.progress.step(f"searching: {text}")
-        quiet = dataclasses.replace(budget.progress, part=text)
-        own = dataclasses.replace(budget, progress=quiet, left_out=[], failed={})
+    def _within(self, candidate: EstimatedStep, search: Callable[[SearchRun], None]) -> None:
+        """Searches for one configuration in half of the time that is left; what it leaves out gets its name."""
+        text, budget = candidate.built.text, self.budget.part()
+        budget.progress.step(f"searching: {text}")
+        own = dataclasses.replace(
+            budget, progress=dataclasses.replace(budget.progress, part=text), left_out=[], failed={}
+        )
         if candidate.run is None:
             candidate.run = SearchRun(candidate.searched, self.meshes, False, self.machine, int(self.limit), own)
         candidate.run.budget = own
         try:
-            yield candidate.run
-        except KeyboardInterrupt:
-            with contextlib.suppress(KeyboardInterrupt):
-                for one in sorted(candidate.run.begun, key=lambda one: one.rank)[:1]:
-                    while one.price_solution() is not None:
-                        pass
-            raise
+            search(candidate.run)
         except Exception as error:  # of any kind: other configurations have plans
             candidate.why = self._failed(error)
             if candidate.chosen is not None:
@@ -303,12 +289,13 @@ class ConfigureRun:
         finally:
             self.budget.left_out += [f"{text}: {name}" for name in own.left_out]
             self.budget.failed |= {f"{text}: {name}": error for name, error in own.failed.items()}
+        self._note(candidate)
 
     def _is_slower(self, candidate: EstimatedStep) -> bool:
         """Whether a configuration is estimated to be no faster than the fastest, or than a similar one that fits."""
         if self.fastest is None or self.fastest is candidate or self.fastest.chosen is None:
             return False
-        if candidate.estimate.seconds >= self.fastest.chosen.cost.seconds:
+        if candidate.seconds >= self.fastest.chosen.cost.seconds:
             candidate.why = "estimated to be no faster than the best"
             return True
         if any(
@@ -361,7 +348,7 @@ class ConfigureRun:
         others = list(self.others)
         for c in [c for c, row in made if row is None]:
             others.append(NotSearched(c.built.text, c.why))
-        possible = [c for c in self.candidates if c.estimate.least_bytes <= limit]
+        possible = [c for c in self.candidates if c.least_bytes <= limit]
         is_complete = self.is_complete and all(len(c.solved) == meshes for c in possible)
         bound = min(one.least_seconds for c in possible for one in c.solved) if is_complete else 0.0
         return Configurations(
@@ -376,8 +363,8 @@ class ConfigureRun:
             mesh = " ".join(f"{name}={size}" for name, size in rows[0].mesh.axes)
             text = f"nearest: {rows[0].built.text}, mesh {mesh}: a device needs {format_bytes(needed)}"
         else:
-            nearest = min(self.candidates, key=lambda one: one.estimate.least_bytes)
-            needed = int(nearest.estimate.least_bytes)
+            nearest = min(self.candidates, key=lambda one: one.least_bytes)
+            needed = int(nearest.least_bytes)
             text = f"nearest: {nearest.built.text}: a device holds at least {format_bytes(needed)}"
         cut = " Not everything was tried in the time: raise budget_seconds." if self.budget.left_out else ""
         error = MemoryLimitError(

@@ -209,7 +209,6 @@ def _of_lowered(lowered: Lowered) -> Explanation:
     return Explanation(
         plan=lowered.plan, spmd=lowered.spmd, donated=lowered.donated, marked=lowered.marked,
         by_bytes=made and target.machine is None, machine=target.machine,
-        marked_by_bytes=None if target.machine is None else lowered.marked_by_bytes,
         planning_seconds=lowered.planning_seconds,
     )  # fmt: skip
 

@@ -234,13 +234,11 @@ class Lowered(_Stage):
     def _all_kept(self) -> SpmdProgram:
         return self.target.partitioned(self._planned)
 
-    def marked(self, program: Program) -> SpmdProgram:
-        """What all devices would run if the program had other marks: those that ``program`` has."""
-        return dataclasses.replace(self, program=program, target=self.target.by_marks).spmd
-
-    def marked_by_bytes(self, program: Program) -> SpmdProgram:
-        """The same planned by bytes, without a machine: sooner made."""
-        target = dataclasses.replace(self.target.by_marks, machine=None, collective_matmul=None, faster=False)
+    def marked(self, program: Program, by_bytes: bool = False) -> SpmdProgram:
+        """What all devices would run if the program had other marks; ``by_bytes``, without a machine, sooner made."""
+        target = self.target.by_marks
+        if by_bytes:
+            target = dataclasses.replace(target, machine=None, collective_matmul=None, faster=False)
         return dataclasses.replace(self, program=program, target=target).spmd
 
     @functools.cached_property

@@ -34,10 +34,6 @@ from gshard.xla_programs.compiled_ranking import devices_on, ranked
 # Search run: the search for a plan of one function on one or several meshes, in steps that a caller may combine.
 
 FINISHED = 3  # of the meshes that are tried, the most promising ones, whose plans are priced
-_CUT = 2  # meshes of two axes that are cut in three, the most promising ones
-_NEARLY = 1.02  # ratio of their times in the model beyond which the second one is not cut
-_WORTH = 1.001  # ratio of times in the model that a plan must save for which nothing is proven
-_AGAIN = 3  # searches on the best mesh of three axes, each near the plan of the one before, while plans become faster
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -140,15 +136,15 @@ class SearchRun:
                 self._search()
         except KeyboardInterrupt:
             stop.number = stop.number or signal.SIGINT
-            # What it left half done may be in the tables: from here on there are new ones.
-            promising = sorted(self.begun, key=lambda one: one.rank)[:1]
-            with contextlib.suppress(KeyboardInterrupt):
-                while promising and promising[0].price_solution() is not None:
-                    pass
+        # What it left half done may be in the tables: from here on there are new ones.
         return self.result(stop)
 
     def result(self, stop: Stop) -> SearchResult | None:
-        """The best of what was found so far; None if nothing was."""
+        """The best of what was found so far; None if nothing was. If a signal ended it, solutions are priced first."""
+        promising = sorted(self.begun, key=lambda one: one.rank)[:1] if stop.number is not None else []
+        with contextlib.suppress(KeyboardInterrupt):
+            while promising and promising[0].price_solution() is not None:
+                pass
         ordered = dict.fromkeys((*self.finished, *self.begun))
         bests = [(one, one.best(stop.number)) for one in ordered if one.has_found]
         if not bests:
@@ -204,7 +200,7 @@ class SearchRun:
         A preset over all devices is the same on every mesh, so it is priced on one with the fewest axes; one over the
         last axis is priced on the most promising mesh of several axes.
         """
-        ranked = sorted(self.begun, key=_promise)
+        ranked = sorted(self.begun, key=lambda one: one.rank)
         first = next(iter(self.begun))
         given = sorted((one for one in self.begun if one.near is None), key=_axes)
         several = next((one for one in ranked if _axes(one) > 1 and one.near is None), given[0])
@@ -220,37 +216,23 @@ class SearchRun:
             one.price_pipelines()
 
     def cut_axes(self, budget: TimeBudget) -> None:
-        """Searches on meshes of three axes, near the best plans on meshes of two."""
+        """Searches on meshes of three axes, near the best plan on a mesh of two."""
         solved = [one for one in self.begun if one.is_solved and len(one.mesh.axes) == len(NAMES) - 1]
-        coarse = sorted(solved, key=lambda one: one.rank)[:_CUT]
-        coarse = [one for one in coarse if one.rank <= (*coarse[0].rank[:2], _NEARLY * coarse[0].rank[2])]
-        meshes = {mesh: one for one in reversed(coarse) for mesh in cut_in_two(one.mesh)}
-        tried = [self._near(one, mesh, budget.part()) for mesh, one in meshes.items()]
-        finer = [one for one in tried if one is not None]
-        for _ in range(_AGAIN if finer else 0):
-            best = min(finer, key=lambda one: one.rank)
-            again = self._near(best, best.mesh, budget.part())
-            if again is None:
-                break
-            better, worse = sorted((best, again), key=lambda one: one.rank)
-            del self.begun[worse]
-            if better is best:
-                break
-            finer = [again]
+        for coarse in sorted(solved, key=lambda one: one.rank)[:1]:
+            for mesh in cut_in_two(coarse.mesh):
+                self._near(coarse, mesh, budget.part())
 
-    def _near(self, one: MeshSearch, mesh: Mesh, budget: TimeBudget) -> MeshSearch | None:
-        """Searches on a mesh near the plan of another search; None if there is no result."""
+    def _near(self, one: MeshSearch, mesh: Mesh, budget: TimeBudget) -> None:
+        """Searches on a mesh near the plan of another search."""
         if budget.is_over:
             budget.left_out.append(f"mesh ({axes_text(mesh)})")
-            return None
+            return
         near = self._search_on(mesh, self.begun[one], budget, one.solved_plan)
         if near.program.block is one.program.block:  # rewrites give it the same form on both meshes
             near.solve(EFFORT)
         near.budget = self.budget
-        if not near.is_solved:
-            return None
-        self.begun[near] = self.begun[one]
-        return near
+        if near.is_solved:
+            self.begun[near] = self.begun[one]
 
     def begin(self, mesh: Mesh, budget: TimeBudget) -> MeshSearch:
         """Traces the function for a mesh, and begins the search there."""
@@ -270,12 +252,6 @@ class SearchRun:
 
 def _axes(one: MeshSearch) -> int:
     return sum(size > 1 for _, size in one.mesh.axes)
-
-
-def _promise(one: MeshSearch) -> tuple[bool, bool, float]:
-    """Orders searches; of those that are nearly equal in the model, one of whose plans something is proven is first."""
-    *early, value = one.rank
-    return *early, value * (1.0 if one.near is None else _WORTH)  # type: ignore[return-value]
 
 
 def is_number_of_devices(mesh: Any) -> bool:

@@ -17,7 +17,7 @@ from gshard.core.errors import MeshError
 from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
 from gshard.core.memory_kinds import shape_in_memory
 from gshard.core.planning_tables import with_tables
-from gshard.core.program import Program, format_bytes
+from gshard.core.program import format_bytes
 from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import Cost, cost, origins
 from gshard.device.machine import Machine, machine_of, unknown_devices
@@ -51,15 +51,13 @@ class Explanation(ExplainedPlan):
     """Everything ``explain`` found; print it, or read its rows.
 
     Attributes:
-        marked: what all devices would run if the program had other marks;
-        marked_by_bytes: and if it were planned by bytes, where ``marked`` plans for a machine.
+        marked: what all devices would run if the program had other marks, also planned by bytes.
         machine: what the plan was made for; None if by bytes, or given.
         by_bytes: whether it is the plan that sends least.
         planning_seconds: what planning took, and with other marks takes about again; 0 if not measured.
     """
 
-    marked: Callable[[Program], SpmdProgram]
-    marked_by_bytes: Callable[[Program], SpmdProgram] | None = None
+    marked: Callable[..., SpmdProgram]
     machine: Machine | None = None
     by_bytes: bool = False
     planning_seconds: float = 0.0
@@ -100,7 +98,10 @@ class Explanation(ExplainedPlan):
     def _verdict(self, found: Cost, seconds: float) -> Verdict:
         rows = merged(self.spmd, found, self.names)
         takes_long = self.planning_seconds > max(seconds, TRIAL_SECONDS)
-        unsplit = unsplit_work(self.plan, found, self.names, None if takes_long else self.marked_by_bytes)
+        by_bytes = (
+            functools.partial(self.marked, by_bytes=True) if self.machine is not None and not takes_long else None
+        )
+        unsplit = unsplit_work(self.plan, found, self.names, by_bytes)
         return verdict(self.plan, found, rows, self._trials(seconds), self.by_bytes, self.machine, unsplit)
 
     def _trials(self, seconds: float) -> Trials:

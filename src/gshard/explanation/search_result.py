@@ -249,9 +249,8 @@ class SearchResult:
     def gap(self) -> float | None:
         """How much of this plan's time could at most be saved on this mesh, as a part of it, in the simplified model.
 
-        0 is a plan that is optimal there; a preset is priced in the model, too. None where nothing is proven about this
-        plan: it does not fit, values of it are recomputed, it has collective matmuls, the model has no plan like it, or
-        the search ended before it had a bound.
+        0 is a plan that is optimal there. None where nothing is proven about this plan: it does not fit, values of it
+        are recomputed, it has collective matmuls, it is a preset, or the search ended before it had a bound.
         """
         return self.best.gap
 
@@ -416,7 +415,9 @@ class SearchResult:
 
         limit = int(self.best.limit)
 
-        def marked(program: Program) -> SpmdProgram:
+        def marked(program: Program, by_bytes: bool = False) -> SpmdProgram:
+            if by_bytes:
+                return partition(propagate(program, self.plan.mesh, boundary=boundary))
             found, *_ = plans_of(program, self.plan.mesh, machine, boundary=boundary)
             return run(found)
 
@@ -425,13 +426,9 @@ class SearchResult:
             assert found.spmd is not None
             return found.spmd
 
-        def marked_by_bytes(program: Program) -> SpmdProgram:
-            return partition(propagate(program, self.plan.mesh, boundary=boundary))
-
         spmd = run(Planned(self.plan), recomputes=self.best.chosen.recomputed)
         return Explanation(
-            plan=self.plan, spmd=spmd, donated=frozenset(self.donated), marked=marked, marked_by_bytes=marked_by_bytes,
-            machine=machine,
+            plan=self.plan, spmd=spmd, donated=frozenset(self.donated), marked=marked, machine=machine,
         )  # fmt: skip
 
     def html(self, path: str | Path) -> Path:

@@ -28,32 +28,77 @@ from gshard.search.time_budget import TRIAL_SECONDS
 # Changes: finds marks to add, loosen or remove so that the devices may send less.
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Change:
-    """A change of marks that may lower what is sent."""
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """A change of marks, and what it brings once it is tried."""
 
-    mark: str  # mark, at, instead: as of ``proposal.Proposal``
-    at: str
-    instead: str
+    mark: str  # the source text, ``gshard.shard(x, P('data', None))``
+    at: str  # what to mark: an argument's name, or the line and operation that make the value
+    instead: str  # the mark that is there now, if this one takes its place; ``mark`` is empty if it can just go
     row: int  # the number of the collectives that it is for
     direct: int  # bytes that each device sends in the collectives that it is about;
     indirect: int  # and in all that go back to the mark
-    program: Callable[[], Program | None] = dataclasses.field(repr=False)  # the program with the change
+    # the program with the change
+    program: Callable[[], Program | None] = dataclasses.field(repr=False, compare=False)
     as_wanted: bool = False  # whether it marks a value as what reads it wants it. Planning could have chosen that.
+    before: int = 0  # before, after: bytes that each device sends in one call, as the program is and with the change
+    after: int = 0
+    # the per-device program with the change
+    spmd: SpmdProgram | None = dataclasses.field(default=None, repr=False, compare=False)
+    # what a call takes on a machine, as the program is and with the change (``on``)
+    costs: tuple[Cost, Cost] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def turn(self) -> int:
         """When it is tried: first marks that move an array themselves, last what planning could have chosen."""
         return 0 if self.instead and self.direct else 2 if self.as_wanted else 1
 
+    @property
+    def change(self) -> str:
+        """What to do: ``gshard.replicate(x) on ...``, ``remove replicate(x) at ...``."""
+        if not self.instead:
+            return f"{self.mark} on {self.at}"
+        return (
+            f"{self.mark} instead of {self.instead} at {self.at}"
+            if self.mark
+            else f"remove {self.instead} at {self.at}"
+        )
 
-def changes_of(rows: Sequence[Sequence[Collective]], plan: Plan) -> list[Change]:
+    def on(self, now: Cost) -> Proposal:
+        """The same with what a call takes on a machine, by which those that send less but take longer can be told."""
+        if self.spmd is None:
+            return self
+        captured = len(self.spmd.program.captured)
+        return dataclasses.replace(self, costs=(now, cost(self.spmd, now.machine, [i - captured for i in now.donated])))
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether a call takes longer with the change, where that is known."""
+        return self.costs is not None and self.costs[1].seconds > self.costs[0].seconds
+
+    @property
+    def result(self) -> str:
+        """What was found: bytes, and where a machine is known time and memory too."""
+        text = f"with this change, each device sends {format_bytes(self.after)} instead of {format_bytes(self.before)}"
+        if self.costs is None:
+            return f"{text}."
+        now, then = self.costs
+        times = f"a call takes {format_seconds(then.seconds)} instead of {format_seconds(now.seconds)}"
+        held = f"the memory peak is {format_bytes(then.peak)} instead of {format_bytes(now.peak)}"
+        same = format_bytes(then.peak) == format_bytes(now.peak)
+        return f"{text}, and {times}." if same else f"{text}, {times}, and {held}."
+
+    def __str__(self) -> str:
+        return f"This change removes or reduces it: {self.change}: {self.result}"
+
+
+def changes_of(rows: Sequence[Sequence[Collective]], plan: Plan) -> list[Proposal]:
     """The changes that are worth a try, those at which most bytes are at stake first."""
     found = [*_loosened(rows, plan), *_added(rows, plan)]
     return sorted(found, key=lambda c: (c.turn, -max(c.direct, c.indirect), not c.instead))
 
 
-def _added(rows: Sequence[Sequence[Collective]], plan: Plan) -> Iterator[Change]:
+def _added(rows: Sequence[Sequence[Collective]], plan: Plan) -> Iterator[Proposal]:
     """Marks on the values that collectives move."""
     program = plan.program
     producers = {v: e for e in program.block.walk() for v in e.outputs}
@@ -72,7 +117,7 @@ def _added(rows: Sequence[Sequence[Collective]], plan: Plan) -> Iterator[Change]
                 continue
             seen.add(key)
             marks = dict.fromkeys(values, mark_of_cut(sharding.dims, plan.mesh))
-            yield Change(
+            yield Proposal(
                 text,
                 _place(list(values), program, producers),
                 "",
@@ -126,7 +171,7 @@ def _place(values: Sequence[Value], program: Program, producers: Mapping[Value, 
     return f"{made}, {len(values)} times" if others else made
 
 
-def _loosened(rows: Sequence[Sequence[Collective]], plan: Plan) -> Iterator[Change]:
+def _loosened(rows: Sequence[Sequence[Collective]], plan: Plan) -> Iterator[Proposal]:
     """The marks that want a dimension replicated, without that: those of a line together, with their derivatives'."""
     marks: dict[Reason, list[Equation]] = {}
     for e in plan.program.block.walk():
@@ -141,7 +186,7 @@ def _loosened(rows: Sequence[Sequence[Collective]], plan: Plan) -> Iterator[Chan
         spec = spec_of_cut(Sharding(dims), plan.mesh)
         entries = ["P.UNCONSTRAINED" if entry is None else repr(entry) for entry in spec or ()]
         weaker = "" if spec is None or not any(dims) else f"gshard.shard(x, P({', '.join(entries)}))"
-        yield Change(
+        yield Proposal(
             weaker, root.line, root.equation, largest.get(root, 0), direct[root], indirect[root],
             functools.partial(_with_opened, plan.program, opened),
         )  # fmt: skip
@@ -186,62 +231,6 @@ def _with_opened(program: Program, marks: Mapping[Equation, Mark]) -> Program:
         return (dataclasses.replace(e, mark=marks[e], params={"mark": marks[e]}),) if e in marks else None
 
     return dataclasses.replace(program, block=with_others(program.block, opened))
-
-
-# Proposal: a change of marks with which the devices send less.
-
-
-@dataclasses.dataclass(frozen=True)
-class Proposal:
-    """A change of marks, and what it brings."""
-
-    mark: str  # the source text, ``gshard.shard(x, P('data', None))``
-    at: str  # what to mark: an argument's name, or the line and operation that make the value
-    before: int  # before, after: bytes that each device sends in one call, as the program is and with the change
-    after: int
-    instead: str = ""  # the mark that is there now, if this one takes its place; ``mark`` is empty if it can just go
-    # the per-device program with the change
-    spmd: SpmdProgram | None = dataclasses.field(default=None, repr=False, compare=False)
-    # what a call takes on a machine, as the program is and with the change (``on``)
-    costs: tuple[Cost, Cost] | None = dataclasses.field(default=None, repr=False, compare=False)
-
-    @property
-    def change(self) -> str:
-        """What to do: ``gshard.replicate(x) on ...``, ``remove replicate(x) at ...``."""
-        if not self.instead:
-            return f"{self.mark} on {self.at}"
-        return (
-            f"{self.mark} instead of {self.instead} at {self.at}"
-            if self.mark
-            else f"remove {self.instead} at {self.at}"
-        )
-
-    def on(self, now: Cost) -> Proposal:
-        """The same with what a call takes on a machine, by which those that send less but take longer can be told."""
-        if self.spmd is None:
-            return self
-        captured = len(self.spmd.program.captured)
-        return dataclasses.replace(self, costs=(now, cost(self.spmd, now.machine, [i - captured for i in now.donated])))
-
-    @property
-    def is_slower(self) -> bool:
-        """Whether a call takes longer with the change, where that is known."""
-        return self.costs is not None and self.costs[1].seconds > self.costs[0].seconds
-
-    @property
-    def result(self) -> str:
-        """What was found: bytes, and where a machine is known time and memory too."""
-        text = f"with this change, each device sends {format_bytes(self.after)} instead of {format_bytes(self.before)}"
-        if self.costs is None:
-            return f"{text}."
-        now, then = self.costs
-        times = f"a call takes {format_seconds(then.seconds)} instead of {format_seconds(now.seconds)}"
-        held = f"the memory peak is {format_bytes(then.peak)} instead of {format_bytes(now.peak)}"
-        same = format_bytes(then.peak) == format_bytes(now.peak)
-        return f"{text}, and {times}." if same else f"{text}, {times}, and {held}."
-
-    def __str__(self) -> str:
-        return f"This change removes or reduces it: {self.change}: {self.result}"
 
 
 # What if: plans the program again under other marks, and prices the result.
@@ -311,8 +300,7 @@ def _signed(size: int) -> str:
 class Trials:
     """What changes of marks bring, as far as they were tried."""
 
-    # the changes that lower the bytes sent, each with the number of the collectives that it is for
-    found: tuple[tuple[int, Proposal], ...]
+    found: tuple[Proposal, ...]  # the changes that lower the bytes sent
     tried: int  # how many changes were tried;
     changes: int  # of how many
     seconds: float  # of processor time that this took
@@ -350,10 +338,10 @@ def trials(
     changes = changes_of(rows, plan) if sent else []
     one = one if changes and max(seconds, TRIAL_SECONDS) < one else 0.0
     made = list(tried(changes, lambda c: replanned(marked, c.program()), 0.0 if one else seconds, clock))
-    again = [(c, sum(k.total_bytes for k in spmd.collectives), spmd) for c, spmd in made if spmd is not None]
-    found = tuple(
-        (c.row, Proposal(c.mark, c.at, sent, after, c.instead, spmd))
-        for c, after, spmd in again
-        if after < WORTH * sent
-    )
+    again = [
+        dataclasses.replace(change, before=sent, after=sum(c.total_bytes for c in spmd.collectives), spmd=spmd)
+        for change, spmd in made
+        if spmd is not None
+    ]
+    found = tuple(change for change in again if change.after < WORTH * sent)
     return Trials(found, len(made), len(changes), clock() - began, one)

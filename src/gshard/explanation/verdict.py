@@ -327,8 +327,8 @@ def verdict(
     repeated = None if worst is None else (worst, own[worst] / whole[worst])
     work = sum(own.values()) / total if total else 1.0
     proposals: list[Proposal | None] = [None] * len(rows)
-    for row, proposal in tried.found:
-        proposals[row] = min(filter(None, (proposals[row], proposal.on(found))), key=_rank)
+    for p in tried.found:
+        proposals[p.row] = min(filter(None, (proposals[p.row], p.on(found))), key=_rank)
     sent = sum(row.collective.total_bytes for row in rows)
     longest = max(rows, key=lambda row: row.seconds, default=None)
     largest = rows[:1] if longest is None or longest is rows[0] else (rows[0], longest)

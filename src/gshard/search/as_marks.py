@@ -29,13 +29,13 @@ _MORE_MEMORY = 1.01  # ratio of two peaks of memory: a smaller one counts as the
 _ARGUMENTS = "arguments"  # the place of the mark that places all of them
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class FoundMark:
     """One mark, perhaps on several values of the same name in equal layers."""
 
     at: str  # an argument, or the operation and line that compute the value
     text: str  # the source text, ``gshard.shard(x, P(None, 'model'))``
-    saved: float  # seconds of a call that it saves, after the marks before it
+    saved: float  # seconds of a call that it saves, after the marks before it; 0 before it is tried
     # the marked values, with their shardings in the plan
     shardings: Mapping[Value, Sharding] = dataclasses.field(repr=False)
 
@@ -120,19 +120,6 @@ class Marks:
         return f"{format_ms(plan.cost.seconds)}{size}"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Candidate:
-    """Values to mark together, with their shardings in the plan."""
-
-    at: str
-    text: str
-    shardings: Mapping[Value, Sharding]
-
-    @property
-    def bytes(self) -> int:
-        return sum(v.bytes for v in self.shardings)
-
-
 def marks_of(
     goal: PricedPlan,
     limit: float,
@@ -151,7 +138,7 @@ def marks_of(
     program, mesh = goal.plan.program, goal.plan.mesh
     near = goal.cost.seconds * (1 + tolerance)
 
-    def priced(marks: Sequence[_Candidate], doing: str, *, always: bool = False) -> PricedPlan | None:
+    def priced(marks: Sequence[FoundMark], doing: str, *, always: bool = False) -> PricedPlan | None:
         marked = with_marks(program, {v: mark_of_cut(s.dims, mesh) for c in marks for v, s in c.shardings.items()})
 
         def planned() -> PricedPlan | None:
@@ -161,7 +148,7 @@ def marks_of(
 
         return budget.attempt(doing, planned, always=always, raises=True)
 
-    def with_more(marks: Sequence[_Candidate], best: PricedPlan) -> PricedPlan | None:
+    def with_more(marks: Sequence[FoundMark], best: PricedPlan) -> PricedPlan | None:
         more = marks[-1]
         if all(Sharding(best.plan.shardings[v].dims) == s for v, s in more.shardings.items()):
             return None  # it changes nothing
@@ -177,7 +164,7 @@ def marks_of(
     without = priced([], "the program without further marks", always=True)
     assert without is not None
     every, candidates = _candidates(goal.plan, without.plan, can_write)
-    candidates, kept = candidates[:most], list[tuple[_Candidate, PricedPlan]]()
+    candidates, kept = candidates[:most], list[tuple[FoundMark, PricedPlan]]()
     if not is_near(without):
         alone = ((c, with_more([c], without)) for c in candidates)
         enough = next(((c, now) for c, now in alone if now is not None and is_near(now)), None)
@@ -191,7 +178,7 @@ def marks_of(
             needed, current = others, now
     before = [without, *(now for _, now in kept)]
     marks = [
-        FoundMark(c.at, c.text, then.cost.seconds - now.cost.seconds, c.shardings)
+        dataclasses.replace(c, saved=then.cost.seconds - now.cost.seconds)
         for (c, now), then in zip(kept, before, strict=False)
         if c in needed
     ]
@@ -200,7 +187,7 @@ def marks_of(
 
 def _candidates(
     plan: Plan, current: Plan, can_write: Callable[[Collection[Value]], bool]
-) -> tuple[list[_Candidate], list[_Candidate]]:
+) -> tuple[list[FoundMark], list[FoundMark]]:
     """All arguments together, if there are several; and values by name, whose sharding differs from the plan."""
     arguments = {*plan.program.block.inputs[len(plan.program.captured) :]}
     groups: dict[tuple[str, Sharding], dict[Value, Sharding]] = {}
@@ -211,12 +198,12 @@ def _candidates(
     differ = {v for of in groups.values() for v, s in of.items() if Sharding(current.shardings[v].dims) != s}
     together = {v: s for of in groups.values() for v, s in of.items() if v in arguments and v in differ}
     by_name = [
-        _Candidate(name, text_of_mark(target, plan.mesh) or "", values)
+        FoundMark(name, text_of_mark(target, plan.mesh) or "", 0.0, values)
         for (name, target), values in groups.items()
         if not differ.isdisjoint(values)
     ]
-    every = [_Candidate(_ARGUMENTS, "in_shardings=found.in_shardings", together)] if len(together) > 1 else []
-    return every, sorted(by_name, key=lambda c: (not can_write(c.shardings), -c.bytes))
+    every = [FoundMark(_ARGUMENTS, "in_shardings=found.in_shardings", 0.0, together)] if len(together) > 1 else []
+    return every, sorted(by_name, key=lambda c: (not can_write(c.shardings), -sum(v.bytes for v in c.shardings)))
 
 
 def _named(program: Program) -> Mapping[Value, str]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.number_text import format_ms, significant
@@ -31,7 +30,7 @@ from gshard.search.pipeline import Planned, PricedPlan, Pricing, plans_of
 from gshard.search.presets import AS_IT_IS, DATA_PARALLEL, SPLIT_STATE, Preset, marked_presets, pipelines
 from gshard.search.seconds import on_machine, seconds_on
 from gshard.search.time_budget import EFFORT, TimeBudget
-from gshard.solver.problem import Problem, ProblemError
+from gshard.solver.problem import Problem
 from gshard.solver.solve import Solution, solve
 
 # Adds the memory of buffers, from first write to last read, to the planning problem.
@@ -92,51 +91,6 @@ class _Clock:
         self.last_read.update(dict.fromkeys(kernels.results, self.now + 1))
 
 
-# Prices a plan in the simplified model that has a bound.
-
-
-def in_model(graph: Graph, plan: Plan) -> float | None:
-    """The seconds of a plan in a problem; None if the problem has no such plan."""
-    chosen = _states_of(graph, plan)
-    if chosen is None:
-        return None
-    try:
-        found = solve(dataclasses.replace(graph.problem.restricted(chosen), limit=None), effort=EFFORT)
-    except ProblemError:
-        return None
-    return found.value if np.isfinite(found.value) else None
-
-
-def _states_of(graph: Graph, plan: Plan) -> dict[int, int] | None:
-    """The states of all nodes that a plan decides, by node; None if the problem lacks one of them."""
-    if plan.program.block is not graph.program.block or plan.rings:
-        return None
-    chosen: dict[int, int] = {}
-
-    def choose(node: int, states: Sequence[Any], wanted: Any) -> bool:
-        """Chooses the wanted state of a node. False if it is not a state, or contradicts an earlier choice."""
-        if wanted not in states:
-            return False
-        state = list(states).index(wanted)
-        return chosen.setdefault(node, state) == state
-
-    for v, group in graph.groups.of.items():
-        if not choose(group, graph.states[group], plan.shardings[v]):
-            return None
-    for v, (node, states) in graph.shared_reshards.items():
-        if not choose(node, states, plan.shared_reshards.get(v, plan.shardings[v])):
-            return None
-    for v, (node, states) in graph.leaves.items():
-        if not choose(node, states, plan.leaves.get(v, plan.shardings[v])):
-            return None
-    for (e, component), (node, splits) in graph.strategies.items():
-        split = {f: atoms for f, atoms in plan.splits.get(e, {}).items() if f in component.factors and atoms}
-        without_empty = [{f: atoms for f, atoms in other.items() if atoms} for other in splits]
-        if not choose(node, without_empty, split):
-            return None
-    return chosen
-
-
 # Holds the result of a search on one mesh.
 
 
@@ -151,7 +105,7 @@ class Best:
     graph: Graph | None  # the problem, which is the simplified model; None if the search did not get as far
     solution: Solution | None  # the solution that became ``searched``
     bound: float  # seconds that every plan within the limit takes at least, in the simplified model
-    predicted: float | None  # seconds of ``chosen`` in the simplified model; None if the model has no such plan
+    predicted: float | None  # seconds of ``chosen`` in the simplified model; None if it is no solution of that
     limit: float  # bytes that a device may hold
     seconds: float  # the time that the search took
     left_out: tuple[str, ...] = ()  # steps that were cut or not begun because the time was over
@@ -171,8 +125,8 @@ class Best:
     def gap(self) -> float | None:
         """The largest share of ``predicted`` that a plan that was compared could save; None if nothing is proven.
 
-        Both numbers belong to the simplified model. Nothing is proven if the plan does not fit, if the model has no
-        such plan, or if the solver found no bound.
+        Both numbers belong to the simplified model. Nothing is proven if the plan does not fit, if it is a preset, or
+        if the solver found no bound.
         """
         if not self.fits or self.predicted is None:
             return None
@@ -232,7 +186,6 @@ def on_finer(plan: Plan, mesh: Mesh) -> Plan:
 
 
 ENOUGH = 0.01  # of a plan's time in the model: where no plan saves more, the solver ends
-_ROUNDED = 1e-9  # relative difference of times that counts as rounding
 
 
 class MeshSearch:
@@ -498,16 +451,12 @@ class MeshSearch:
         searched = chosen if chosen in self._priced else None
         if self._priced and searched is None:
             searched = min(self._priced, key=lambda option: option.rank(limit))
-        bound, predicted = self.bound, None
-        if chosen in self._priced:
-            predicted = None if chosen.recomputed or chosen.plan.rings else float(self._priced[chosen].value)
-        elif self.graph is not None and not chosen.recomputed and stopped is None:
-            predicted = in_model(self.graph, chosen.plan)
-        if predicted is not None and predicted < bound * (1 - _ROUNDED):
-            predicted = None  # the bound is for plans that take less memory in the model
+        predicted = None
+        if chosen in self._priced and not chosen.recomputed and not chosen.plan.rings:
+            predicted = float(self._priced[chosen].value)
         return Best(
             self.mesh, chosen, searched, tuple(self.presets), self.graph,
-            None if searched is None else self._priced[searched], bound, predicted, limit, self.budget.spent,
+            None if searched is None else self._priced[searched], self.bound, predicted, limit, self.budget.spent,
             tuple(self.budget.left_out), self.budget.failed_lines, stopped, self.near_mesh, self.is_limited,
         )  # fmt: skip
 
@@ -567,7 +516,7 @@ def how_near(best: Best, *, is_one_of_several: bool = False) -> str:
     if best.chosen.recomputed or best.chosen.plan.rings:
         why = "the simplified model has no recomputed values and no collective matmuls"
     elif best.predicted is None:
-        why = "the simplified model has no bound for a plan like this"
+        why = "it is not the plan that was searched"
     elif best.near is not None:
         why = f"gshard compared plans that differ in one axis from the one found on mesh ({axes_text(best.near)})"
     else:
