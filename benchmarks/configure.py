@@ -7,7 +7,7 @@ every layer recomputed, in one micro-batch or in eight. Those have their usual s
 ``memory_limit``, so that gshard recomputes more where a step does not fit.
 
     python benchmarks/configure.py                          minutes
-    python benchmarks/configure.py --budget-seconds 900     bounds for more configurations
+    python benchmarks/configure.py --budget-seconds 900     more time
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Configure: what is found fits, runs and computes the unpartitioned numbers; bounds hold; errors are clear."""
+"""Configure: what is found fits, runs and computes the unpartitioned numbers; errors are clear."""
 
 import os
 import signal
@@ -100,23 +100,20 @@ def test_the_best_is_optimal(found):
 
 @pytest.mark.slow
 def test_no_configuration_is_better_that_was_left_out(found):
-    """Every configuration, searched alone, takes at least the time of the best, and at least the bound."""
+    """Every configuration, searched alone, takes at least the time of the best."""
     for micro_batches in (1, 4):
         for recompute in ("none", "full"):
             step, *arguments = build(BATCH, micro_batches, recompute)
             alone = gshard.search(step, *arguments, mesh=ROW, machine="cpu:8", donate_argnums=0, progress=False)
             assert alone.cost.seconds >= found.best.seconds * (1 - 1e-9)
-            assert alone.best.predicted is None or alone.best.predicted >= found.bound * (1 - 1e-9)
     rows, others = len(found), len(found.not_searched)
     assert rows + others == 12, "with the state on the devices and on the host"
 
 
-def test_bounds_are_below_what_was_found(found):
-    for row in found:
-        assert row.found is not None
-        assert row.found.best.predicted is None or row.found.best.predicted >= found.bound * (1 - 1e-9)
+def test_the_text_has_a_row_for_each(found):
+    assert all(row.found is not None for row in found)
     assert [row.seconds for row in found] == sorted(row.seconds for row in found)
-    for text in ("examples/s", "micro_batches", "estimated to be no faster", "there is no bound over all"):
+    for text in ("examples/s", "micro_batches", "estimated to be no faster", "gap"):
         assert text in str(found)
 
 
@@ -152,22 +149,11 @@ def test_saved_configurations(found, tmp_path, rng):
         Configuration.load(path, build)
 
 
-def test_time_that_is_left_goes_to_the_bound():
-    choices = {"micro_batches": [1, 2], "recompute": ["full"]}
-    first = configured(choices=choices, offload=False)
-    proven = configured(choices=choices, offload=False, budget_seconds=float("inf"))
-    assert first.bound == 0 < proven.bound
-    assert "no configuration takes less than" in str(proven)
-    assert proven.gap == pytest.approx(0, abs=1e-6)
-    assert proven.best.seconds <= first.best.seconds
-
-
 def test_the_budget_is_kept():
     short = configured(budget_seconds=1.0)
     assert short.best.seconds > 0
     assert short.seconds < 12, "no more than a planning of the step, and of data parallelism and FSDP"
     assert [other for other in short.not_searched if "time was over" in other.why]
-    assert short.bound == 0
 
 
 def test_nothing_fits():

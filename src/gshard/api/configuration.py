@@ -349,9 +349,6 @@ class Configurations:
         not_searched: the configurations without a plan, and why they have none.
         machine: the machine.
         limit: bytes that a device may hold.
-        bound: seconds that no plan of any configuration goes below, in the simplified model of ``gshard.search``; 0 if
-            not all were searched that may fit. It is for plans without recomputed values, besides those that the
-            builder's step recomputes, and without collective matmuls, on the meshes that were given.
         left_out: steps that were cut, or not begun, because the time was over.
         failed: steps that ended with an error, each with its first line.
         notes: what else limits the result.
@@ -363,7 +360,6 @@ class Configurations:
     not_searched: tuple[NotSearched, ...]
     machine: Machine
     limit: float
-    bound: float
     left_out: tuple[str, ...]
     failed: tuple[str, ...]
     notes: tuple[str, ...]
@@ -383,18 +379,6 @@ class Configurations:
 
     def __getitem__(self, i: int) -> Configuration:
         return self.rows[i]
-
-    @property
-    def gap(self) -> float | None:
-        """The largest share of the best configuration's time in the simplified model that another one could save.
-
-        None if nothing is proven: there is no bound over all configurations, the model has no plan like the best, or
-        its mesh has three axes.
-        """
-        found = self.best.found
-        if found is None or found.best.predicted is None or found.best.near is not None or not self.bound:
-            return None
-        return max(0.0, 1 - self.bound / found.best.predicted)
 
     def _table(self) -> str:
         """The best configurations, one a line."""
@@ -432,7 +416,6 @@ class Configurations:
         ]  # fmt: skip
         return {
             "machine": self.machine.name, "memory_limit": int(self.limit), "configurations": rows,
-            "bound": self.bound, "gap": self.gap,
             "not_searched": [dataclasses.asdict(other) for other in self.not_searched],
             "left_out": list(self.left_out), "failed": list(self.failed), "notes": list(self.notes),
             "seconds": self.seconds,
@@ -455,24 +438,11 @@ class Configurations:
             lines.append(f"the best: {how_near(best.found.best)}")
         if best.recomputes:
             lines.append("gshard recomputes some of its values to fit: best.jit() has the memory limit for that")
-        lines += self._bounds()
         lines += _folded(self.not_searched)
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines + ended(self.seconds, self.left_out, self.stopped, self.failed))
 
     __repr__ = __str__
-
-    def _bounds(self) -> list[str]:
-        text, best = "in the simplified model of gshard.search", self.best.found
-        if any(row.found is not None and row.found.best.near is not None for row in self.rows):
-            text += ", on meshes with up to two axes"
-        if self.bound:
-            lines = [f"{text}, no configuration takes less than {format_seconds(self.bound)}"]
-            if self.gap is not None and best is not None and best.best.predicted is not None:
-                lines[0] += f"; the best takes {format_seconds(best.best.predicted)} there, {_more(self.gap)}"
-        else:
-            lines = ["there is no bound over all configurations, because some were not searched on all meshes"]
-        return lines
 
 
 def _folded(others: Sequence[NotSearched]) -> list[str]:
@@ -494,7 +464,3 @@ def _plain(value: Any) -> Any:
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  " + "  ".join(f"{cell:<{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _more(gap: float) -> str:
-    return "no more" if gap < _NONE else f"at most {significant(100 * gap / (1 - gap), 2)} % more"

@@ -89,12 +89,6 @@ class EstimatedStep:
         """Whether its best plan so far fits without recomputed values."""
         return self.chosen is not None and self.chosen.cost.peak <= self.limit and not self.chosen.recomputed
 
-    @property
-    def solved(self) -> list[MeshSearch]:
-        """The meshes for which its whole problem is solved."""
-        begun = [] if self.run is None else self.run.begun
-        return [one for one in begun if one.is_solved and one.near is None]
-
 
 _FULL_PRICE = 0.95  # of the time of a plan in the simplified model, what its full price may be
 
@@ -117,7 +111,6 @@ class ConfigureRun:
     limit: float
     global_batch: int | None
     offload: bool
-    uses_all: bool
     caller: Callable[..., Any]
     budget: TimeBudget
     candidates: list[EstimatedStep] = dataclasses.field(default_factory=list)
@@ -126,7 +119,6 @@ class ConfigureRun:
     fastest: EstimatedStep | None = None
     noted: float = 0.0  # seconds of the fastest when it was noted
     error: Exception | None = None  # the first one of a configuration
-    is_complete: bool = True  # whether all are estimated
     covered: set[EstimatedStep] = dataclasses.field(default_factory=set)  # no faster than others that fit
 
     def __post_init__(self) -> None:
@@ -140,8 +132,6 @@ class ConfigureRun:
                 self._search()
                 if self.any_shape:
                     self._cut_axes()
-                if self.uses_all:
-                    self._prove()
         except KeyboardInterrupt:
             stop.number = stop.number or signal.SIGINT
         return self._result(stop)
@@ -153,7 +143,6 @@ class ConfigureRun:
             step, text = functools.partial(self._add, keywords), text_of(keywords)
             if not share.attempt(f"estimating {text}", step, always=not self.candidates):
                 self.others.append(NotSearched(text, "not estimated, because the time was over"))
-                self.is_complete = False
         if self.error is not None and not self.candidates:
             raise self.error
         if not self.candidates:
@@ -240,13 +229,6 @@ class ConfigureRun:
             self._price(run, [one for one in run.begun if one.near is not None and not self._is_beaten(one)])
 
         self._within(candidate, search)
-
-    def _prove(self) -> None:
-        """Solves the problems of the configurations that were left out, too, as long as there is time."""
-        left = [one for one in self.candidates if not one.solved and one.least_bytes <= self.limit]
-        for candidate in sorted(left, key=lambda one: one.promise):
-            if not self.budget.is_over:
-                self._search_one(candidate)
 
     def _search_one(self, candidate: EstimatedStep) -> None:
         """Solves the problem of a configuration on every mesh, and prices the solutions of the most promising ones."""
@@ -335,7 +317,7 @@ class ConfigureRun:
 
     def _result(self, stop: Stop) -> Configurations | None:
         """What was found; None if a signal ended the search before it had a plan."""
-        limit, meshes = self.limit, len(self.meshes)
+        limit = self.limit
         made = [(candidate, self._configuration(candidate, stop)) for candidate in self.candidates]
         rows = [row for _, row in made if row is not None]
         if stop.number is not None and not rows:
@@ -348,11 +330,8 @@ class ConfigureRun:
         others = list(self.others)
         for c in [c for c, row in made if row is None]:
             others.append(NotSearched(c.built.text, c.why))
-        possible = [c for c in self.candidates if c.least_bytes <= limit]
-        is_complete = self.is_complete and all(len(c.solved) == meshes for c in possible)
-        bound = min(one.least_seconds for c in possible for one in c.solved) if is_complete else 0.0
         return Configurations(
-            tuple(rows), tuple(others), self.machine, limit, bound, tuple(self.budget.left_out),
+            tuple(rows), tuple(others), self.machine, limit, tuple(self.budget.left_out),
             self.budget.failed_lines, tuple(self.notes), self.budget.spent, stop.number,
         )  # fmt: skip
 
@@ -427,8 +406,7 @@ def configure(
             ``gshard.search``; donate the training state.
         budget_seconds: how long everything together may take. It takes longer by no more than one planning of one step,
             and of data parallelism and FSDP if no mark splits the step. With None it ends once all configurations are
-            searched or estimated to be no faster, after 300 seconds at the latest. With a number, the time that is left
-            then goes to the problems of the others, which raises the bound.
+            searched or estimated to be no faster, after 300 seconds at the latest.
         progress: as for ``gshard.search``.
 
     Returns:
@@ -467,7 +445,7 @@ def configure(
     limit = float(on.memory if memory_limit is None else bytes_of(memory_limit))
     run = ConfigureRun(
         step_builder, found, fixed, {**own, "finite": finite}, meshes, any_shape, machine, on, limit,
-        None if global_batch is None else int(global_batch), offload, budget_seconds is not None, configure, budget,
+        None if global_batch is None else int(global_batch), offload, configure, budget,
     )  # fmt: skip
     with stoppable() as stop:
         made = run.found(stop)
