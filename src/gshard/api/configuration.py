@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -329,24 +329,13 @@ _SHOWN = 5  # rows of the table
 _NONE = 1e-5  # a gap that counts as none, to the printed digits
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class NotSearched:
-    """A configuration that was left out, and why."""
-
-    text: str  # its keywords, and where the state is
-    why: str  # the reason
-
-    def __str__(self) -> str:
-        return f"{self.text}: {self.why}"
-
-
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Configurations:
     """The configurations that were found for a step, the best first.
 
     Attributes:
         rows: the configurations that have a plan: first those that fit, by time; then the others, by memory.
-        not_searched: the configurations without a plan, and why they have none.
+        not_searched: the configurations without a plan, each with the reason.
         machine: the machine.
         limit: bytes that a device may hold.
         left_out: steps that were cut, or not begun, because the time was over.
@@ -357,7 +346,7 @@ class Configurations:
     """
 
     rows: tuple[Configuration, ...]
-    not_searched: tuple[NotSearched, ...]
+    not_searched: Mapping[str, str]
     machine: Machine
     limit: float
     left_out: tuple[str, ...]
@@ -370,15 +359,6 @@ class Configurations:
     def best(self) -> Configuration:
         """The best configuration."""
         return self.rows[0]
-
-    def __iter__(self) -> Iterator[Configuration]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> Configuration:
-        return self.rows[i]
 
     def _table(self) -> str:
         """The best configurations, one a line."""
@@ -416,7 +396,7 @@ class Configurations:
         ]  # fmt: skip
         return {
             "machine": self.machine.name, "memory_limit": int(self.limit), "configurations": rows,
-            "not_searched": [dataclasses.asdict(other) for other in self.not_searched],
+            "not_searched": dict(self.not_searched),
             "left_out": list(self.left_out), "failed": list(self.failed), "notes": list(self.notes),
             "seconds": self.seconds,
         }  # fmt: skip
@@ -445,12 +425,12 @@ class Configurations:
     __repr__ = __str__
 
 
-def _folded(others: Sequence[NotSearched]) -> list[str]:
+def _folded(others: Mapping[str, str]) -> list[str]:
     """A line for each reason why configurations have no plan, with their number and the first of them."""
-    of_reason: dict[str, list[NotSearched]] = {}
-    for other in others:
-        of_reason.setdefault(other.why, []).append(other)
-    return [f"{len(some)} {why}: {some[0].text}{', ...' * (len(some) > 1)}" for why, some in of_reason.items()]
+    of_reason: dict[str, list[str]] = {}
+    for text, why in others.items():
+        of_reason.setdefault(why, []).append(text)
+    return [f"{len(some)} {why}: {some[0]}{', ...' * (len(some) > 1)}" for why, some in of_reason.items()]
 
 
 def _percent(gap: float | None) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from gshard.api.configuration import BuiltStep, Configuration, Configurations, NotSearched, built_by
+from gshard.api.configuration import BuiltStep, Configuration, Configurations, built_by
 from gshard.api.jit import Jitted
 from gshard.api.lowered import Lowered
 from gshard.api.search import (
@@ -114,7 +114,7 @@ class ConfigureRun:
     caller: Callable[..., Any]
     budget: TimeBudget
     candidates: list[EstimatedStep] = dataclasses.field(default_factory=list)
-    others: list[NotSearched] = dataclasses.field(default_factory=list)
+    others: dict[str, str] = dataclasses.field(default_factory=dict)  # those without an estimate, with the reason
     notes: dict[str, None] = dataclasses.field(default_factory=dict)
     fastest: EstimatedStep | None = None
     noted: float = 0.0  # seconds of the fastest when it was noted
@@ -142,7 +142,7 @@ class ConfigureRun:
         for keywords in combinations(self.choices):
             step, text = functools.partial(self._add, keywords), text_of(keywords)
             if not share.attempt(f"estimating {text}", step, always=not self.candidates):
-                self.others.append(NotSearched(text, "not estimated, because the time was over"))
+                self.others[text] = "not estimated, because the time was over"
         if self.error is not None and not self.candidates:
             raise self.error
         if not self.candidates:
@@ -163,7 +163,7 @@ class ConfigureRun:
         try:
             built = built_by(self.builder, keywords, self.fixed, self.own)
             if built is None:
-                self.others.append(NotSearched(text_of(keywords), "for which the builder returns None"))
+                self.others[text_of(keywords)] = "for which the builder returns None"
                 return True
             with clear_call_errors(self.caller, built.step, built.arguments, {}):
                 one, lowered = self._traced(built)
@@ -174,7 +174,7 @@ class ConfigureRun:
         except OutOfTime:
             raise
         except Exception as error:  # of any kind: other keywords have steps
-            self.others.append(NotSearched(text_of(keywords), self._failed(error)))
+            self.others[text_of(keywords)] = self._failed(error)
         return True
 
     @with_tables
@@ -327,11 +327,9 @@ class ConfigureRun:
             raise self.error
         if not rows or rows[0].cost.peak > limit:
             raise self._fits_nowhere(rows)
-        others = list(self.others)
-        for c in [c for c, row in made if row is None]:
-            others.append(NotSearched(c.built.text, c.why))
+        others = self.others | {c.built.text: c.why for c, row in made if row is None}
         return Configurations(
-            tuple(rows), tuple(others), self.machine, limit, tuple(self.budget.left_out),
+            tuple(rows), others, self.machine, limit, tuple(self.budget.left_out),
             self.budget.failed_lines, tuple(self.notes), self.budget.spent, stop.number,
         )  # fmt: skip
 

@@ -259,7 +259,7 @@ class CompiledExplanation(Comparable):
             return try_changes(before, "sharding constraints inside", (), lambda _: None, sharding_helps, seconds)
         program = TracedProgram(again.traced())
         planned = again.planned(seconds / 4)
-        found, notes = constraints_to_try(self.collectives, program, again.leaves, mesh, planned)
+        found, notes = constraints_to_try(self.collectives, program, mesh, planned)
         changes = [Change(f"{c.text}  ({c.expression.type})", c.spec, constraint=c) for c in found]
         shown = dataclasses.replace(Progress.of(progress), name="gshard.explain")
         numbers = itertools.count(1)

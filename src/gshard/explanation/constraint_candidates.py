@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from gshard.core.jax_adapter import Expression
 from gshard.core.mark import axes_of_entry, spec_of_axes
@@ -30,7 +28,7 @@ Planned = Mapping[tuple[str, int, tuple[int, ...]], PartitionSpec]
 
 
 def constraints_to_try(
-    rows: Sequence[CompiledRow], program: TracedProgram, leaves: Iterable[Any], mesh: Mesh, planned: Planned
+    rows: Sequence[CompiledRow], program: TracedProgram, mesh: Mesh, planned: Planned
 ) -> tuple[list[Constraint], list[str]]:
     """The constraints to try on the values that collectives move; and what no constraint changes, as text."""
     axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
@@ -44,11 +42,10 @@ def constraints_to_try(
         others, sent = others + row.times * (not moved), sent + row.bytes * (not moved)
         for expression in moved:
             stakes[expression] += row.exposed or row.seconds or row.bytes
-    split = _split(leaves)
     ranked = [
         (stake / (i + 1), Constraint(expression, spec))
         for expression, stake in stakes.items()
-        for i, spec in enumerate(itertools.islice(_specs(expression, split, sizes, planned), _SPECS if stake else 0))
+        for i, spec in enumerate(itertools.islice(_specs(expression, sizes, planned), _SPECS if stake else 0))
     ]
     every = sum(row.times for row in rows)
     moves = f"{others} of {every} collectives ({format_bytes(sent)}) move arguments, or no value of one expression"
@@ -73,63 +70,32 @@ def _moved(
             yield expression
 
 
-def _split(leaves: Iterable[Any]) -> Counter[tuple[int, Axes]]:
-    """How often arguments split a dimension of a size over axes."""
-    found = Counter[tuple[int, Axes]]()
-    for leaf in leaves:
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding):
-            pairs = zip(leaf.shape, map(axes_of_entry, sharding.spec), strict=False)
-            found.update((size, axes) for size, axes in pairs if axes)
-    return found
+def _specs(expression: TracedExpression, sizes: Mapping[str, int], planned: Planned) -> Iterator[PartitionSpec | None]:
+    """The shardings to try for a value, each once; None removes a constraint.
 
-
-def _specs(
-    expression: TracedExpression, split: Counter[tuple[int, Axes]], sizes: Mapping[str, int], planned: Planned
-) -> Iterator[PartitionSpec | None]:
-    """The shardings to try for a value, each once; None removes a constraint."""
+    First the planned one, then one axis on one dimension, then none, and more axes.
+    """
     now, shape, place = expression.spec, expression.shape, expression.place
     if now is not None:
         yield None
     if shape is None:
         return
     known = planned.get((place.file, place.line, shape))
+    every = itertools.product([*range(len(shape)), None], repeat=len(sizes))
     seen = [] if now is None else [_dims(now, len(shape))]
-    for dims in itertools.chain([] if known is None else [_dims(known, len(shape))], _guesses(shape, split, sizes)):
-        used = [axis for axes in dims for axis in axes]
-        is_new = dims not in seen and len(set(used)) == len(used) and set(used) <= sizes.keys()
-        if is_new and all(n % math.prod(sizes[a] for a in axes) == 0 for n, axes in zip(shape, dims, strict=True)):
+    for dims in (
+        *([] if known is None else [_dims(known, len(shape))]),
+        *(
+            [tuple(axis for axis, place in zip(sizes, places, strict=True) if place == d) for d in range(len(shape))]
+            for places in sorted(every, key=lambda places: abs(len(sizes) - places.count(None) - 1))
+        ),
+    ):
+        is_known = all(axis in sizes for axes in dims for axis in axes)
+        if dims not in seen and is_known:
             seen.append(dims)
-            yield spec_of_axes(dims)
+            if all(n % math.prod(sizes[a] for a in axes) == 0 for n, axes in zip(shape, dims, strict=True)):
+                yield spec_of_axes(dims)
 
 
 def _dims(spec: PartitionSpec, rank: int) -> list[Axes]:
     return [axes_of_entry(entry) for entry in (*spec, *[None] * (rank - len(spec)))]
-
-
-def _guesses(
-    shape: tuple[int, ...], split: Counter[tuple[int, Axes]], sizes: Mapping[str, int]
-) -> Iterator[list[Axes]]:
-    """The first dimension over the axes of arguments, with one more axis, as they split this size, over single axes."""
-    whole: list[Axes] = [()] * len(shape)
-    largest = sorted(range(len(shape)), key=lambda d: -shape[d])
-    axes_of_size, times = dict(reversed([pair for pair, _ in split.most_common()])), Counter[Axes]()
-    for (_, axes), n in split.items():
-        times[axes] += n
-    for axes, _ in times.most_common():
-        batch = _with(whole, 0, axes)
-        yield batch
-        yield from [_with(batch, d, (axis,)) for axis in sizes for d in largest if axis not in axes and d][:1]
-    as_given = whole
-    for d, size in enumerate(shape):
-        axes = axes_of_size.get(size, ())
-        as_given = _with(as_given, d, axes) if not any({*axes} & {*own} for own in as_given) else as_given
-        if as_given is not whole:
-            yield as_given
-    for dims in (as_given, whole):
-        yield from (_with(dims, d, (*dims[d], axis)) for axis in sizes for d in largest)
-        yield whole
-
-
-def _with(dims: Sequence[Axes], d: int, axes: Axes) -> list[Axes]:
-    return [axes if e == d else own for e, own in enumerate(dims)]
