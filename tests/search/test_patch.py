@@ -54,36 +54,15 @@ def made_at(program, primitive, times=0):
     return [e.outputs[0] for e in program.block.walk() if e.name == primitive][times]
 
 
-def test_marks_go_after_assignments(tmp_path, monkeypatch):
+def test_marks_inside_are_written_by_hand(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text(SOURCE)
     program = gshard.stages.trace(
         loaded(tmp_path / "model.py", "model_before").net, shape(8, 16), shape(16, 32), shape(32, 8)
     )
     product = made_at(program, "dot_general", 1)
-    told = patch_of(
-        [
-            mark_of(product, "gshard.shard(x, P(None, 'x'))"),
-            mark_of(made_at(program, "mul"), "gshard.replicate(x)"),
-            mark_of(made_at(program, "max"), "gshard.shard(x, P('x', None))"),
-            mark_of(made_at(program, "dot_general"), "gshard.shard(x, P('x', None))"),
-        ],
-        program,
-        MESH,
-    )
-    assert "+    y = gshard.shard(y, jax.P(None, 'x'))" in told
-    assert "+    h = gshard.shard(h, jax.P('x', None))" in told
-    assert told.count("not written, do it by hand") == 2, "a part of an expression, and a result"
-    assert "# gshard.replicate(x) here: not written" in told
-    (tmp_path / "marks.diff").write_text(told)
-    subprocess.run(["git", "apply", "marks.diff"], cwd=tmp_path, check=True)
-    after = loaded(tmp_path / "model.py", "model_after").net
-    marks = [
-        str(e.mark)
-        for e in gshard.stages.trace(after, *(shape(8, 16), shape(16, 32), shape(32, 8))).block.walk()
-        if e.mark
-    ]
-    assert marks == ["shard(x, P('x', None))", "shard(x, P(None, 'x'))"]
+    told = patch_of([mark_of(product, "gshard.shard(x, P(None, 'x'))")], program, MESH)
+    assert told == "# gshard.shard(x, P(None, 'x')) here: not written, do it by hand\n"
 
 
 def test_the_patched_program_takes_what_the_marks_took(tmp_path, monkeypatch):
@@ -91,8 +70,7 @@ def test_the_patched_program_takes_what_the_marks_took(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text(SOURCE)
     arguments, machine = (shape(4096, 4096), shape(4096, 8192), shape(8192, 4096)), Machine.of("h100:1x8")
-    whole = (jax.P(), jax.P(), jax.P())
-    step = gshard.jit(loaded(tmp_path / "model.py", "model_bare").net, mesh=MESH, in_shardings=whole)
+    step = gshard.jit(loaded(tmp_path / "model.py", "model_bare").net, mesh=MESH)
     found, lines = gshard.search(step, *arguments, machine=machine), []
     short = dataclasses.replace(found, budget_seconds=1e-6, progress=lines.append)
     told = short.patch()
@@ -120,7 +98,7 @@ def test_the_patched_program_takes_what_the_marks_took(tmp_path, monkeypatch):
     (tmp_path / "marks.diff").write_text(told)
     subprocess.run(["git", "apply", "marks.diff"], cwd=tmp_path, check=True)
     marked = loaded(tmp_path / "model.py", "model_marked").net
-    after = gshard.jit(marked, mesh=MESH, in_shardings=whole).lower(*arguments)
+    after = gshard.jit(marked, mesh=MESH, machine=machine).lower(*arguments)
     assert cost(after.spmd, machine).seconds == pytest.approx(found.marks.seconds)
 
 

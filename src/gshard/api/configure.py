@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +18,6 @@ from gshard.api.jit import Jitted
 from gshard.api.lowered import Lowered
 from gshard.api.search import (
     FINISHED,
-    OfArrays,
     Searched,
     SearchRun,
     is_number_of_devices,
@@ -34,7 +31,7 @@ from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.memory_kinds import PINNED_HOST
 from gshard.core.mesh import Mesh
-from gshard.core.planning_tables import tables, with_tables
+from gshard.core.planning_tables import with_tables
 from gshard.core.program import format_bytes
 from gshard.device.cost import cost_of_kernels
 from gshard.device.fusion_model import kernels_of
@@ -44,7 +41,7 @@ from gshard.search.builder_choices import choices_of, combinations, text_of
 from gshard.search.find import MeshSearch
 from gshard.search.pipeline import PricedPlan
 from gshard.search.state_on_host import state_to_offload
-from gshard.search.time_budget import Stop, TimeBudget, in_a_line, seconds_of, stoppable
+from gshard.search.time_budget import TimeBudget, in_a_line, seconds_of, until_stopped
 
 _RECOMPUTES = 4 / 3  # of the time of a step whose estimate does not fit: a second forward pass, at most
 
@@ -117,24 +114,15 @@ class ConfigureRun:
     others: dict[str, str] = dataclasses.field(default_factory=dict)  # those without an estimate, with the reason
     notes: dict[str, None] = dataclasses.field(default_factory=dict)
     fastest: EstimatedStep | None = None
-    noted: float = 0.0  # seconds of the fastest when it was noted
     error: Exception | None = None  # the first one of a configuration
     covered: set[EstimatedStep] = dataclasses.field(default_factory=set)  # no faster than others that fit
 
-    def __post_init__(self) -> None:
-        self.meshes = sorted(self.meshes, key=lambda mesh: _distance(mesh, self.machine))
-
-    def found(self, stop: Stop) -> Configurations | None:
-        """The result; None if a signal ended the search before it had a plan."""
-        try:
-            with tables():
-                self._estimate()
-                self._search()
-                if self.any_shape:
-                    self._cut_axes()
-        except KeyboardInterrupt:
-            stop.number = stop.number or signal.SIGINT
-        return self._result(stop)
+    def search(self) -> None:
+        """Estimates all configurations, and searches those that may be the fastest."""
+        self._estimate()
+        self._search()
+        if self.any_shape:
+            self._cut_axes()
 
     def _estimate(self) -> None:
         """Builds, traces and estimates all configurations."""
@@ -201,7 +189,7 @@ class ConfigureRun:
             else f"JAX's devices here have no memory {PINNED_HOST!r}"
             if PINNED_HOST not in kinds
             else "the builder returns a jitted step; return the plain function and give donate_argnums"
-            if not isinstance(searched, OfArrays) or isinstance(built.step, Jitted) or hasattr(built.step, "lower")
+            if searched.source is None or isinstance(built.step, Jitted) or hasattr(built.step, "lower")
             else ""
         )
         if why:
@@ -300,15 +288,12 @@ class ConfigureRun:
         if chosen is None or chosen.cost.peak > limit:
             return
         known = None if self.fastest is None else self.fastest.chosen
-        if known is None or self.fastest is candidate or chosen.rank(limit) < known.rank(limit):
-            seconds = chosen.cost.seconds
-            if self.fastest is candidate and seconds >= self.noted:
-                return
-            self.fastest, self.noted = candidate, seconds
+        if known is None or chosen.rank(limit) < known.rank(limit):
+            self.fastest = candidate
             self.budget.progress.better(f"{candidate.built.text}: {chosen.cost}")
 
-    def _configuration(self, candidate: EstimatedStep, stop: Stop) -> Configuration | None:
-        found = None if candidate.run is None else candidate.run.result(stop)
+    def _configuration(self, candidate: EstimatedStep, stopped: int | None) -> Configuration | None:
+        found = None if candidate.run is None else candidate.run.result(stopped)
         if found is None:
             return None
         limit = int(self.limit) if found.best.chosen.recomputed else None
@@ -316,12 +301,12 @@ class ConfigureRun:
             candidate.built, found.mesh, found.plan, self.given_machine, limit, self.global_batch, found
         )
 
-    def _result(self, stop: Stop) -> Configurations | None:
+    def result(self, stopped: int | None) -> Configurations | None:
         """What was found; None if a signal ended the search before it had a plan."""
         limit = self.limit
-        made = [(candidate, self._configuration(candidate, stop)) for candidate in self.candidates]
+        made = [(candidate, self._configuration(candidate, stopped)) for candidate in self.candidates]
         rows = [row for _, row in made if row is not None]
-        if stop.number is not None and not rows:
+        if stopped is not None and not rows:
             return None
         rows.sort(key=lambda row: row.search_result.best.chosen.rank(limit))
         if not rows and self.error is not None:
@@ -331,7 +316,7 @@ class ConfigureRun:
         others = self.others | {c.built.text: c.why for c, row in made if row is None}
         return Configurations(
             tuple(rows), others, self.machine, limit, tuple(self.budget.left_out),
-            self.budget.failed_lines, tuple(self.notes), self.budget.spent, stop.number,
+            self.budget.failed_lines, tuple(self.notes), self.budget.spent, stopped,
         )  # fmt: skip
 
     def _fits_nowhere(self, rows: Sequence[Configuration]) -> MemoryLimitError:
@@ -354,12 +339,6 @@ class ConfigureRun:
         )
         error.needed = needed
         return error
-
-
-def _distance(mesh: Mesh, machine: Machine) -> tuple[bool, float]:
-    """Orders meshes: one axis first, then those whose last axis is as long as the last dimension of the network."""
-    sizes = [size for _, size in mesh.axes]
-    return len(sizes) > 1, abs(math.log(sizes[-1] / machine.network[-1].size))
 
 
 @without_our_frames
@@ -446,12 +425,7 @@ def configure(
         step_builder, found, fixed, {**own, "finite": finite}, meshes, any_shape, machine, on, limit,
         None if global_batch is None else int(global_batch), offload, configure, budget,
     )  # fmt: skip
-    with stoppable() as stop:
-        made = run.found(stop)
-        if made is not None:
-            return made
-    stop.deliver()
-    raise KeyboardInterrupt
+    return until_stopped(run.search, run.result)
 
 
 def _meshes(devices: int | None, mesh: Any, machine: str | Machine | None) -> list[Mesh]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,13 +21,12 @@ from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.paths import place_of_definition
 from gshard.core.plan import Plan
-from gshard.core.planning_tables import tables
 from gshard.device.machine import Machine, machine_of
 from gshard.explanation.search_result import FunctionSource, SearchResult
 from gshard.remat.rematerialise import bytes_of
 from gshard.search.find import NAMES, MeshSearch, axes_text, cut_in_two, meshes
 from gshard.search.pipeline import PricedPlan
-from gshard.search.time_budget import EFFORT, Stop, TimeBudget, in_a_line, seconds_of, stoppable
+from gshard.search.time_budget import EFFORT, TimeBudget, in_a_line, seconds_of, until_stopped
 from gshard.xla_programs.compiled_ranking import devices_on, ranked
 
 # Search run: the search for a plan of one function on one or several meshes, in steps that a caller may combine.
@@ -37,56 +35,13 @@ FINISHED = 3  # of the meshes that are tried, the most promising ones, whose pla
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OfArrays:
-    """A function whose arguments are pytrees of arrays."""
+class Searched:
+    """A function with its arguments."""
 
-    made: Jitted
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @property
-    def mesh(self) -> MeshLike:
-        """The mesh that it was jitted for."""
-        return self.made.options.mesh
-
-    def lower(self, mesh: Mesh) -> Lowered:
-        """Traces it for a mesh."""
-        return self.made.on(mesh).lower_for_search(self.args, self.kwargs)
-
-    def source(self, lowered: Lowered) -> FunctionSource:
-        """What the function is in the user's files."""
-
-        def jaxpr() -> Any:
-            return self.made.trace(*self.args, **self.kwargs).jaxpr
-
-        paths = paths_of_arguments(lowered.program, lowered.in_tree)
-        return FunctionSource(paths, place_of_definition(self.made), jaxpr)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class OfFramework:
-    """A function that ``flax.nnx.jit``, ``equinox.filter_jit`` or the like returned."""
-
-    f: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    refused: Mapping[str, Any]
-    caller: Callable[..., Any]
-
-    @property
-    def mesh(self) -> MeshLike:
-        """The mesh that its arguments are on."""
-        return mesh_of_arguments(self.args, self.kwargs)
-
-    def lower(self, mesh: Mesh) -> Lowered:
-        """Traces it for a mesh."""
-        return lowered_instead_of_jit(self.f, self.args, self.kwargs, mesh, {}, self.refused, self.caller)
-
-    def source(self, lowered: Lowered) -> None:
-        """None: the framework takes the arguments apart."""
-
-
-Searched = OfArrays | OfFramework
+    mesh: Callable[[], MeshLike]  # the mesh that it was jitted for, or that its arguments are on
+    lower: Callable[[Mesh], Lowered]  # traces it for a mesh
+    # what it is in the user's files; None for one of ``flax.nnx.jit`` or the like, which takes its arguments apart
+    source: Callable[[Lowered], FunctionSource] | None
 
 
 def searched_of(
@@ -98,12 +53,22 @@ def searched_of(
     caller: Callable[..., Any],
 ) -> Searched:
     """Prepares a function and its arguments for the search."""
+    if is_from_framework(f) and not isinstance(f, Jitted):
+        refused = {**own, "finite": finite or None}
+        return Searched(
+            lambda: mesh_of_arguments(args, kwargs),
+            lambda mesh: lowered_instead_of_jit(f, args, kwargs, mesh, {}, refused, caller),
+            None,
+        )
     if isinstance(f, Jitted):
         refuse_options(caller.__name__, f, finite, **own)
-        return OfArrays(f, args, kwargs)
-    if is_from_framework(f):
-        return OfFramework(f, args, kwargs, {**own, "finite": finite or None}, caller)
-    return OfArrays(jit(f, finite=finite, **own), args, kwargs)
+    made: Jitted = f if isinstance(f, Jitted) else jit(f, finite=finite, **own)
+
+    def source(lowered: Lowered) -> FunctionSource:
+        paths = paths_of_arguments(lowered.program, lowered.in_tree)
+        return FunctionSource(paths, place_of_definition(made), lambda: made.trace(*args, **kwargs).jaxpr)
+
+    return Searched(lambda: made.options.mesh, lambda mesh: made.on(mesh).lower_for_search(args, kwargs), source)
 
 
 @dataclasses.dataclass(eq=False)
@@ -129,36 +94,26 @@ class SearchRun:
         """The machine whose devices the mesh has."""
         return Machine.read(machine_of(mesh) if self.machine is None else self.machine, mesh.size)
 
-    def found(self, stop: Stop) -> SearchResult | None:
-        """The best of all meshes; None where a signal ended the search before there was any."""
-        try:
-            with tables():
-                self._search()
-        except KeyboardInterrupt:
-            stop.number = stop.number or signal.SIGINT
-        # What it left half done may be in the tables: from here on there are new ones.
-        return self.result(stop)
-
-    def result(self, stop: Stop) -> SearchResult | None:
+    def result(self, stopped: int | None) -> SearchResult | None:
         """The best of what was found so far; None if nothing was. If a signal ended it, solutions are priced first."""
-        promising = sorted(self.begun, key=lambda one: one.rank)[:1] if stop.number is not None else []
+        promising = sorted(self.begun, key=lambda one: one.rank)[:1] if stopped is not None else []
         with contextlib.suppress(KeyboardInterrupt):
             while promising and promising[0].price_solution() is not None:
                 pass
         ordered = dict.fromkeys((*self.finished, *self.begun))
-        bests = [(one, one.best(stop.number)) for one in ordered if one.has_found]
+        bests = [(one, one.best(stopped)) for one in ordered if one.has_found]
         if not bests:
             return None
         one, best = min(bests, key=lambda pair: pair[1].chosen.rank(pair[1].limit))
-        lowered = self.begun[one]
+        lowered, source = self.begun[one], self.searched.source
         donated = tuple(sorted(lowered.donated))
         return SearchResult(
-            best, tuple(best for _, best in bests), donated, lowered.in_tree, self.searched.source(lowered),
-            self.budget_seconds, progress=self.progress,
-            jitted_by_framework=isinstance(self.searched, OfFramework),
+            best, tuple(best for _, best in bests), donated, lowered.in_tree, source and source(lowered),
+            self.budget_seconds, progress=self.progress, jitted_by_framework=source is None,
         )  # fmt: skip
 
-    def _search(self) -> None:
+    def search(self) -> None:
+        """Searches on all meshes."""
         problems = self.budget.part() if len(self.meshes) > 1 else self.budget
         self.solve(problems)
         if self.any_shape:
@@ -352,7 +307,7 @@ def search(
     if isinstance(f, Jitted):
         machine = f.options.machine if machine is None else machine
         memory_limit = f.options.memory_limit if memory_limit is None else memory_limit
-    mesh = searched.mesh if mesh is None else mesh
+    mesh = searched.mesh() if mesh is None else mesh
     limit = None if memory_limit is None else bytes_of(memory_limit)
     run = SearchRun(
         searched, list(meshes_to_try(mesh)), is_number_of_devices(mesh), machine, limit, budget, budget_seconds,
@@ -360,13 +315,9 @@ def search(
     )  # fmt: skip
     if compile_best is not None:  # before the search, which takes long
         devices_on(run.meshes[0], run.machine_on(run.meshes[0]))
-    with stoppable() as stop:
-        with clear_call_errors(search, f, args, kwargs):
-            found = run.found(stop)
-        if found is not None:
-            return found if compile_best is None else ranked(found, compile_best)
-    stop.deliver()
-    raise KeyboardInterrupt
+    with clear_call_errors(search, f, args, kwargs):
+        found = until_stopped(run.search, run.result)
+    return found if compile_best is None else ranked(found, compile_best)
 
 
 def _check_number(compile_best: int | None) -> None:

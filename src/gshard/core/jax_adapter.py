@@ -122,12 +122,6 @@ def user_expression(source_info: Any) -> Expression | None:
     return Expression(frame.file_name, frame.start_line, frame.start_column, frame.end_line, frame.end_column)
 
 
-def user_places(source_info: Any) -> list[tuple[str, int]]:
-    """Files and lines of all calls that led to an equation, except those inside of JAX and gshard; innermost first."""
-    frames = () if source_info is None else _source_info_util.user_frames(source_info.traceback)
-    return [(frame.file_name, frame.start_line) for frame in frames]
-
-
 def in_scopes_of(source_info: Any, call: Any) -> Any:
     """The source information of an equation in the body of a call, with the named scopes of the call in front."""
     call_scopes = call.name_stack.stack

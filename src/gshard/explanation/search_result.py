@@ -40,7 +40,7 @@ from gshard.planning.saved_plan import SavedPlan
 from gshard.search.as_marks import Marks, jit_keywords, marks_of
 from gshard.search.find import Best, axes_text, best_plan, ended, how_near
 from gshard.search.moves import tried
-from gshard.search.patch import Patch, patch_of
+from gshard.search.patch import patch_of
 from gshard.search.pipeline import Planned, PricedPlan, Pricing, as_run, plans_of
 from gshard.search.time_budget import EFFORT, TRIAL_SECONDS, TimeBudget
 from gshard.solver.solve import Solution, solve
@@ -287,18 +287,15 @@ class SearchResult:
         the search did. The marks that were found by then are returned, with ``left_out``.
         """
         budget = TimeBudget.of(self.budget_seconds, self.progress)
-        can_write = Patch(self.plan.program).can_mark
-        found = marks_of(
-            self.best.chosen, self.best.limit, lambda marked: self._priced("marks", marked), budget, can_write
-        )
+        found = marks_of(self.best.chosen, self.best.limit, lambda marked: self._priced("marks", marked), budget)
         return found.placed_by_user() if self.jitted_by_framework else found
 
     def patch(self) -> str:
         """The marks as a change of the source files, for ``git apply``.
 
-        Marks are written after statements, and for arguments in front of the function's first statement. In front of
-        the diff, in lines that begin with ``#``, are the time of a call with the marks beside that of the plan, the
-        marks that cannot be written, and the call of ``gshard.jit`` that runs the patched function.
+        Marks of arguments are written in front of the function's first statement. In front of the diff, in lines that
+        begin with ``#``, are the time of a call with the marks beside that of the plan, the other marks with their
+        lines, and the call of ``gshard.jit`` that runs the patched function.
         """
         known = self.marks
         paths, defined = ((), None) if self.function is None else (self.function.paths, self.function.defined)

@@ -21,6 +21,7 @@ from gshard.device.cost import WORTH, Cost, cost
 from gshard.explanation.advice import direct_roots, roots
 from gshard.planning.added_marks import spec_of_cut, text_of_mark, with_marks
 from gshard.planning.strategies import shardings
+from gshard.rewrite.equation_graph import with_others
 from gshard.search.moves import tried
 from gshard.search.time_budget import TRIAL_SECONDS
 
@@ -187,7 +188,7 @@ def _loosened(rows: Sequence[Sequence[Collective]], plan: Plan) -> Iterator[Prop
         weaker = "" if spec is None or not any(dims) else f"gshard.shard(x, P({', '.join(entries)}))"
         yield Proposal(
             weaker, root.line, root.equation, largest.get(root, 0), direct[root], indirect[root],
-            functools.partial(with_marks, plan.program, {}, opened),
+            functools.partial(_with_opened, plan.program, opened),
         )  # fmt: skip
 
 
@@ -223,6 +224,13 @@ def _opened(e: Equation, plan: Plan) -> Mark | None:
         return None
     kept = [None if is_open or not atoms else atoms for is_open, atoms in zip(already, dims, strict=True)]
     return mark_of_cut(kept, plan.mesh)
+
+
+def _with_opened(program: Program, marks: Mapping[Equation, Mark]) -> Program:
+    def opened(e: Equation) -> tuple[Equation] | None:
+        return (dataclasses.replace(e, mark=marks[e], params={"mark": marks[e]}),) if e in marks else None
+
+    return dataclasses.replace(program, block=with_others(program.block, opened))
 
 
 # What if: plans the program again under other marks, and prices the result.

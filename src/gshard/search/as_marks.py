@@ -125,15 +125,14 @@ def marks_of(
     limit: float,
     price: Callable[[Program], PricedPlan],
     budget: TimeBudget,
-    can_write: Callable[[Collection[Value]], bool] = lambda _: True,
     *,
     tolerance: float = 0.01,
     most: int = 12,
 ) -> Marks:
     """Finds marks that reproduce a plan: one that is enough, or else several, each of which the others need.
 
-    It tries the values of most bytes whose sharding differs from the plan, of ``most`` names; those last that cannot be
-    written, and in front of all the arguments together.
+    It tries the values of most bytes whose sharding differs from the plan, of ``most`` names; arguments first, and in
+    front of these all of them together.
     """
     program, mesh = goal.plan.program, goal.plan.mesh
     near = goal.cost.seconds * (1 + tolerance)
@@ -163,7 +162,7 @@ def marks_of(
 
     without = priced([], "the program without further marks", always=True)
     assert without is not None
-    every, candidates = _candidates(goal.plan, without.plan, can_write)
+    every, candidates = _candidates(goal.plan, without.plan)
     candidates, kept = candidates[:most], list[tuple[FoundMark, PricedPlan]]()
     if not is_near(without):
         alone = ((c, with_more([c], without)) for c in candidates)
@@ -185,9 +184,7 @@ def marks_of(
     return Marks(tuple(marks), current, without, goal, limit, budget.spent, ("further marks",) * bool(budget.left_out))
 
 
-def _candidates(
-    plan: Plan, current: Plan, can_write: Callable[[Collection[Value]], bool]
-) -> tuple[list[FoundMark], list[FoundMark]]:
+def _candidates(plan: Plan, current: Plan) -> tuple[list[FoundMark], list[FoundMark]]:
     """All arguments together, if there are several; and values by name, whose sharding differs from the plan."""
     arguments = {*plan.program.block.inputs[len(plan.program.captured) :]}
     groups: dict[tuple[str, Sharding], dict[Value, Sharding]] = {}
@@ -203,7 +200,7 @@ def _candidates(
         if not differ.isdisjoint(values)
     ]
     every = [FoundMark(_ARGUMENTS, "in_shardings=found.in_shardings", 0.0, together)] if len(together) > 1 else []
-    return every, sorted(by_name, key=lambda c: (not can_write(c.shardings), -sum(v.bytes for v in c.shardings)))
+    return every, sorted(by_name, key=lambda c: (arguments.isdisjoint(c.shardings), -sum(v.bytes for v in c.shardings)))
 
 
 def _named(program: Program) -> Mapping[Value, str]:

@@ -1,7 +1,7 @@
-"""The diff of a plan: writes its marks into the user's source files, for ``git apply``.
+"""The diff of a plan: writes the marks of arguments into the user's source file, for ``git apply``.
 
-Marks of arguments stand in front of a function's first statement, by paths for a pytree. A mark of what an assignment
-computes follows it. Others are printed with their line in front of the diff, in lines that begin with ``#``.
+They stand in front of a function's first statement, by paths for a pytree. Others are printed with their line in front
+of the diff, in lines that begin with ``#``.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ import ast
 import difflib
 import json
 import os
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jax.sharding import PartitionSpec
 
-from gshard.core.jax_adapter import is_of_library, is_transposed, user_places
 from gshard.core.mark import text_of_spec
 from gshard.core.mesh import Mesh
 from gshard.core.paths import is_below
@@ -25,9 +23,6 @@ from gshard.naming.argument_names import equal_layers
 from gshard.planning.added_marks import spec_of_cut
 from gshard.planning.layer_stacks import schedules_of
 from gshard.search.as_marks import FoundMark
-
-_SEVERAL = (ast.Tuple, ast.List, ast.Set, ast.Dict)
-_LATER = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)  # run at another time, or often
 
 
 def patch_of(
@@ -39,7 +34,7 @@ def patch_of(
     notes: Sequence[str] = (),
 ) -> str:
     """The diff; in front of it, in lines that begin with ``#``, notes and the marks that it leaves out."""
-    patch, inputs, left = Patch(program), program.block.inputs[len(program.captured) :], [*notes]
+    patch, inputs, left = Patch(), program.block.inputs[len(program.captured) :], [*notes]
     cuts = {v: s for mark in marks for v, s in mark.shardings.items() if v in inputs}
     specs = {v: spec_of_cut(s, mesh) if s.atoms else PartitionSpec() for v, s in cuts.items()}
     texts = {v: f"shard(x, jax.{text_of_spec(spec)})" for v, spec in specs.items() if spec is not None}
@@ -52,8 +47,7 @@ def patch_of(
     names = dict(zip(program.block.inputs, program.names, strict=True))
     left += [f"gshard.{stages[v]} with x = {names[v]}: not written, do it by hand" for v in stages if v in by_hand]
     for mark in marks:
-        others = [v for v in mark.shardings if v not in texts or v in unsaid]
-        if others and not patch.mark(others, mark.text):
+        if any(v not in texts or v in unsaid for v in mark.shardings):
             left.append(f"{mark.text} {mark.at}: not written, do it by hand")
     return "\n".join([*(f"# {line}" for line in left), *patch.diff()]) + "\n"
 
@@ -61,36 +55,8 @@ def patch_of(
 class Patch:
     """Lines that are added to the source files of a program."""
 
-    def __init__(self, program: Program):
-        self._inputs = {*program.block.inputs}
+    def __init__(self) -> None:
         self._files: dict[str, tuple[list[str], ast.Module, dict[int, list[str]]]] = {}  # lines, tree, lines to add
-        self._place: dict[Value, tuple[str, int]] = {}  # the user's file and line that compute a value
-        self._at: dict[tuple[str, int], list[Value]] = {}  # the values of a line
-        self._read_at: dict[Value, list[Collection[tuple[str, int]]]] = {}  # where values are read; () of results
-        for block in (program.block, *(body for e in program.block.walk() for body in e.blocks)):
-            reads: list[tuple[object, Collection[tuple[str, int]]]] = [(x, ()) for x in block.outputs]
-            for e in block.equations:
-                if not is_transposed(e.source_info):  # gradients keep intermediate values of a statement
-                    places = user_places(e.source_info)
-                    reads += [(x, places) for x in e.inputs]
-                    if places and not is_of_library(places[0][0]):
-                        self._place |= dict.fromkeys(e.outputs, places[0])
-                        self._at.setdefault(places[0], []).extend(e.outputs)
-            for x, where in reads:
-                if isinstance(x, Value):
-                    self._read_at.setdefault(x, []).append(where)
-
-    def can_mark(self, values: Collection[Value]) -> bool:
-        """Whether statements can mark exactly these values; marks of arguments are in front of a function's first."""
-        return self._assignments([v for v in values if v not in self._inputs]) is not None
-
-    def mark(self, values: Collection[Value], text: str) -> bool:
-        """Adds a mark, whose text has ``x`` in place of the values; False if they are not results of assignments."""
-        found = self._assignments(values)
-        for path, node in found or ():
-            name, text = _target(node), re.sub(r"(?<!\.)\bP\(", "jax.P(", text)
-            self._add(path, node.end_lineno or 0, node.col_offset, [f"{name} = {text.replace('(x', f'({name}', 1)}"])
-        return found is not None
 
     def begin(self, path: str, line: int, parameters: set[str], rows: Sequence[str]) -> bool:
         """Adds statements in front of the first of the function at a line; False if it is in another form."""
@@ -127,39 +93,9 @@ class Patch:
             self._files[path] = text.splitlines(), ast.parse(text), {}
         return self._files[path]
 
-    def _assignments(self, values: Collection[Value]) -> list[tuple[str, ast.stmt]] | None:
-        """The assignments whose results are exactly these values; None if there are none."""
-        computed: dict[tuple[str, ast.stmt], set[Value]] = {}
-        for v in values:
-            path, line = self._place.get(v, (os.devnull, 0))
-            lines, tree, _ = self._file(path)
-            around = [x for x in ast.walk(tree) if isinstance(x, ast.stmt) and x.lineno <= line <= (x.end_lineno or 0)]
-            node = max(around, key=lambda x: x.lineno, default=None)
-            if node is None or _target(node) is None:
-                return None
-            after = lines[(node.end_lineno or 0) - 1].encode()[node.end_col_offset :].strip()
-            if lines[node.lineno - 1].encode()[: node.col_offset].strip() or after[:1] not in (b"", b"#"):
-                return None  # it shares a line with another one
-            computed.setdefault((path, node), set()).add(v)
-        return list(computed) if all(self._results(*at) == of for at, of in computed.items()) else None
-
-    def _results(self, path: str, node: ast.stmt) -> set[Value]:
-        """The values that a statement computes in all its runs and that code outside of it reads."""
-        places = {(path, line) for line in range(node.lineno, (node.end_lineno or 0) + 1)}
-        computed = [v for place in places for v in self._at.get(place, ())]
-        return {v for v in computed if any(map(places.isdisjoint, self._read_at.get(v, ())))}
-
 
 def _first_line(node: ast.stmt) -> int:
     return min((node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))))
-
-
-def _target(node: ast.stmt) -> str | None:
-    """The one name to which a statement assigns one array; None of other statements."""
-    targets, value = getattr(node, "targets", None) or [getattr(node, "target", None)], getattr(node, "value", None)
-    if value is None or isinstance(value, _SEVERAL) or any(isinstance(part, _LATER) for part in ast.walk(value)):
-        return None
-    return targets[0].id if len(targets) == 1 and isinstance(targets[0], ast.Name) else None
 
 
 def argument_statements(

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from gshard.core.deadline import OutOfTime, until
 from gshard.core.errors import ArgumentError
+from gshard.core.planning_tables import tables
 
 # Prints the progress of a search and its best plan on stderr.
 
@@ -181,10 +182,24 @@ class Stop:
     def __init__(self) -> None:
         self.number: int | None = None  # the number of the signal; None if there was none
 
-    def deliver(self) -> None:
-        """Raises SIGTERM again if its default action was replaced. Called if the search has nothing to return."""
-        if self.number == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.raise_signal(signal.SIGTERM)
+
+def until_stopped(search: Callable[[], None], result: Callable[[int | None], T | None]) -> T:
+    """Runs a search to its end, or to a signal, and returns its result, which is given the number of the signal.
+
+    If the search has nothing to return, the signal has its usual effect.
+    """
+    with stoppable() as stop:
+        try:
+            with tables():
+                search()
+        except KeyboardInterrupt:
+            stop.number = stop.number or signal.SIGINT
+        # What a signal left half done may be in the tables: from here on there are new ones.
+        if (found := result(stop.number)) is not None:
+            return found
+    if stop.number == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.raise_signal(signal.SIGTERM)
+    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
