@@ -2,8 +2,8 @@
 
     f, args --trace--> Program --propagate--> Plan --partition--> SpmdProgram --compile--> Executable --> results
 
-``propagate`` is (propagate marks <-> rewrite where split) --> choose --> collective matmuls; recomputation and
-prefetching follow ``partition`` (``search.pipeline``).
+``propagate`` is (propagate marks <-> rewrite where split) --> choose --> collective matmuls; recomputation follows
+``partition`` (``search.pipeline``).
 """
 
 from gshard.api.configuration import Configuration as Configuration

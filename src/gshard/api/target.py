@@ -26,7 +26,7 @@ from gshard.planning.propagate import in_best_order
 from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.rematerialise import bytes_of, compiled_within
 from gshard.search.find import best_plan
-from gshard.search.pipeline import FITTING, PARTITION, PLANNING, Draft, Planned, Settings, run
+from gshard.search.pipeline import PARTITION, PLANNING, RECOMPUTE, Draft, Planned, Settings, run
 from gshard.search.seconds import on_machine
 
 
@@ -150,16 +150,16 @@ class Target(_Kept):
             self.budget.check(plan, spmd)
 
     def partitioned(self, made: Planned) -> SpmdProgram:
-        """The per-device program of a plan, without recomputation and prefetching."""
+        """The per-device program of a plan, without recomputation."""
         return run((PARTITION,), Draft(plans=(made,)), Settings(self.mesh)).spmd
 
     def fitted(self, plan: Plan, kept: SpmdProgram, donated: frozenset[int], known: Cost | None = None) -> SpmdProgram:
-        """A program with values recomputed to keep to the limit of memory; with a machine, its loops prefetch."""
+        """A program with values recomputed to keep to the limit of memory."""
         settings = Settings(
             self.mesh, self.machine, donated=tuple(donated), memory_limit=self.memory_limit,
             recomputes=self.memory_limit is not None,
         )  # fmt: skip
-        return run(FITTING, Draft(plans=(Planned(plan, kept, known),)), settings).spmd
+        return run((RECOMPUTE,), Draft(plans=(Planned(plan, kept, known),)), settings).spmd
 
     def compiled(self, spmd: SpmdProgram, kept: SpmdProgram, donated: frozenset[int]) -> Executable:
         """The executable of a program, which recomputes more than ``spmd`` where the compiler exceeds the limit."""

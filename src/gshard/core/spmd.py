@@ -1,4 +1,4 @@
-"""Defines the per-device program and the records of its collectives, recomputation and prefetching."""
+"""Defines the per-device program and the records of its collectives and of recomputation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from gshard.core.mark import Order
 from gshard.core.memory_kinds import DEVICE
 from gshard.core.mesh import Mesh
-from gshard.core.number_text import format_ms, significant
 from gshard.core.program import Equation, Program, Value, format_block, short_dtype
 from gshard.core.sharding import Sharding
 
@@ -90,23 +89,6 @@ class Recomputed:
         return "\n".join(lines)
 
 
-@dataclasses.dataclass(frozen=True)
-class Prefetched:
-    """The all-gathers that loops run one iteration early."""
-
-    without: float  # without, seconds: modelled seconds of a call without and with prefetching
-    seconds: float
-    machine: str  # the name of the machine of the model
-    lines: tuple[str, ...]  # the user's source lines of the prefetched all-gathers
-
-    def __str__(self) -> str:
-        return (
-            "gathered one iteration early, beside the products of the previous iteration: a call on "
-            f"{self.machine} takes {significant(self.seconds * 1e3, 4)} instead of {format_ms(self.without)}\n"
-            + "\n".join(f"  {line}" for line in self.lines)
-        )
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class SpmdProgram:
     """The per-device program.
@@ -120,7 +102,6 @@ class SpmdProgram:
         in_orders, out_orders: the device orders of inputs and results (by number) that differ from the order of the
             mesh. The program reads and writes their parts as if they were in the order of the mesh.
         recomputed: the recomputation that makes the program fit a memory limit; None if there is none.
-        prefetched: the all-gathers that loops run one iteration early; None if there are none.
     """
 
     jaxpr: Any
@@ -132,7 +113,6 @@ class SpmdProgram:
     in_orders: Mapping[int, Order] = dataclasses.field(default_factory=dict)
     out_orders: Mapping[int, Order] = dataclasses.field(default_factory=dict)
     recomputed: Recomputed | None = None
-    prefetched: Prefetched | None = None
 
     def identified(self) -> str:
         """A text that identifies the program. It is equal in all processes that run the same program."""

@@ -37,7 +37,7 @@ BOUNDS = "compute", "memory", "network", "launch", "latency", "host"
 
 MOST = 0.5  # of a call: what takes no more than that does not bound it alone
 
-# A ratio of times or bytes of a program: another plan, a prefetching loop, or another mark must save 2 %.
+# A ratio of times or bytes of a program: another plan or another mark must save 2 %.
 WORTH = 0.98
 
 

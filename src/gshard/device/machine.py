@@ -58,9 +58,6 @@ class Compiler:
     # whether products of float32 run in one bfloat16 pass, and arrays that only they read are stored in bfloat16
     # (``bf16_storage``)
     keeps_low_precision_copies: bool = False
-    # whether a product that overlaps with a gather no longer writes its result directly into the stack of a loop
-    # (``remat.prefetch``). Six training loops on libtpu gained nothing by prefetching.
-    gathers_split_stack_writes: bool = True
     # whether every device sends its parts of an all-to-all to one device after the other, all in the same order. At any
     # time messages then go around a ring in one direction (``network``).
     exchanges_in_turn: bool = False

@@ -182,8 +182,6 @@ class Explanation(ExplainedPlan):
         lines += [] if self.plan.spared is None else ["", text_of_rings(self.plan, *self.plan.spared)]
         if self.spmd.recomputed is not None:
             lines += ["", str(self.spmd.recomputed)]
-        if self.spmd.prefetched is not None:
-            lines += ["", str(self.spmd.prefetched)]
         lists = [(title, texts) for _, title, _, texts in self.lists]
         moved = tuple(map(str, moved_instead(self.plan)))
         lists.insert(1, ("operands gathered because moving the larger arrays sends less", moved))

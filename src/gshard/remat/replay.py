@@ -21,17 +21,12 @@ from gshard.device.fusion_model import COLLECTIVE, Kernels, kernels_of
 from gshard.language.region import Interpreter
 
 
+@no_mesh_set()
 def replayed(spmd: SpmdProgram, before: Kernels, block: Block) -> SpmdProgram:
     """The program with another block of equations."""
     devices = spmd.mesh.devices
     on_cpu = devices is not None and devices[0].platform == "cpu"
-    jaxpr = run_by(_WithOpaqueBarriers(frozenset(before.block.walk()) if on_cpu else None), block, spmd)
-    return dataclasses.replace(spmd, jaxpr=jaxpr, collectives=_noted(spmd, before, kernels_of(block)))
-
-
-@no_mesh_set()
-def run_by(interpreter: Interpreter, block: Block, spmd: SpmdProgram) -> Any:
-    """A closed jaxpr of a per-device program whose block an interpreter runs."""
+    interpreter = _WithOpaqueBarriers(frozenset(before.block.walk()) if on_cpu else None)
     (mapping,) = spmd.jaxpr.jaxpr.eqns
     mapped = jax.shard_map(
         lambda *arrays: interpreter.run(block, arrays),
@@ -46,7 +41,8 @@ def run_by(interpreter: Interpreter, block: Block, spmd: SpmdProgram) -> Any:
 
     wide = wide_enough_for(v.dtype for v in block.values())
     with jax.sharding.use_abstract_mesh(spmd.mesh.abstract_jax_mesh), wide:
-        return jax.make_jaxpr(program)(*shapes_of(spmd.jaxpr.in_avals))
+        jaxpr = jax.make_jaxpr(program)(*shapes_of(spmd.jaxpr.in_avals))
+    return dataclasses.replace(spmd, jaxpr=jaxpr, collectives=_noted(spmd, before, kernels_of(block)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,6 @@ from gshard.planning.objective import Objective, bytes_on
 from gshard.planning.propagate import propagate
 from gshard.planning.propagated import Propagated
 from gshard.planning.settled import settled
-from gshard.remat.prefetch import prefetched
 from gshard.remat.rematerialise import MemoryLimitError, rematerialise
 from gshard.search.seconds import on_machine, seconds_on
 
@@ -203,7 +202,7 @@ def _choose_within_limit(draft: Draft, settings: Settings) -> Draft:
 
     def seconds_within(planned: Planned) -> float:
         try:
-            return _priced(run(FITTING, Draft(plans=(planned,)), settings).best, settings).seconds
+            return _priced(run((RECOMPUTE,), Draft(plans=(planned,)), settings).best, settings).seconds
         except MemoryLimitError:
             return math.inf
 
@@ -218,26 +217,18 @@ def _take_given(draft: Draft, settings: Settings) -> Draft:
 
 
 def _use_collective_matmuls(draft: Draft, settings: Settings) -> Draft:
-    """Uses collective matmuls. With ``faster``, it emits, prefetches and prices both programs and compares them."""
+    """Uses collective matmuls. With ``faster``, it emits and prices both programs and compares them."""
     plan = windowed(draft.best.plan, settings.windowed)
     if not plan.rings:
         return draft
     with_rings = dataclasses.replace(draft.best, plan=plan, spmd=None, cost=None)
     if not settings.faster or settings.machine is None:
         return draft.with_best(with_rings)
-
-    def seconds(candidate: Draft) -> float:
-        prefetches = _prefetch(candidate, settings).spmd.prefetched
-        return candidate.best.seconds if prefetches is None else prefetches.seconds
-
-    draft_without, draft_with = (
-        draft.with_best(_priced(candidate, settings)) for candidate in (draft.best, with_rings)
-    )
-    seconds_without, seconds_with = seconds(draft_without), seconds(draft_with)
-    if seconds_with >= seconds_without:
-        return draft_without
-    saving = seconds_without, seconds_with, settings.machine.name
-    return draft.with_best(dataclasses.replace(draft_with.best, plan=dataclasses.replace(plan, spared=saving)))
+    without, with_rings = _priced(draft.best, settings), _priced(with_rings, settings)
+    if with_rings.seconds >= without.seconds:
+        return draft.with_best(without)
+    saving = without.seconds, with_rings.seconds, settings.machine.name
+    return draft.with_best(dataclasses.replace(with_rings, plan=dataclasses.replace(plan, spared=saving)))
 
 
 def _partition(draft: Draft, settings: Settings) -> Draft:
@@ -247,11 +238,6 @@ def _partition(draft: Draft, settings: Settings) -> Draft:
 
 def _recompute(draft: Draft, settings: Settings) -> Draft:
     spmd = rematerialise(draft.spmd, settings.room, settings.on, sorted(settings.donated))
-    return draft if spmd is draft.spmd else draft.with_program(spmd)
-
-
-def _prefetch(draft: Draft, settings: Settings) -> Draft:
-    spmd = prefetched(draft.spmd, settings.on, sorted(settings.donated), settings.room, draft.best.cost)
     return draft if spmd is draft.spmd else draft.with_program(spmd)
 
 
@@ -278,11 +264,9 @@ COLLECTIVE_MATMULS = Stage(
 )
 PARTITION = Stage("partition", _partition, _spmd)
 RECOMPUTE = Stage("recompute", _recompute, _spmd, lambda settings: settings.recomputes)
-PREFETCH = Stage("prefetch", _prefetch, _spmd, lambda settings: settings.machine is not None)
 
 PLANNING = (PROPAGATE_AND_REWRITE, CHOOSE, BATCH, CHOOSE_WITHIN_LIMIT, TAKE_GIVEN, COLLECTIVE_MATMULS)
-FITTING = (RECOMPUTE, PREFETCH)
-EMITTING = (PARTITION, *FITTING)
+EMITTING = PARTITION, RECOMPUTE
 
 
 @collected_seldom()
@@ -321,7 +305,7 @@ def as_run(
         mesh, machine, donated=tuple(donated), windowed=policy, faster=True, memory_limit=limit, recomputes=recomputes
     )
     draft = run((COLLECTIVE_MATMULS, PARTITION), Draft(plans=(planned,)), settings)
-    draft = run(FITTING, draft.with_best(_priced(draft.best, settings)), settings)
+    draft = run((RECOMPUTE,), draft.with_best(_priced(draft.best, settings)), settings)
     return _priced(draft.best, settings)
 
 
