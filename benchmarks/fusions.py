@@ -30,7 +30,7 @@ from priced_hlo import FREE
 
 import gshard
 from gshard.core.program import Value
-from gshard.device.compiled_kernels import stack_slices
+from gshard.device.compiled_kernels import as_compiled
 from gshard.device.cost import cost
 from gshard.device.fusion_model import kernels_of
 from gshard.device.machine import Machine
@@ -164,7 +164,8 @@ def main() -> int:
     print("|---|---|---|")
     squares = array(2048, 2048), array(4, 2048, 2048)
     for loop in LOOPS:
-        slices = list(stack_slices(kernels_of(trace(loop, *squares).block), Machine.of("h100:1x1").compiler))
+        kernels = as_compiled(kernels_of(trace(loop, *squares).block), Machine.of("h100:1x1").compiler)
+        slices = [piece for kernel, _ in kernels.walk() for piece in kernel.slices]
         modelled_counts = sum(x.copied for x in slices), sum(x.filled for x in slices)
         print(f"| {loop.__name__} | {copies_and_fills(by_xla(loop, squares, device))} | {modelled_counts} |")
     return 0

@@ -115,8 +115,10 @@ def test_what_follows_a_product_is_its_end():
     rows, others = ([c.kernels[0], c.kernels[1], c.kernels[-1]] for c in (v5e, cpu))
     assert [k.name for k in rows] == ["dot_general", "add", "dynamic_update_slice"]
     part, rate = 64 * 8192 * 4, Machine.of("v5e:1x1").memory_bandwidth
-    inside = 64 * 64 * 4 + 2 * part  # x, w and what the product makes
-    assert [k.seconds * rate for k in rows] == pytest.approx([inside, part, 0], rel=1e-6)
+    inside = 64 * 64 * 4 + 3 * part  # x, w, b and the result, which the product writes where the update puts it
+    assert [k.moved for k in rows] == [inside, 0, 0]
+    assert rows[0].seconds * rate == pytest.approx(inside, rel=1e-6)
+    assert rows[1].bound == "compute"
     assert others[2].seconds * cpu.machine.memory_bandwidth > 512 * 8192 * 4
     apart = gshard.explain(gshard.jit(twice, mesh=gshard.Mesh.abstract(d=1)), *arguments[:2]).cost(v5e.machine)
     assert apart.kernels[1].seconds * rate == pytest.approx(2 * part, rel=1e-6)

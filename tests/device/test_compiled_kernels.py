@@ -78,8 +78,8 @@ def test_one_kernel_reads_each_operand_once(f, arguments, bytes_moved):
     (jax.nn.softmax, (shape(16, 32_768),), 4 * 4 * 16 * 32_768 + 5 * 4 * 16),
     # Two large operands.
     (lambda y, g: (g - (g * y).sum(-1, keepdims=True)) * y, (shape(ROWS, ROW),) * 2, 5 * ARRAY + 2 * 4 * ROWS),
-    # The sum is a result, too. Its reciprocal is computed apart.
-    (lambda x: (s := x.sum(-1, keepdims=True), x / s), (shape(ROWS, ROW),), 3 * ARRAY + 4 * 4 * ROWS),
+    # The sum is a result, too.
+    (lambda x: (s := x.sum(-1, keepdims=True), x / s), (shape(ROWS, ROW),), 3 * ARRAY + 2 * 4 * ROWS),
     # Two independent statistics: one kernel reads x for both of them, another one reads x for the result.
     (lambda x: (x - x.mean(-1, keepdims=True)) / (x * x).sum(-1, keepdims=True), (shape(ROWS, ROW),),
      3 * ARRAY + 2 * 4 * ROWS),
@@ -124,7 +124,6 @@ def test_no_program_moves_more_and_all_hold_what_they_held(name):
     lowered = gshard.jit(case.function, mesh=gshard.Mesh.abstract(**case.mesh)).lower(*case.arguments)
     before = device_program(lowered.spmd)
     after = as_compiled(before, GPU)
-    assert as_compiled(before, COMPILERS["tpu"]) is before
     assert [k.equation for k, _ in after.walk()] == [k.equation for k, _ in before.walk()]
     (was, held), (now, holds) = totals(before), totals(after)
     assert now <= was

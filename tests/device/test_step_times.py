@@ -20,7 +20,7 @@ from gshard.comm.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, Step,
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import tables
 from gshard.core.sharding import Sharding
-from gshard.device.compiled_kernels import stack_slices
+from gshard.device.compiled_kernels import as_compiled
 from gshard.device.cost import cost
 from gshard.device.fusion_model import kernels_of
 from gshard.device.machine import COMPILERS, Machine
@@ -190,7 +190,8 @@ def slicing_in_place(machine):
 
 def modelled(f, compiler):
     """The number of slices that are copied in an iteration, and of stacks that are filled."""
-    slices = list(stack_slices(kernels_of(trace(f, *SQUARES).block), compiler))
+    kernels = as_compiled(kernels_of(trace(f, *SQUARES).block), compiler)
+    slices = [piece for kernel, _ in kernels.walk() for piece in kernel.slices]
     return sum(x.copied for x in slices), sum(x.filled for x in slices)
 
 

@@ -107,8 +107,6 @@ class Rule:
             other parts (``core.plan``). Parts of a sum may have a wider dtype. None if the equation cannot run so.
         passes: whether the results are the operands, as for a barrier.
         sums: whether picked values that pass become parts of a sum.
-        slow: operands of an expensive computation. If such an operand is repeated along a dimension, compilers
-            compute it once for all repetitions.
         allowed: ``allowed(mesh, split)`` returns whether the equation can run with a split. None if the factors alone
             determine this.
         on_mesh: ``on_mesh(mesh)`` returns the rule that replaces this rule on a mesh; None if it is the same for all.
@@ -140,7 +138,6 @@ class Rule:
     part: Callable[..., Any] | None = None
     passes: bool = False
     sums: bool = False
-    slow: frozenset[int] = frozenset()
     allowed: Callable[..., bool] | None = None
     on_mesh: Callable[..., Rule] | None = None
     why: str = ""
@@ -241,7 +238,6 @@ class RuleMaker:
         flops: int | None = None,
         linear: Iterable[tuple[str, Iterable[int]]] = (),
         finite: Iterable[tuple[str, Iterable[int]]] = (),
-        slow: Iterable[int] = (),
         index: Iterable[Index] | None = None,
         **others: Any,
     ) -> Rule:
@@ -251,7 +247,7 @@ class RuleMaker:
             operands, results: the factors of each dimension of each tensor.
             local, sends: attributes of the rule.
             flops: floating-point operations; None means one operation for each element of the largest tensor.
-            linear, finite, slow, index: attributes of the rule, as any iterables.
+            linear, finite, index: attributes of the rule, as any iterables.
             others: other attributes of the rule.
         """
         if flops is None:
@@ -269,7 +265,6 @@ class RuleMaker:
             component=_components(self.factors, (*operands, *results)),
             linear=linear_ways,
             finite=tuple(way for way in finite_ways if way not in linear_ways),
-            slow=frozenset(slow),
             index=None if index is None else tuple(index),
             **others,
         )

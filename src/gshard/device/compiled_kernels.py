@@ -1,16 +1,16 @@
-"""Models what a compiler does with kernels and collectives: it merges, hoists, copies, stacks and combines them."""
+"""Models what a compiler does with kernels and collectives: it merges, copies, stacks and combines them."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from gshard.comm.collectives import KINDS
 from gshard.comm.steps import is_strided, is_turned
 from gshard.core.jax_adapter import scan_counts
-from gshard.core.program import Constant, Equation, Value, short_dtype
+from gshard.core.program import Constant, Value, short_dtype
 from gshard.core.rule import REDUCE
 from gshard.device.fusion_model import (
     COLLECTIVE,
@@ -18,44 +18,56 @@ from gshard.device.fusion_model import (
     OPERATOR,
     PRODUCT,
     REDUCTION,
-    REGION,
     Kernel,
     Kernels,
+    StackSlice,
+    is_update,
     looks_up,
-    moves_elements,
-    only_moves,
     readers_of,
 )
-from gshard.device.machine import Compiler, Machine
-from gshard.device.roofline import kernel_roofline
+from gshard.device.machine import Compiler
 
 # The number of kernels, or groups of them, in which a partner is searched: merged kernels are near each other.
 _NEAR = 64
 
 
 def as_compiled(program: Kernels, compiler: Compiler) -> Kernels:
-    """The kernels, with the buffers that the compiler spares."""
-    if not (compiler.fused_row or compiler.fuses_elementwise):
-        return program
+    """The kernels, with the buffers that the compiler spares, arrays that it copies, and messages that it joins."""
+    changes: dict[Kernel, dict[str, Any]] = {}
+    _note_stacks(program, compiler, changes)
+    _note_layouts(program, compiler, changes)
+    _note_messages(program, compiler, changes)
+    return _changed(program, compiler, changes)
+
+
+def _changed(program: Kernels, compiler: Compiler, changes: Mapping[Kernel, dict[str, Any]]) -> Kernels:
+    merged = _merged(program, compiler)
+    kernels = []
+    for kernel in program.kernels:
+        bodies = tuple(_changed(body, compiler, changes) for body in kernel.bodies)
+        compiled = merged.get(kernel, kernel)
+        kernels.append(dataclasses.replace(compiled, bodies=bodies, **changes.get(kernel, {})))
+    return dataclasses.replace(program, kernels=tuple(kernels))
+
+
+def _merged(program: Kernels, compiler: Compiler) -> dict[Kernel, Kernel]:
+    """The kernels of a block that share buffers with others, by the kernels as they were."""
     buffers = _Buffers(program)
     changed: dict[Kernel, Kernel] = {}
     merged: set[Kernel] = set()
     for group in _rows(buffers, compiler.fused_row):
         merged.update(group)
-        _merge(group, buffers, changed, spares_rows=True)
+        _merge(group, group[-1], buffers, changed, spares_rows=True)
+    if compiler.fuses_epilogues:
+        _merge_epilogues(buffers, changed)
     if compiler.fuses_elementwise:
         for kernel in reversed(program.kernels):
             if kernel not in merged and _is_recomputed(kernel, buffers):
                 _recompute(kernel, buffers, changed)
                 merged.add(kernel)
         for group in _read_together(buffers, merged):
-            _merge(group, buffers, changed)
-    kernels = []
-    for kernel in program.kernels:
-        compiled = changed.get(kernel, kernel)
-        bodies = tuple(as_compiled(body, compiler) for body in kernel.bodies)
-        kernels.append(dataclasses.replace(compiled, bodies=bodies) if bodies else compiled)
-    return dataclasses.replace(program, kernels=tuple(kernels))
+            _merge(group, group[-1], buffers, changed)
+    return changed
 
 
 class _Buffers:
@@ -71,6 +83,11 @@ class _Buffers:
     def buffer(self, x: Value | Constant) -> Value | None:
         """The buffer of an operand; None for a constant."""
         return self.home.get(x, x) if isinstance(x, Value) else None
+
+    def only_reader(self, kernel: Kernel) -> Kernel | None:
+        """The only reader of the only result of a kernel, if there is one."""
+        readers = self.readers.get(kernel.writes[0], []) if len(kernel.writes) == 1 else []
+        return readers[0] if len(readers) == 1 and kernel.writes[0] not in self.kept else None
 
     def only_within(self, v: Value, group: Iterable[Kernel]) -> bool:
         """Whether only the group reads a buffer."""
@@ -146,10 +163,11 @@ def _reads_one_array(group: Sequence[Kernel]) -> bool:
 
 
 def _merge(
-    group: Sequence[Kernel], buffers: _Buffers, changed: dict[Kernel, Kernel], *, spares_rows: bool = False
-) -> None:
-    """Merges a group: its last kernel carries the buffers that the group reads and writes."""
-    *others, last = group
+    group: Sequence[Kernel], carrier: Kernel, buffers: _Buffers, changed: dict[Kernel, Kernel], *,
+    spares_rows: bool = False,
+) -> None:  # fmt: skip
+    """Merges a group: one of its kernels carries the buffers that the group reads and writes."""
+    others = [kernel for kernel in group if kernel is not carrier]
     results = {v for k in group for v in k.writes}
     reads: dict[Value, None] = {}
     for kernel in group:
@@ -160,10 +178,12 @@ def _merge(
         spared = frozenset((*kernel.reads, *kernel.writes))
         changed[kernel] = dataclasses.replace(kernel, spared=spared, spares_rows=spares_rows)
     written = (v for k in others for v in k.writes if not buffers.only_within(v, group))
-    changed[last] = dataclasses.replace(
-        last,
-        spared=frozenset(v for v in last.reads if v not in reads),
-        carried=(*(v for v in reads if v not in last.reads), *written),
+    inside = (v for v in carrier.writes if carrier is not group[-1] and buffers.only_within(v, group))
+    changed[carrier] = dataclasses.replace(
+        carrier,
+        spared=frozenset((*(v for v in carrier.reads if v not in reads), *inside)),
+        carried=(*(v for v in reads if v not in carrier.reads), *written),
+        spares_rows=spares_rows and carrier is not group[-1],
     )
 
 
@@ -260,139 +280,47 @@ def _read_together(buffers: _Buffers, merged: set[Kernel]) -> list[tuple[Kernel,
     return [tuple(group) for group in ordered if len(group) > 1]
 
 
-# Finds hoisted operands: small arrays that XLA computes in a kernel of their own instead of once for each element.
+# Finds epilogues: elementwise work on the result of a product that the compiler fuses into the product.
 
 
-def hoisted_operands(program: Kernels) -> dict[Kernel, tuple[int, ...]]:
-    """The bytes of the small arrays that each kernel reads, and broadcasts, instead of computing them itself."""
-    bytes_of: dict[Kernel, tuple[int, ...]] = {}
-    position = {e: i for i, e in enumerate(program.block.equations)}
-    known: set[Value] = set()
-    for kernel in program.kernels:
-        for body in kernel.bodies:
-            bytes_of |= hoisted_operands(body)
-        if kernel.kind in (COLLECTIVE, REGION) or kernel.spared:  # a merged group shares arrays in registers
-            continue
-        arrays = [v for v in _expensive_small_arrays(kernel, position) if v not in known]
-        known.update(arrays)
-        if arrays:
-            bytes_of[kernel] = tuple(v.bytes for v in arrays)
-    return bytes_of
+def _merge_epilogues(buffers: _Buffers, changed: dict[Kernel, Kernel]) -> None:
+    """Merges products with the elementwise kernels after them, and with updates that write their results elsewhere."""
+    for product in buffers.kernels:
+        group = [product]
+        while product.kind == PRODUCT and (reader := buffers.only_reader(group[-1])) is not None:
+            if reader in changed:  # a sum of two products is the epilogue of one of them
+                break
+            if reader.kind != FUSED or _elements(reader) != _elements(product):
+                if _updates(reader, group[-1].writes[0], buffers):
+                    changed[reader] = dataclasses.replace(reader, spared=frozenset((*reader.reads, *reader.writes)))
+                break
+            group.append(reader)
+        if len(group) > 1:
+            _merge(group, product, buffers, changed, spares_rows=True)
 
 
-def _expensive_small_arrays(kernel: Kernel, position: Mapping[Equation, int]) -> list[Value]:
-    """The small arrays that a kernel broadcasts after an expensive operation on them."""
-    hoisted: dict[Value, None] = {}
-    slow: set[Value] = set()  # results of expensive operations on small arrays
-    repeated: dict[Value, Value] = {}  # for each broadcast value, the smaller array
-    for e in sorted((*kernel.fused, kernel.equation), key=lambda e: position.get(e, 0)):
-        if e.rule is None or not e.outputs:
-            continue
-        result, is_hoisted = e.outputs[0], False
-        for i, x in enumerate(e.inputs):
-            if not isinstance(x, Value):
-                continue
-            grows = 1 < _elements_of(x) < _elements_of(result)
-            small = repeated.get(x, x if grows else None)
-            if small is not None and (i in e.rule.slow or small in slow):
-                hoisted[small] = None
-                is_hoisted = True
-            elif small is not None and only_moves(e):
-                repeated[result] = small
-            elif x in slow:
-                slow.add(result)
-        if e.rule.slow and not is_hoisted:
-            slow.add(result)
-    return list(hoisted)
-
-
-def _elements_of(v: Value) -> int:
-    return math.prod(v.shape)
-
-
-# Models epilogues: elementwise work on the result of a product that the compiler fuses into the product.
-
-
-def epilogues(program: Kernels, seconds: Mapping[Kernel, float], machine: Machine) -> dict[Kernel, float]:
-    """The kernels that are epilogues of a product, and the seconds of one run that each adds to the product."""
-    found: dict[Kernel, float] = {}
-    if not machine.compiler.fuses_epilogues:
-        return found
-    readers = readers_of(program)
-    kept = program.results
-    for kernel in program.kernels:
-        for body in kernel.bodies:
-            found.update(epilogues(body, seconds, machine))
-        if kernel.kind == PRODUCT:
-            found.update(_epilogues_of(kernel, readers, kept, program.home, seconds, machine))
-    return found
-
-
-def _epilogues_of(
-    product: Kernel,
-    readers: Mapping[Value, list[Kernel]],
-    kept: frozenset[Value],
-    home: Mapping[Value, Value],
-    seconds: Mapping[Kernel, float],
-    machine: Machine,
-) -> dict[Kernel, float]:
-    added: dict[Kernel, float] = {}
-    moved, vector, seconds_so_far = product.moved, product.vector_flops, seconds[product]
-    last = product
-    while len(last.writes) == 1 and last.writes[0] not in kept and len(readers.get(last.writes[0], ())) == 1:
-        (result,) = last.writes
-        (kernel,) = readers[result]
-        size = math.prod(result.shape)
-        if kernel.kind == FUSED and len(kernel.writes) == 1 and math.prod(kernel.writes[0].shape) == size:
-            extra_bytes = kernel.moved - 2 * result.bytes
-        elif kernel.kind == OPERATOR and _updates(kernel, result, home):
-            extra_bytes = 0  # the product writes its result into another array
-        else:
-            break
-        moved, vector = moved + extra_bytes, vector + kernel.vector_flops
-        products = product.product_flops
-        merged_seconds = kernel_roofline(
-            machine, product.equation, products, vector, moved, returns=kernel.starts
-        ).seconds
-        added[kernel] = min(seconds[kernel], max(0.0, merged_seconds - seconds_so_far))
-        seconds_so_far, last = seconds_so_far + added[kernel], kernel
-        if kernel.kind == OPERATOR:
-            break
-    return added
-
-
-def _updates(kernel: Kernel, value: Value, home: Mapping[Value, Value]) -> bool:
+def _updates(kernel: Kernel, value: Value, buffers: _Buffers) -> bool:
     """Whether a kernel overwrites a window of an array with ``value``."""
     e = kernel.equation
-    if e.rule is None or len(e.inputs) < 2 or e.rule.operands[0] != e.rule.results[0] or moves_elements(e.rule):
-        return False
-    update = e.inputs[1]
-    return isinstance(update, Value) and home.get(update, update) is value and not kernel.fused
+    return kernel.kind == OPERATOR and is_update(e) and not kernel.fused and buffers.buffer(e.inputs[1]) is value
 
 
 # Models the stacks of loops: the slices that XLA copies out of them and into them, and the zeros that it fills in.
 
 
-class StackSlice(NamedTuple):
-    """A slice of a stack that one iteration of a loop moves."""
-
-    value: Value  # the slice, a value of the body
-    kernel: Kernel  # the kernel of the body that reads or writes it
-    copied: bool  # whether it is copied out of the stack, or into it
-    filled: bool  # whether its part of the stack is filled with zeros before the loop
-
-
-def stack_slices(program: Kernels, compiler: Compiler) -> Iterator[StackSlice]:
-    """The slices that the loops of a block copy or fill, one of each stack, those of inner loops included."""
+def _note_stacks(program: Kernels, compiler: Compiler, changes: dict[Kernel, dict[str, Any]]) -> None:
+    """Notes the slices that the loops of a block copy or fill, one of each stack, those of inner loops included."""
     for kernel in program.kernels:
         for body in kernel.bodies:
-            yield from stack_slices(body, compiler)
+            _note_stacks(body, compiler, changes)
         if kernel.equation.name == "scan" and kernel.bodies:  # a loop whose iterations are split is an operator
-            (body,) = kernel.bodies
-            yield from _slices_of_loop(kernel, body, compiler)
+            for inner, piece in _slices_of_loop(kernel, kernel.bodies[0], compiler):
+                noted = changes.setdefault(inner, {})
+                noted["slices"] = (*noted.get("slices", ()), piece)
 
 
-def _slices_of_loop(loop: Kernel, body: Kernels, compiler: Compiler) -> Iterator[StackSlice]:
+def _slices_of_loop(loop: Kernel, body: Kernels, compiler: Compiler) -> Iterator[tuple[Kernel, StackSlice]]:
+    """The slices that one iteration copies or fills, each with the kernel of the body that reads or writes it."""
     consts, carry = scan_counts(loop.equation.params)
     readers, writers = readers_of(body), {v: k for k in body.kernels for v in k.writes}
     for v in body.block.inputs[consts + carry :]:
@@ -401,7 +329,7 @@ def _slices_of_loop(loop: Kernel, body: Kernels, compiler: Compiler) -> Iterator
         if compiler.products_slice_stacks and len(copying) == 1 and copying[0].kind == PRODUCT:
             continue
         if copying:
-            yield StackSlice(v, copying[0], copied=True, filled=False)
+            yield copying[0], StackSlice(v, copied=True, filled=False)
     filled = compiler.fills_forward_stacks or bool(loop.equation.params["reverse"])
     for output in body.block.outputs[carry:]:
         if not isinstance(output, Value):
@@ -411,7 +339,7 @@ def _slices_of_loop(loop: Kernel, body: Kernels, compiler: Compiler) -> Iterator
         if kernel is not None:
             copied = not _writes_in_place(writers.get(v), readers.get(v, ()), compiler)
             if copied or filled:
-                yield StackSlice(v, kernel, copied, filled)
+                yield kernel, StackSlice(v, copied, filled)
 
 
 def _writes_in_place(writer: Kernel | None, readers: Sequence[Kernel], compiler: Compiler) -> bool:
@@ -428,23 +356,22 @@ def _writes_in_place(writer: Kernel | None, readers: Sequence[Kernel], compiler:
 _ALONG = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimension"}
 
 
-def layout_copies(program: Kernels, machine: Machine) -> dict[Kernel, tuple[int, ...]]:
-    """For each collective, the bytes of the arrays that are copied into another layout."""
+def _note_layouts(program: Kernels, compiler: Compiler, changes: dict[Kernel, dict[str, Any]]) -> None:
+    """Notes for each collective the bytes of the arrays that are copied into another layout."""
     writers = {v: k for k in program.kernels for v in k.writes}
     readers = readers_of(program)
     results = program.results
-    copies: dict[Kernel, tuple[int, ...]] = {}
     for kernel in program.kernels:
         for body in kernel.bodies:
-            copies |= layout_copies(body, machine)
+            _note_layouts(body, compiler, changes)
         if kernel.kind != COLLECTIVE:
             continue
         operand, (result,) = kernel.equation.inputs[0], kernel.writes[:1]
         assert isinstance(operand, Value)
-        before, after = _layouts(kernel, operand, result, machine)
+        before, after = _layouts(kernel, operand, result, compiler)
         home = program.home.get(operand, operand)
         writer = writers.get(home)
-        any_layout = machine.compiler.products_take_layouts
+        any_layout = compiler.products_take_layouts
         writing_kinds = {FUSED, REDUCTION, PRODUCT} if any_layout else {FUSED, REDUCTION}
         reading_kinds = writing_kinds if any_layout else {FUSED}
         is_free = writer is not None and writer.kind in writing_kinds and readers[home] == [kernel]
@@ -456,11 +383,10 @@ def layout_copies(program: Kernels, machine: Machine) -> dict[Kernel, tuple[int,
         ):
             arrays.append(result.bytes)
         if arrays:
-            copies[kernel] = tuple(arrays)
-    return copies
+            changes.setdefault(kernel, {})["copied"] = tuple(arrays)
 
 
-def _layouts(kernel: Kernel, operand: Value, result: Value, machine: Machine) -> tuple[bool, bool]:
+def _layouts(kernel: Kernel, operand: Value, result: Value, compiler: Compiler) -> tuple[bool, bool]:
     """Whether a collective needs its operand, and makes its result, in a layout of its own."""
     params: Mapping[str, Any] = kernel.equation.params
     kind = KINDS[kernel.equation.name]
@@ -468,7 +394,7 @@ def _layouts(kernel: Kernel, operand: Value, result: Value, machine: Machine) ->
         cut, joined = params["split_axis"], params["concat_axis"]
         part = tuple(min(a, b) for a, b in zip(operand.shape, result.shape, strict=True))
         return False, math.prod(operand.shape) > 0 and is_turned(part, cut, joined)
-    if kind not in _ALONG or not machine.compiler.copies_for_collectives:
+    if kind not in _ALONG or not compiler.copies_for_collectives:
         return False, False
     needs_own_layout = is_strided(operand.shape, params[_ALONG[kind]])
     return needs_own_layout, needs_own_layout
@@ -501,16 +427,15 @@ class Messages:
         return message, before
 
 
-def combined(program: Kernels, machine: Machine) -> dict[Kernel, int]:
-    """The collectives that join a message, with the bytes of one device's operands in it so far."""
-    bytes_before: dict[Kernel, int] = {}
-    messages = Messages(machine.compiler.combined_bytes)
+def _note_messages(program: Kernels, compiler: Compiler, changes: dict[Kernel, dict[str, Any]]) -> None:
+    """Notes for each collective that joins a message the bytes of one device's operands in it so far."""
+    messages = Messages(compiler.combined_bytes)
     needs: dict[Value, frozenset[int]] = {}  # for each value, the messages on which it depends
     for kernel in program.kernels:
         for body in kernel.bodies:
-            bytes_before |= combined(body, machine)
+            _note_messages(body, compiler, changes)
         needed = frozenset[int]().union(*(needs.get(program.home.get(v, v), frozenset()) for v in kernel.reads))
-        if kernel.kind == COLLECTIVE and KINDS[kernel.equation.name] in machine.compiler.combines:
+        if kernel.kind == COLLECTIVE and KINDS[kernel.equation.name] in compiler.combines:
             e = kernel.equation
             operand_bytes = sum(v.bytes for v in e.inputs if isinstance(v, Value))
             among = str(e.params.get("axes", e.params.get("axis_name")))
@@ -518,7 +443,6 @@ def combined(program: Kernels, machine: Machine) -> dict[Kernel, int]:
                 (e.name, among, short_dtype(kernel.writes[0].dtype)), operand_bytes, needed
             )
             if sent_before:
-                bytes_before[kernel] = sent_before
+                changes.setdefault(kernel, {})["joined"] = sent_before
             needed |= {message}
         needs.update((program.home.get(v, v), needed) for v in kernel.writes)
-    return bytes_before

@@ -16,14 +16,7 @@ from gshard.core.planning_tables import with_tables
 from gshard.core.program import Equation, Value, format_bytes, format_flops, type_text
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.device.async_overlap import overlapped_of
-from gshard.device.compiled_kernels import (
-    as_compiled,
-    combined,
-    epilogues,
-    hoisted_operands,
-    layout_copies,
-    stack_slices,
-)
+from gshard.device.compiled_kernels import as_compiled
 from gshard.device.fusion_model import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels, device_program
 from gshard.device.machine import Machine
 from gshard.device.memory import Memory, memory_of
@@ -209,67 +202,29 @@ def cost(spmd: SpmdProgram, machine: Machine, donated: Iterable[int] = ()) -> Co
 def cost_of_kernels(program: Kernels, mesh: Mesh, machine: Machine, donated: Iterable[int] = ()) -> Cost:
     """As ``cost``, for kernels that were read already. ``donated`` counts captured arrays too."""
     program = as_compiled(program, machine.compiler)
-    joined_bytes, copied_bytes = combined(program, machine), layout_copies(program, machine) | hoisted_operands(program)
-    filled_bytes: dict[Kernel, int] = {}
-    for stack_slice in stack_slices(program, machine.compiler):
-        kernel, slice_bytes = stack_slice.kernel, stack_slice.value.bytes
-        if stack_slice.copied:
-            copied_bytes[kernel] = (*copied_bytes.get(kernel, ()), slice_bytes)
-        if stack_slice.filled:
-            filled_bytes[kernel] = filled_bytes.get(kernel, 0) + slice_bytes
     rows = {
-        kernel: kernel_cost(
-            kernel,
-            times,
-            mesh,
-            machine,
-            joined_bytes.get(kernel, 0),
-            copied_bytes.get(kernel, ()),
-            filled_bytes.get(kernel, 0),
-        )
-        for kernel, times in program.walk()
-        if kernel.kind != REGION
+        kernel: kernel_cost(kernel, times, mesh, machine) for kernel, times in program.walk() if kernel.kind != REGION
     }
     seconds_alone = {kernel: row.seconds for kernel, row in rows.items()}
-    for kernel, seconds_added in epilogues(program, seconds_alone, machine).items():
-        rows[kernel], seconds_alone[kernel] = _as_epilogue(rows[kernel], seconds_added), seconds_added
     for kernel, overlapped in overlapped_of(program, seconds_alone, mesh, machine).items():
         rows[kernel] = rows[kernel].taking(rows[kernel].seconds - overlapped, overlapped)
     return Cost(machine, tuple(rows.values()), program, tuple(donated))
 
 
-def _as_epilogue(row: KernelCost, seconds_added: float) -> KernelCost:
-    """The cost of a kernel that runs as the epilogue of another one and adds these seconds, without a launch."""
-    rest = tuple((what, spent) for what, spent in row.parts if what != "launch")
-    without_launch = dataclasses.replace(row, parts=rest, seconds=sum(spent for _, spent in rest))
-    # If it takes as long as alone, nothing is saved, and the launch remains.
-    return (
-        row.taking(seconds_added)
-        if seconds_added > without_launch.seconds or not without_launch.seconds
-        else without_launch.taking(seconds_added)
-    )
-
-
-def kernel_cost(
-    kernel: Kernel,
-    times: int,
-    mesh: Mesh,
-    machine: Machine,
-    joined: int = 0,
-    copied: Sequence[int] = (),
-    filled: int = 0,
-) -> KernelCost:
+def kernel_cost(kernel: Kernel, times: int, mesh: Mesh, machine: Machine) -> KernelCost:
     """Prices one kernel that is not a region."""
     e = kernel.equation
     result = ", ".join(map(type_text, e.outputs))
     row = functools.partial(KernelCost, line=e.line, result=result, times=times, equation=e)
     parts: tuple[tuple[str, float], ...]
+    copied = (*kernel.copied, *(piece.value.bytes for piece in kernel.slices if piece.copied))
+    filled = sum(piece.value.bytes for piece in kernel.slices if piece.filled)
     starts = sum((launch_seconds(machine, 2 * array) for array in copied), 0.0)
     copies = sum(copy_seconds(machine, array) for array in copied) - starts + filled / machine.memory_bandwidth
     beside = ("memory", copies), ("launch", starts)
     moved = kernel.moved + 2 * sum(copied) + filled
     if kernel.kind == COLLECTIVE:
-        name, atoms, sent, seconds_of_message, latency_seconds = _collective(kernel, mesh, machine, joined)
+        name, atoms, sent, seconds_of_message, latency_seconds = _collective(kernel, mesh, machine)
         parts = ("network", seconds_of_message - latency_seconds), ("latency", latency_seconds), *beside
         taken = seconds_of_message + copies + starts
         return row(name=name, kind=COLLECTIVE, axes=atoms, moved=moved, sent=sent, seconds=taken, parts=parts)
@@ -285,7 +240,7 @@ def kernel_cost(
     return row(name=e.name, kind=kind, flops=flops, moved=moved, seconds=time.work + copies + starts, parts=parts)
 
 
-def _collective(kernel: Kernel, mesh: Mesh, machine: Machine, joined: int) -> tuple[str, Atoms, int, float, float]:
+def _collective(kernel: Kernel, mesh: Mesh, machine: Machine) -> tuple[str, Atoms, int, float, float]:
     """The kind of a collective, its atoms, bytes sent, seconds of one run, and the latency in these seconds."""
     e = kernel.equation
     axes: Any = e.params.get("axes", e.params.get("axis_name"))
@@ -296,6 +251,7 @@ def _collective(kernel: Kernel, mesh: Mesh, machine: Machine, joined: int) -> tu
     if "perm" in e.params:
         pairs = _pairs(e.params["perm"], atoms, mesh)
         return name, atoms, sent, permutation_seconds(sent, pairs, machine), permutation_seconds(0, pairs, machine)
+    joined = kernel.joined
     before, together = (seconds(name, n, mesh, machine, atoms) for n in (joined, joined + sum(operands)))
     # A collective that joins a message adds no latency.
     first = latency(name, mesh, machine, atoms) if together and not joined else 0.0

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 from gshard.comm.collectives import KINDS
 from gshard.core.planning_tables import tabulated
@@ -32,6 +32,14 @@ _MOVES = frozenset((monoid, frozenset(operands)) for monoid, operands in moves(0
 _MONOIDS = frozenset(MONOIDS)
 
 
+class StackSlice(NamedTuple):
+    """A slice of a stack that one iteration of a loop moves."""
+
+    value: Value  # the slice, a value of the body
+    copied: bool  # whether it is copied out of the stack, or into it
+    filled: bool  # whether its part of the stack is filled with zeros before the loop
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
     """An equation that writes to memory, with the equations that are fused into it."""
@@ -48,6 +56,9 @@ class Kernel:
     carried: tuple[Value, ...] = ()  # buffers that it reads or writes for another kernel
     spares_rows: bool = False  # whether it spares them only if no dimension that it reduces is split
     returns: bool = False  # whether it writes a result of the program, which no other kernel can compute for itself
+    copied: tuple[int, ...] = ()  # bytes of the arrays that are copied into another layout before or after a collective
+    slices: tuple[StackSlice, ...] = ()  # slices of a loop's stacks that an iteration copies or fills for it
+    joined: int = 0  # of a collective that joins a message: bytes of one device's operands in it so far
 
     @property
     def starts(self) -> bool:
@@ -76,7 +87,7 @@ class Kernel:
         """
         if self.kind == REGION:
             return 0
-        if self.in_place:
+        if self.in_place and self.spared.isdisjoint(self.writes):
             first, *others = self.equation.inputs
             return self._bytes_read({*self.reads} - {first}) + max(x.bytes for x in others)
         written = [v for v in self.writes if v not in self.spared]

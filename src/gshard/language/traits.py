@@ -138,8 +138,6 @@ class Traits:
     # whether the result is the operand, and the equation only annotates it, for example with a name
     remark: bool = False
     exact: bool = False  # whether every compiler gives the same bits of the result
-    # for these operands XLA calls it expensive if they are arrays, and not numbers
-    slow: tuple[int, ...] = ()
     moves: bool = False  # whether elements change their positions, so that shards must exchange them
     monoid: str = ""  # the monoid with which the operation combines the elements of two arrays; empty if it is none
     # whether the equation may run again or not at all: it always gives the same results and has no effects

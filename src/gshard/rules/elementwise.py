@@ -21,7 +21,7 @@ from gshard.comm.steps import has_infinities
 from gshard.core.memory_kinds import space
 from gshard.core.rule import Rule, RuleMaker, Way, moves
 from gshard.language.registry import Call, rule
-from gshard.language.traits import Ways, added, combined, if_finite, is_exact, set_traits, sums_in_range, traits_of
+from gshard.language.traits import Ways, added, combined, if_finite, is_exact, set_traits, sums_in_range
 from gshard.language.transfer import transferred
 
 # What rounds nothing, or once as IEEE 754 defines it: every compiler gives the same bits.
@@ -30,21 +30,14 @@ abs add add_any and ceil clamp clz complex conj convert_element_type copy copy_p
 le_to lt lt_to max min mul name ne neg not or population_count real reduce_precision round select_n shift_left
 shift_right_arithmetic shift_right_logical sign stop_gradient sub threefry2x32 xor
 """.split()
-# Roots and transcendental functions, which XLA calls expensive.
-SLOW = """
-acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1 lgamma
-log log1p log2 logistic rsqrt sin sinh sqrt tan tanh
-""".split()
 OTHERS = """
-igamma igamma_grad_a igammac integer_pow nextafter one_minus_square polygamma polynomial random_gamma_grad
-regularized_incomplete_beta square zeta
+acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1
+igamma igamma_grad_a igammac integer_pow lgamma log log1p log2 logistic nextafter one_minus_square polygamma
+polynomial pow random_gamma_grad regularized_incomplete_beta rem rsqrt sin sinh sqrt square tan tanh zeta
 """.split()
 
 
 @rule(*EXACT, elementwise=True, exact=True)
-@rule(*SLOW, elementwise=True, slow=(0,))
-@rule("div", "rem", elementwise=True, slow=(1,))
-@rule("atan2", "pow", elementwise=True, slow=(0, 1))
 @rule(*OTHERS, elementwise=True)
 def elementwise(call: Call) -> Rule:
     """Each dimension is one factor, which all operands and results share.
@@ -62,9 +55,8 @@ def elementwise(call: Call) -> Rule:
         return [dim if n == m else () for dim, n, m in zip(dims, operand_shape, shape, strict=True)]
 
     operands = [operand(s) for s in call.in_shapes]
-    slow = [i for i in traits_of(call.name).slow if call.literal(i) is None]
     results, rounded = [dims for _ in call.out_shapes], _rounded(call)
-    return make.rule(operands, results, linear=_linear(call), finite=_finite(call), slow=slow, rounded=rounded)
+    return make.rule(operands, results, linear=_linear(call), finite=_finite(call), rounded=rounded)
 
 
 def _divide(x: np.ndarray, y: np.ndarray) -> np.ndarray | None:

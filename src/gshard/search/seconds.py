@@ -24,7 +24,7 @@ from gshard.core.program import Block, Equation, Program, Value, short_dtype
 from gshard.core.rule import PARALLEL, REDUCE, Rule, Split, operand_sharding, result_sharding
 from gshard.core.sharding import Sharding
 from gshard.core.uneven import padded_shape
-from gshard.device.compiled_kernels import as_compiled, stack_slices
+from gshard.device.compiled_kernels import as_compiled
 from gshard.device.cost import kernel_cost
 from gshard.device.fusion_model import Kernel, Kernels, is_looked_up, kernels_of, kernels_of_mapped, kind_of
 from gshard.device.machine import Compiler, Machine
@@ -291,11 +291,11 @@ class Seconds(Moves):
     def stack_costs(self, block: Block) -> Iterator[StackCost]:
         """The costs of slices of loops' stacks, in the kernels after fusion (``device.compiled_kernels``)."""
         program = _compiled_kernels(block, self.machine.compiler)
-        runs_of_kernel = dict(program.walk())
-        for moved in stack_slices(program, self.machine.compiler):
-            passes = 2 * moved.copied + moved.filled
-            start = self.machine.launch if moved.copied else 0.0
-            yield StackCost(moved.value, runs_of_kernel[moved.kernel], passes / self.machine.memory_bandwidth, start)
+        for kernel, runs in program.walk():
+            for piece in kernel.slices:
+                passes = 2 * piece.copied + piece.filled
+                start = self.machine.launch if piece.copied else 0.0
+                yield StackCost(piece.value, runs, passes / self.machine.memory_bandwidth, start)
 
     def cost_key(self, kernel: Kernel) -> Hashable:
         e = kernel.equation
