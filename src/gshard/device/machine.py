@@ -486,17 +486,9 @@ def _fitted(machine: Machine, devices: int | None, hint: str) -> Machine:
 
 # Finds the machine of a mesh's devices, and handles devices without a model.
 
-# One byte of memory traffic counts as much as this many operations. These are about the middle of ``machine_kinds``: in
-# the time to read a byte, most accelerators there do 150 to 320 operations of a bfloat16 product; in the time to send a
-# byte, they read 4 to 12 bytes.
-OPERATIONS_A_BYTE = 256
-OTHER_OPERATIONS_A_BYTE = 16
-BYTES_FOR_ONE_SENT = 8
-_A_SECOND = 1e12  # bytes a second: only ratios of times have a meaning there
-
 
 class UnknownMachineWarning(UserWarning):
-    """There is no model of the devices: gshard counts bytes and operations instead of seconds."""
+    """There is no model of the devices: gshard orders alternatives by the times of an H100."""
 
 
 def kind_called(device_kind: str, platform: str) -> str | None:
@@ -555,20 +547,19 @@ def machine_to_plan_for(mesh: Mesh) -> Machine | None:
 
 
 def machine_to_order(mesh: Mesh) -> Machine:
-    """A machine whose times only rank alternatives: that of the devices, or one that counts bytes."""
+    """A machine whose times only rank alternatives: that of the devices, or H100s with their memory and compiler.
+
+    In the time to read a byte, most accelerators do 150 to 320 operations of a bfloat16 product, as an H100 does.
+    """
     called = unknown_devices(mesh)
     if called is None:
         return machine_of(mesh)
     _warn(called)
     assert mesh.devices is not None, "an abstract mesh is known"
-    operations = OPERATIONS_A_BYTE * _A_SECOND
-    return Machine(
-        f"{called} (no model)",
-        {"f32": operations},
-        OTHER_OPERATIONS_A_BYTE * _A_SECOND,
-        _A_SECOND,
-        memory_of(mesh.devices[0]) or sys.maxsize,
-        (Dimension(mesh.size, SWITCH, _A_SECOND / BYTES_FOR_ONE_SENT, 0.0),),
+    return dataclasses.replace(
+        Machine.of("h100", mesh.size),
+        name=f"{called} (no model)",
+        memory=memory_of(mesh.devices[0]) or sys.maxsize,
         compiler=compiler_of(mesh.devices[0]),
         kind=called,
     )
@@ -594,7 +585,7 @@ def _warn(called: str) -> None:
     if called in _WARNED:
         return
     warnings.warn(
-        f"there is no model of {called}: what is recomputed to fit is chosen by bytes and operations. {_HINT}",
+        f"there is no model of {called}: what is recomputed to fit is chosen by the times of an H100. {_HINT}",
         UnknownMachineWarning,
         stacklevel=3,
     )
