@@ -30,9 +30,8 @@ from priced_hlo import FREE
 
 import gshard
 from gshard.core.program import Value
-from gshard.device.compiled_kernels import as_compiled
 from gshard.device.cost import cost
-from gshard.device.fusion_model import kernels_of
+from gshard.device.fusion_model import as_compiled, kernels_of
 from gshard.device.machine import Machine
 from gshard.tracing.trace import trace
 from gshard.xla.hlo_parser import Module, read_module, type_bytes

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 import flops
-from gshard.device.compiled_kernels import Messages
+from gshard.device.fusion_model import Messages
 from gshard.device.machine import Machine
 from gshard.device.network import permutation_seconds, seconds_among
 from gshard.device.roofline import launch_seconds, roofline

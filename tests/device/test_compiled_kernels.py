@@ -8,9 +8,8 @@ import pytest
 import gshard
 from families import CASES
 from gshard.core.sharding import Sharding
-from gshard.device.compiled_kernels import as_compiled
 from gshard.device.cost import cost
-from gshard.device.fusion_model import FUSED, REGION, device_program
+from gshard.device.fusion_model import FUSED, REGION, as_compiled, device_program
 from gshard.device.machine import COMPILERS, Machine
 from gshard.device.memory import memory_of
 from gshard.planning.reshard_costs import axes_of

@@ -20,9 +20,8 @@ from gshard.comm.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, Step,
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import tables
 from gshard.core.sharding import Sharding
-from gshard.device.compiled_kernels import as_compiled
 from gshard.device.cost import cost
-from gshard.device.fusion_model import kernels_of
+from gshard.device.fusion_model import as_compiled, kernels_of
 from gshard.device.machine import COMPILERS, Machine
 from gshard.device.network import StepTimes, least_gather_seconds, seconds
 from gshard.device.roofline import copy_seconds

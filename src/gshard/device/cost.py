@@ -16,8 +16,7 @@ from gshard.core.planning_tables import with_tables
 from gshard.core.program import Equation, Value, format_bytes, format_flops, type_text
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.device.async_overlap import overlapped_of
-from gshard.device.compiled_kernels import as_compiled
-from gshard.device.fusion_model import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels, device_program
+from gshard.device.fusion_model import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels, as_compiled, device_program
 from gshard.device.machine import Machine
 from gshard.device.memory import Memory, memory_of
 from gshard.device.network import latency, permutation_seconds, seconds

@@ -43,11 +43,11 @@ class Compiler:
     hides_beside_products: tuple[str, ...] = ()
     # whether elementwise work on the result of a product is fused into the product (``epilogues``)
     fuses_epilogues: bool = False
-    # the longest row, in elements, that one kernel both reduces and transforms with the result (``compiled_kernels``);
+    # the longest row, in elements, that one kernel both reduces and transforms with the result (``fusion_model``);
     # 0 if each step is a kernel of its own
     fused_row: int = 0
     # whether each kernel that reads an elementwise result computes it again if that moves fewer bytes, and whether one
-    # kernel writes several results (``compiled_kernels``)
+    # kernel writes several results (``fusion_model``)
     fuses_elementwise: bool = False
     # whether arrays are copied before or after a gather or scatter so that its dimension comes first
     # (``layout_copies``)

@@ -24,9 +24,16 @@ from gshard.core.program import Block, Equation, Program, Value, short_dtype
 from gshard.core.rule import PARALLEL, REDUCE, Rule, Split, operand_sharding, result_sharding
 from gshard.core.sharding import Sharding
 from gshard.core.uneven import padded_shape
-from gshard.device.compiled_kernels import as_compiled
 from gshard.device.cost import kernel_cost
-from gshard.device.fusion_model import Kernel, Kernels, is_looked_up, kernels_of, kernels_of_mapped, kind_of
+from gshard.device.fusion_model import (
+    Kernel,
+    Kernels,
+    as_compiled,
+    is_looked_up,
+    kernels_of,
+    kernels_of_mapped,
+    kind_of,
+)
 from gshard.device.machine import Compiler, Machine
 from gshard.device.network import StepTimes, interchangeable
 from gshard.device.roofline import host_seconds, kernel_roofline, launch_seconds
@@ -289,7 +296,7 @@ class Seconds(Moves):
         return _compiled_kernels(block, self.machine.compiler).walk()
 
     def stack_costs(self, block: Block) -> Iterator[StackCost]:
-        """The costs of slices of loops' stacks, in the kernels after fusion (``device.compiled_kernels``)."""
+        """The costs of slices of loops' stacks, in the kernels after fusion (``device.fusion_model``)."""
         program = _compiled_kernels(block, self.machine.compiler)
         for kernel, runs in program.walk():
             for piece in kernel.slices:
