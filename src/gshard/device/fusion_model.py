@@ -391,7 +391,7 @@ def as_compiled(
 
 def _merged(program: Kernels, compiler: Compiler) -> dict[Kernel, Kernel]:
     """The kernels of a block that share buffers with others, by the kernels as they were."""
-    buffers = _Buffers(program)
+    buffers = Buffers(program)
     changed: dict[Kernel, Kernel] = {}
     merged: set[Kernel] = set()
     for group in _rows(buffers, compiler.fused_row):
@@ -409,7 +409,7 @@ def _merged(program: Kernels, compiler: Compiler) -> dict[Kernel, Kernel]:
     return changed
 
 
-class _Buffers:
+class Buffers:
     """The writers and readers of each buffer of a block, and the buffers that outlive it."""
 
     def __init__(self, program: Kernels):
@@ -427,6 +427,14 @@ class _Buffers:
         """The only reader of the only result of a kernel, if there is one."""
         readers = self.readers.get(kernel.writes[0], []) if len(kernel.writes) == 1 else []
         return readers[0] if len(readers) == 1 and kernel.writes[0] not in self.kept else None
+
+    def epilogue(self, product: Kernel) -> Kernel | None:
+        """The elementwise kernel that a compiler can fuse into a product, because only it reads the result."""
+        reader = self.only_reader(product) if product.kind == PRODUCT else None
+        if reader is None or reader.kind != FUSED:
+            return None
+        others = (self.writer[v] for v in reader.reads if v in self.writer)
+        return reader if all(self.place[k] <= self.place[product] for k in others) else None
 
     def only_within(self, v: Value, group: Iterable[Kernel]) -> bool:
         """Whether only the group reads a buffer."""
@@ -447,7 +455,7 @@ def _row(kernel: Kernel) -> int:
     return e.rule.factors[reduced[0]].size if [list(dim) for dim in last] == [reduced] and len(reduced) == 1 else 0
 
 
-def _rows(buffers: _Buffers, longest: int) -> list[tuple[Kernel, ...]]:
+def _rows(buffers: Buffers, longest: int) -> list[tuple[Kernel, ...]]:
     """Groups of kernels that XLA merges: statistics of rows, each computed from the one before, and their readers."""
     groups, merged = [], set[Kernel]()
     for kernel in buffers.kernels:
@@ -464,7 +472,7 @@ def _rows(buffers: _Buffers, longest: int) -> list[tuple[Kernel, ...]]:
     return groups
 
 
-def _following(first: Kernel, row: int, buffers: _Buffers) -> list[Kernel]:
+def _following(first: Kernel, row: int, buffers: Buffers) -> list[Kernel]:
     """The kernels that are merged with a statistic of rows, as far as their order allows."""
     elements = row * _elements(first)
     group, written = [first], set(first.writes)
@@ -487,7 +495,7 @@ def _following(first: Kernel, row: int, buffers: _Buffers) -> list[Kernel]:
     return group
 
 
-def _producers(first: Kernel, buffers: _Buffers) -> list[Kernel]:
+def _producers(first: Kernel, buffers: Buffers) -> list[Kernel]:
     """Elementwise kernels whose results the first statistic reads, such as a conversion."""
     writers = (buffers.writer.get(v) for v in first.reads)
     return [k for k in writers if k is not None and k.kind == FUSED and len(k.writes) == 1]
@@ -502,7 +510,7 @@ def _reads_one_array(group: Sequence[Kernel]) -> bool:
 
 
 def _merge(
-    group: Sequence[Kernel], carrier: Kernel, buffers: _Buffers, changed: dict[Kernel, Kernel], *,
+    group: Sequence[Kernel], carrier: Kernel, buffers: Buffers, changed: dict[Kernel, Kernel], *,
     spares_rows: bool = False,
 ) -> None:  # fmt: skip
     """Merges a group: one of its kernels carries the buffers that the group reads and writes."""
@@ -526,7 +534,7 @@ def _merge(
     )
 
 
-def _is_recomputed(kernel: Kernel, buffers: _Buffers) -> bool:
+def _is_recomputed(kernel: Kernel, buffers: Buffers) -> bool:
     """Whether it moves fewer bytes to compute an elementwise result in each reader than to store it."""
     if kernel.kind != FUSED or len(kernel.writes) != 1 or kernel.writes[0] in buffers.kept:
         return False
@@ -540,7 +548,7 @@ def _is_recomputed(kernel: Kernel, buffers: _Buffers) -> bool:
     return len(readers) * read <= read + (1 + len(readers)) * result.bytes
 
 
-def _recompute(kernel: Kernel, buffers: _Buffers, changed: dict[Kernel, Kernel]) -> None:
+def _recompute(kernel: Kernel, buffers: Buffers, changed: dict[Kernel, Kernel]) -> None:
     compiled = changed.get(kernel, kernel)
     reads = [v for v in (*compiled.reads, *compiled.carried) if v not in compiled.spared]
     changed[kernel] = dataclasses.replace(
@@ -594,7 +602,7 @@ def _space(kernel: Kernel) -> tuple[int, tuple[int, ...]]:
     )
 
 
-def _read_together(buffers: _Buffers, merged: set[Kernel]) -> list[tuple[Kernel, ...]]:
+def _read_together(buffers: Buffers, merged: set[Kernel]) -> list[tuple[Kernel, ...]]:
     """Groups of elementwise kernels and reductions that XLA merges into one kernel with several results."""
     groups: list[_Group] = []  # groups that may still grow
     complete: list[_Group] = []
@@ -622,23 +630,19 @@ def _read_together(buffers: _Buffers, merged: set[Kernel]) -> list[tuple[Kernel,
 # Finds epilogues: elementwise work on the result of a product that the compiler fuses into the product.
 
 
-def _merge_epilogues(buffers: _Buffers, changed: dict[Kernel, Kernel]) -> None:
+def _merge_epilogues(buffers: Buffers, changed: dict[Kernel, Kernel]) -> None:
     """Merges products with the elementwise kernels after them, and with updates that write their results elsewhere."""
     for product in buffers.kernels:
-        group = [product]
-        while product.kind == PRODUCT and (reader := buffers.only_reader(group[-1])) is not None:
-            if reader in changed:  # a sum of two products is the epilogue of one of them
-                break
-            if reader.kind != FUSED or _elements(reader) != _elements(product):
-                if _updates(reader, group[-1].writes[0], buffers):
-                    changed[reader] = dataclasses.replace(reader, spared=frozenset((*reader.reads, *reader.writes)))
-                break
-            group.append(reader)
-        if len(group) > 1:
-            _merge(group, product, buffers, changed, spares_rows=True)
+        last, epilogue = product, buffers.epilogue(product)
+        if epilogue is not None and _elements(epilogue) == _elements(product):
+            _merge((product, epilogue), product, buffers, changed, spares_rows=True)
+            last = epilogue
+        update = buffers.only_reader(last) if product.kind == PRODUCT else None
+        if update is not None and _updates(update, last.writes[0], buffers):
+            changed[update] = dataclasses.replace(update, spared=frozenset((*update.reads, *update.writes)))
 
 
-def _updates(kernel: Kernel, value: Value, buffers: _Buffers) -> bool:
+def _updates(kernel: Kernel, value: Value, buffers: Buffers) -> bool:
     """Whether a kernel overwrites a window of an array with ``value``."""
     e = kernel.equation
     return kernel.kind == OPERATOR and is_update(e) and not kernel.fused and buffers.buffer(e.inputs[1]) is value

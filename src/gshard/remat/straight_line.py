@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from gshard.core.jax_adapter import optimization_barrier_p
 from gshard.core.program import Block, Constant, Equation, Value
@@ -88,18 +89,23 @@ def liveness_of(kernels: Kernels) -> Liveness:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Kept:
-    """A buffer that is alive at the peak and read only later, with the saving and the price of recomputing it."""
+class Offer:
+    """Values that need not be kept over a kernel, with the saving and the price."""
 
-    value: Value  # the buffer
-    freed: int  # bytes saved at the peak
-    seconds: float  # of its recomputation
-    anchors: frozenset[Value]  # the buffers from which it is recomputed
+    values: tuple[Value, ...]  # the values
+    freed: int  # bytes saved, minus those of values that must be kept instead
+    seconds: float  # of computing them again
+    # the block without the values of such offers, which have an equal ``rewrite``; the second argument gives indices of
+    # new values
+    without: Callable[[Sequence[Value], Iterator[int]], Block]
+    rewrite: Hashable  # offers that have the same may be taken together
+    anchors: frozenset[Value] = frozenset()  # the buffers from which the values are recomputed in straight-line code
 
 
-def kept_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: frozenset[Value]) -> list[Kept]:
+def kept_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: frozenset[Value]) -> list[Offer]:
     """The buffers that can be recomputed after a kernel instead of being kept."""
     found = []
+    without = functools.partial(without_keeping, liveness, peak)
     for v, made_at in liveness.made.items():
         later_users = [i for i in liveness.users.get(v, ()) if i > peak]
         if (
@@ -115,7 +121,7 @@ def kept_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: frozen
         if kernels is None:
             continue
         anchors = {u for kernel in kernels for u in kernel.reads} - {w for kernel in kernels for w in kernel.writes}
-        found.append(Kept(v, v.bytes, sum(map(seconds, kernels)), frozenset(anchors)))
+        found.append(Offer((v,), v.bytes, sum(map(seconds, kernels)), without, peak, frozenset(anchors)))
     return found
 
 
