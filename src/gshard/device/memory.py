@@ -26,7 +26,6 @@ from gshard.device.fusion_model import (
     is_update,
     moves_elements,
     only_moves,
-    readers_of,
 )
 from gshard.naming.array_names import ArrayNames
 
@@ -39,13 +38,13 @@ _MOVING = ("all_to_all", "collective_permute", "all_gather")
 
 def narrow_bytes(program: Kernels) -> dict[Value, int]:
     """The float32 values of a block that are stored in smaller types, with the bytes that they take."""
-    readers, results = readers_of(program), program.results
+    buffers = Buffers(program)
     narrow: dict[Value, int] = {}
     types_of: dict[Value, set[str] | None] = {}  # narrow forms; None if some reader needs float32
     for v in (v for kernel in reversed(program.kernels) for v in kernel.writes):
-        if v in results or str(v.dtype) != _WIDE or v not in readers:
+        if v in buffers.kept or str(v.dtype) != _WIDE or v not in buffers.users:
             continue
-        read_as = [_read_as(kernel, v, program.home, types_of) for kernel in readers[v]]
+        read_as = [_read_as(kernel, v, program.home, types_of) for kernel in buffers.readers(v)]
         types_of[v] = None if None in read_as else {name for form in read_as if form is not None for name in form}
         elements = math.prod(v.shape)
         bytes_of_types = [itemsize(jax.numpy.dtype(form)) * elements for form in types_of[v] or ()]
@@ -177,14 +176,13 @@ def memory_of(program: Kernels, donated: Iterable[int] = (), *, keeps_low_precis
 
 def _in_places(program: Kernels, results: Sequence[Value]) -> frozenset[Value]:
     """Temporaries that use the memory of results until these are computed: largest first, then longest-lived."""
-    written_at = {v: i for i, kernel in enumerate(program.kernels) for v in kernel.writes}
-    last_read = {v: i for i, kernel in enumerate(program.kernels) for v in kernel.reads}
-    last_read.update(dict.fromkeys(program.results, len(written_at)))
+    buffers = Buffers(program)
+    written_at, last_read = buffers.made, buffers.last
     result_buffers = sorted((v for v in results if v in written_at), key=_on_device)
     sizes = list(map(_on_device, result_buffers))
     spans_in: dict[Value, list[tuple[int, int]]] = {v: [] for v in result_buffers}
     reusing = set()
-    spans = {v: (i, last_read.get(v, i)) for v, i in written_at.items()}
+    spans = {v: (i, max(i, last_read[v])) for v, i in written_at.items()}
     for v in sorted(written_at, key=lambda v: (-_on_device(v), spans[v][0] - spans[v][1])):
         first, end = spans[v]
         for place in result_buffers[bisect.bisect_left(sizes, _on_device(v)) :] if _on_device(v) else ():
@@ -211,11 +209,7 @@ def _follow(
     copies = _low_precision_copies(program) if keeps_low_precision_copies else []
     narrow = narrow_bytes(program) if keeps_low_precision_copies else {}
     kernels = _with_epilogues(program) if keeps_low_precision_copies else program.kernels
-    last: dict[Value, int] = {}
-    for i, kernel in enumerate(kernels):
-        for v in kernel.reads:
-            last[v] = i
-    last.update(dict.fromkeys(program.results, len(kernels)))
+    last = Buffers(program, kernels).last
     elsewhere = _overwritten(kernels, last, elsewhere)
     bytes_held = {v: _on_device(v) for v in carried}
     alive_values: dict[Value, Equation] = dict(carried)
@@ -249,7 +243,7 @@ def _follow(
             peak = total
             alive = [*alive_values.items(), *inner_alive]
             path = ((program, i), *inner_path)
-        for v in (*dying, *(v for v in written if v not in last)):
+        for v in (*dying, *(v for v in written if last[v] < 0)):
             del alive_values[v]
             bytes_now -= bytes_held[v]
     return peak, alive, path

@@ -44,7 +44,6 @@ from gshard.remat.straight_line import (
     Offer,
     Seconds,
     kept_over,
-    liveness_of,
     without_dead_code,
 )
 from gshard.rewrite.equation_graph import common_key, is_pure
@@ -106,7 +105,7 @@ def _key(e: Equation, inputs: Sequence[Value | Constant]) -> Any:
 
 def _pairs(liveness: Liveness, peak: int, elsewhere: frozenset[Value]) -> Iterator[_Pair]:
     loops = [
-        (i, k) for i, k in enumerate(liveness.kernels.kernels)
+        (i, k) for i, k in enumerate(liveness.kernels)
         if k.kind == REGION and len(k.bodies) == 1 and k.equation.trip_count > 1 and "reverse" in k.equation.params
     ]  # fmt: skip
     for i, writer in loops:
@@ -114,13 +113,13 @@ def _pairs(liveness: Liveness, peak: int, elsewhere: frozenset[Value]) -> Iterat
         by_consumer: dict[int, list[Value]] = {}
         for v in writer.equation.outputs[carry:]:
             users = liveness.users.get(v, [])
-            if len(users) == 1 and i <= peak <= users[0] and v not in liveness.ends and v not in elsewhere:
+            if len(users) == 1 and i <= peak <= users[0] and v not in liveness.kept and v not in elsewhere:
                 by_consumer.setdefault(users[0], []).append(v)
         for j, consumer in loops:
             if j in by_consumer and consumer.equation.params["length"] == writer.equation.params["length"]:
                 before = sum(scan_counts(consumer.equation.params))
                 slices = [liveness.sliced(x) for x in consumer.equation.inputs[before:] if isinstance(x, Value)]
-                fixed = [liveness.home(x) for x in consumer.equation.inputs[:before] if isinstance(x, Value)]
+                fixed = [liveness.buffer(x) for x in consumer.equation.inputs[:before] if isinstance(x, Value)]
                 stacks = [v for v in by_consumer[j] if slices.count(v) == 1 and v not in fixed]
                 if stacks:
                     yield _Pair(writer, consumer, (i, j), tuple(stacks))
@@ -195,7 +194,7 @@ def _kept_for(liveness: Liveness, pair: _Pair, x: Value) -> int:
     outer = e.inputs[at]
     if isinstance(outer, Constant):
         return 0
-    v = liveness.home(outer)
+    v = liveness.buffer(outer)
     return 0 if v not in liveness.made or liveness.last[v] >= pair.at[1] else v.bytes
 
 
@@ -203,7 +202,7 @@ def without_stacking(liveness: Liveness, pair: _Pair, dropped: Sequence[Value], 
     """The block in which the second loop recomputes stacks of the first one, slice by slice."""
     writer, consumer = pair.writer.equation, pair.consumer.equation
     new_writer, new_consumer = _LoopRewriting(liveness, pair, dropped, names).loops()
-    block, changed = liveness.kernels.block, {writer: new_writer, consumer: new_consumer}
+    block, changed = liveness.block, {writer: new_writer, consumer: new_consumer}
     equations = tuple(changed.get(e, e) for e in block.equations)
     return without_dead_code(Block(block.inputs, equations, block.outputs))
 
@@ -324,7 +323,7 @@ def _params(loop: Equation, consts: int, carry: int) -> dict[str, object]:
 def low_precision_over(liveness: Liveness, peak: int, elsewhere: frozenset[Value]) -> list[Offer]:
     """The stacks that are alive at a kernel, or written by it, and can have lower precision: nothing is recomputed."""
     found = []
-    for i, kernel in enumerate(liveness.kernels.kernels[: peak + 1]):
+    for i, kernel in enumerate(liveness.kernels[: peak + 1]):
         e = kernel.equation
         if kernel.kind != REGION or len(kernel.bodies) != 1 or e.trip_count < 2 or "reverse" not in e.params:
             continue
@@ -332,10 +331,10 @@ def low_precision_over(liveness: Liveness, peak: int, elsewhere: frozenset[Value
         producer = {v: inner for inner in body.equations for v in inner.outputs}
         carry = scan_counts(e.params)[1]
         for v, x in zip(e.outputs[carry:], body.outputs[carry:], strict=True):
-            if v in liveness.ends or v in elsewhere or not i <= peak <= liveness.last.get(v, -1):
+            if v in liveness.kept or v in elsewhere or not i <= peak <= liveness.last.get(v, -1):
                 continue
             if isinstance(x, Value) and x in producer and (source := _widened_operand(producer[x])) is not None:
-                users = (liveness.kernels.kernels[j].kind for j in liveness.users[v])
+                users = (liveness.kernels[j].kind for j in liveness.users[v])
                 if all(kind != REGION for kind in users):
                     wide, thin = itemsize(v.dtype), itemsize(source.dtype)
                     without = functools.partial(with_low_precision_stacks, liveness, e)
@@ -357,7 +356,7 @@ def with_low_precision_stacks(
     liveness: Liveness, writer: Equation, stacks: Sequence[Value], names: Iterator[int]
 ) -> Block:
     """The block with stacks of a loop widened after the loop."""
-    block = liveness.kernels.block
+    block = liveness.block
     body = writer.blocks[0]
     producer = {v: e for e in body.equations for v in e.outputs}
     outputs, body_outputs, widenings = [], [], []
@@ -502,7 +501,7 @@ class _Search:
         results = frozenset(v for v in program.block.outputs if isinstance(v, Value))
         rounds = 1
         for depth, (kernels, at) in enumerate(memory.path):
-            liveness = liveness_of(kernels)
+            liveness = Liveness(kernels)
             elsewhere = results if depth == 0 else frozenset()
             found: list[Offer] = [
                 *low_precision_over(liveness, at, elsewhere),
