@@ -9,8 +9,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gshard.device.machine import Machine
 from gshard.xla.dataflow import Array, Dataflow
 from gshard.xla.hlo_collectives import computations_run, sent_by
-from gshard.xla.hlo_parser import Origin, origin_of, read_module
-from gshard.xla.kernels import Work, aliased_results, arrays_of, bytes_in_memory, elapsed, held_by, work_of
+from gshard.xla.hlo_parser import Origin, arrays_of, origin_of, read_module
+from gshard.xla.kernels import Work, aliased_results, bytes_in_memory, elapsed, held_by, work_of
 
 
 def layers(x, ws):

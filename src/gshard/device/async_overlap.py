@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,27 +39,50 @@ class Step:
     region: bool = False  # whether it is a loop or a branch. No collective is in flight around it.
 
 
+class Timed(NamedTuple):
+    """Steps in time."""
+
+    begins: list[float]  # when each step begins, in seconds; a collective, when it gets the network
+    hidden: list[float]  # of each collective, the seconds in which other steps run
+    seconds: float  # of all steps
+
+
 def overlapped(steps: Sequence[Step], compiler: Compiler) -> list[float]:
-    """The seconds of each step in which other steps run."""
+    """The seconds of each step in which other steps run, if a compiler orders them."""
     hides = compiler.hides or ()
+    return timed(steps, _starts(steps, hides), compiler.hides_beside_products).hidden
+
+
+def timed(steps: Sequence[Step], starts: Sequence[Sequence[int]], beside_products: Sequence[str] = ()) -> Timed:
+    """Runs steps in order.
+
+    Collectives of ``starts[k]`` start before step ``k``; they use the network one after the other, and the first step
+    that reads a result waits for it. Kinds of ``beside_products`` proceed while products run, and while a step waits.
+    """
     in_flight: collections.deque[int] = collections.deque()
-    left = [s.seconds if s.kind in hides else 0.0 for s in steps]
-    hidden = list(left)
-    starts = _starts(steps, hides)
-    step_that_writes = {v: i for i, s in enumerate(steps) if s.kind in hides for v in s.writes}
+    asynchronous = {i for together in starts for i in together}
+    left = [step.seconds if i in asynchronous else 0.0 for i, step in enumerate(steps)]
+    hidden, begins = list(left), [0.0] * len(steps)
+    step_that_writes = {v: i for i in sorted(asynchronous) for v in steps[i].writes}
+    now = network_free = 0.0
 
     def wait(until: int) -> None:
+        nonlocal now
         while in_flight and until in in_flight:
             group = _running(in_flight, steps)
             longest, total = max(left[i] for i in group), sum(left[i] for i in group)
+            now += longest
             for i in group:
                 hidden[i] -= longest * left[i] / total if total else 0.0
                 left[i] = 0.0
                 in_flight.popleft()
 
     for k, step in enumerate(steps):
-        in_flight.extend(starts[k])
-        if step.kind in hides:
+        for i in starts[k]:
+            begins[i] = max(now, network_free)
+            network_free = begins[i] + steps[i].seconds
+            in_flight.append(i)
+        if k in asynchronous:
             continue
         for v in step.reads:
             if v in step_that_writes:
@@ -67,11 +90,12 @@ def overlapped(steps: Sequence[Step], compiler: Compiler) -> list[float]:
         if step.kind or step.region:
             while in_flight:
                 wait(in_flight[0])
-            continue
+        begins[k] = now
+        now += step.seconds
         seconds_left = step.seconds
         while in_flight and seconds_left > 0:
             group = _running(in_flight, steps)
-            if not step.product and steps[group[0]].kind in compiler.hides_beside_products:
+            if not step.product and steps[group[0]].kind in beside_products:
                 break
             elapsed = min(seconds_left, max(left[i] for i in group))
             seconds_left -= elapsed
@@ -82,7 +106,7 @@ def overlapped(steps: Sequence[Step], compiler: Compiler) -> list[float]:
                     in_flight.popleft()
     while in_flight:
         wait(in_flight[0])
-    return hidden
+    return Timed(begins, hidden, now)
 
 
 def _starts(steps: Sequence[Step], hides: Sequence[str]) -> list[list[int]]:

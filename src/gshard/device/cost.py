@@ -239,13 +239,17 @@ def kernel_cost(kernel: Kernel, times: int, mesh: Mesh, machine: Machine) -> Ker
     return row(name=e.name, kind=kind, flops=flops, moved=moved, seconds=time.work + copies + starts, parts=parts)
 
 
+def sent_by(e: Equation) -> tuple[str, Atoms, Sequence[int]]:
+    """The kind of a collective equation, its atoms, and the bytes of each operand."""
+    axes: Any = e.params.get("axes", e.params.get("axis_name"))
+    atoms = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+    return KINDS[e.name], atoms, sent_sizes(e.name, [v.bytes for v in e.inputs if isinstance(v, Value)])
+
+
 def _collective(kernel: Kernel, mesh: Mesh, machine: Machine) -> tuple[str, Atoms, int, float, float]:
     """The kind of a collective, its atoms, bytes sent, seconds of one run, and the latency in these seconds."""
     e = kernel.equation
-    axes: Any = e.params.get("axes", e.params.get("axis_name"))
-    atoms: Atoms = tuple(axes) if isinstance(axes, tuple) else (axes,)
-    name = KINDS[e.name]
-    operands = sent_sizes(e.name, [v.bytes for v in e.inputs if isinstance(v, Value)])
+    name, atoms, operands = sent_by(e)
     sent = sum(sent_bytes(name, operand, mesh.count(atoms)) for operand in operands)
     if "perm" in e.params:
         pairs = _pairs(e.params["perm"], atoms, mesh)

@@ -131,13 +131,51 @@ class Kernels:
                 yield from body.walk(times * kernel.equation.trip_count)
 
 
-def readers_of(program: Kernels) -> dict[Value, list[Kernel]]:
-    """The kernels of a block that read each buffer."""
-    found: dict[Value, list[Kernel]] = {}
-    for kernel in program.kernels:
-        for v in kernel.reads:
-            found.setdefault(v, []).append(kernel)
-    return found
+class Buffers:
+    """The buffers of a block: which kernels write and read them, and which outlive the block."""
+
+    def __init__(self, program: Kernels, kernels: Sequence[Kernel] | None = None):
+        self.kernels = program.kernels if kernels is None else kernels
+        self.block, self.home, self.kept = program.block, program.home, program.results
+        self.place = {kernel: i for i, kernel in enumerate(self.kernels)}
+        self.made: dict[Value, int] = {}  # for each buffer, the position of the kernel that writes it
+        self.users: dict[Value, list[int]] = {}  # for each buffer, the positions of the kernels that read it
+        for i, kernel in enumerate(self.kernels):
+            for v in kernel.reads:
+                self.users.setdefault(v, []).append(i)
+            self.made.update(dict.fromkeys(kernel.writes, i))
+        # for each buffer, the position of the last kernel that reads it, or -1; after the last kernel if it outlives
+        self.last = dict.fromkeys(self.made, -1) | {v: at[-1] for v, at in self.users.items()}
+        self.last |= dict.fromkeys(self.kept, len(self.kernels))
+
+    def buffer(self, v: Value) -> Value:
+        """The buffer that holds a value."""
+        return self.home.get(v, v)
+
+    def writer(self, v: Value) -> Kernel | None:
+        """The kernel that writes a buffer; None for an input of the block."""
+        return self.kernels[self.made[v]] if v in self.made else None
+
+    def readers(self, v: Value) -> list[Kernel]:
+        """The kernels that read a buffer."""
+        return [self.kernels[i] for i in self.users.get(v, ())]
+
+    def only_reader(self, kernel: Kernel) -> Kernel | None:
+        """The only reader of the only result of a kernel, if there is one."""
+        readers = self.readers(kernel.writes[0]) if len(kernel.writes) == 1 else []
+        return readers[0] if len(readers) == 1 and kernel.writes[0] not in self.kept else None
+
+    def only_within(self, v: Value, group: Iterable[Kernel]) -> bool:
+        """Whether only the group reads a buffer."""
+        return v not in self.kept and set(self.readers(v)) <= set(group)
+
+    def epilogue(self, product: Kernel) -> Kernel | None:
+        """The elementwise kernel that a compiler can fuse into a product, because only it reads the result."""
+        reader = self.only_reader(product) if product.kind == PRODUCT else None
+        if reader is None or reader.kind != FUSED:
+            return None
+        place = self.place[product]
+        return reader if all(self.made.get(v, -1) <= place for v in reader.reads) else None
 
 
 def is_looked_up(rule: Rule, operand: int) -> bool:
@@ -391,7 +429,7 @@ def as_compiled(
 
 def _merged(program: Kernels, compiler: Compiler) -> dict[Kernel, Kernel]:
     """The kernels of a block that share buffers with others, by the kernels as they were."""
-    buffers = _Buffers(program)
+    buffers = Buffers(program)
     changed: dict[Kernel, Kernel] = {}
     merged: set[Kernel] = set()
     for group in _rows(buffers, compiler.fused_row):
@@ -409,30 +447,6 @@ def _merged(program: Kernels, compiler: Compiler) -> dict[Kernel, Kernel]:
     return changed
 
 
-class _Buffers:
-    """The writers and readers of each buffer of a block, and the buffers that outlive it."""
-
-    def __init__(self, program: Kernels):
-        self.kernels, self.home = program.kernels, program.home
-        self.writer = {v: k for k in program.kernels for v in k.writes}
-        self.readers = readers_of(program)
-        self.kept = program.results
-        self.place = {k: i for i, k in enumerate(program.kernels)}
-
-    def buffer(self, x: Value | Constant) -> Value | None:
-        """The buffer of an operand; None for a constant."""
-        return self.home.get(x, x) if isinstance(x, Value) else None
-
-    def only_reader(self, kernel: Kernel) -> Kernel | None:
-        """The only reader of the only result of a kernel, if there is one."""
-        readers = self.readers.get(kernel.writes[0], []) if len(kernel.writes) == 1 else []
-        return readers[0] if len(readers) == 1 and kernel.writes[0] not in self.kept else None
-
-    def only_within(self, v: Value, group: Iterable[Kernel]) -> bool:
-        """Whether only the group reads a buffer."""
-        return v not in self.kept and set(self.readers.get(v, ())) <= set(group)
-
-
 def _elements(kernel: Kernel) -> int:
     return math.prod(kernel.writes[0].shape) if kernel.writes else 0
 
@@ -447,7 +461,7 @@ def _row(kernel: Kernel) -> int:
     return e.rule.factors[reduced[0]].size if [list(dim) for dim in last] == [reduced] and len(reduced) == 1 else 0
 
 
-def _rows(buffers: _Buffers, longest: int) -> list[tuple[Kernel, ...]]:
+def _rows(buffers: Buffers, longest: int) -> list[tuple[Kernel, ...]]:
     """Groups of kernels that XLA merges: statistics of rows, each computed from the one before, and their readers."""
     groups, merged = [], set[Kernel]()
     for kernel in buffers.kernels:
@@ -464,7 +478,7 @@ def _rows(buffers: _Buffers, longest: int) -> list[tuple[Kernel, ...]]:
     return groups
 
 
-def _following(first: Kernel, row: int, buffers: _Buffers) -> list[Kernel]:
+def _following(first: Kernel, row: int, buffers: Buffers) -> list[Kernel]:
     """The kernels that are merged with a statistic of rows, as far as their order allows."""
     elements = row * _elements(first)
     group, written = [first], set(first.writes)
@@ -487,9 +501,9 @@ def _following(first: Kernel, row: int, buffers: _Buffers) -> list[Kernel]:
     return group
 
 
-def _producers(first: Kernel, buffers: _Buffers) -> list[Kernel]:
+def _producers(first: Kernel, buffers: Buffers) -> list[Kernel]:
     """Elementwise kernels whose results the first statistic reads, such as a conversion."""
-    writers = (buffers.writer.get(v) for v in first.reads)
+    writers = (buffers.writer(v) for v in first.reads)
     return [k for k in writers if k is not None and k.kind == FUSED and len(k.writes) == 1]
 
 
@@ -502,7 +516,7 @@ def _reads_one_array(group: Sequence[Kernel]) -> bool:
 
 
 def _merge(
-    group: Sequence[Kernel], carrier: Kernel, buffers: _Buffers, changed: dict[Kernel, Kernel], *,
+    group: Sequence[Kernel], carrier: Kernel, buffers: Buffers, changed: dict[Kernel, Kernel], *,
     spares_rows: bool = False,
 ) -> None:  # fmt: skip
     """Merges a group: one of its kernels carries the buffers that the group reads and writes."""
@@ -526,12 +540,12 @@ def _merge(
     )
 
 
-def _is_recomputed(kernel: Kernel, buffers: _Buffers) -> bool:
+def _is_recomputed(kernel: Kernel, buffers: Buffers) -> bool:
     """Whether it moves fewer bytes to compute an elementwise result in each reader than to store it."""
     if kernel.kind != FUSED or len(kernel.writes) != 1 or kernel.writes[0] in buffers.kept:
         return False
     (result,) = kernel.writes
-    readers = buffers.readers.get(result, ())
+    readers = buffers.readers(result)
     if readers and all(looks_up(k, result, buffers.home) for k in readers):
         return True
     if len(readers) < 2 or not all(k.kind in (FUSED, REDUCTION) for k in readers):
@@ -540,13 +554,13 @@ def _is_recomputed(kernel: Kernel, buffers: _Buffers) -> bool:
     return len(readers) * read <= read + (1 + len(readers)) * result.bytes
 
 
-def _recompute(kernel: Kernel, buffers: _Buffers, changed: dict[Kernel, Kernel]) -> None:
+def _recompute(kernel: Kernel, buffers: Buffers, changed: dict[Kernel, Kernel]) -> None:
     compiled = changed.get(kernel, kernel)
     reads = [v for v in (*compiled.reads, *compiled.carried) if v not in compiled.spared]
     changed[kernel] = dataclasses.replace(
         compiled, spared=frozenset((*compiled.reads, *compiled.carried, *compiled.writes)), carried=()
     )
-    for reader in buffers.readers[kernel.writes[0]]:
+    for reader in buffers.readers(kernel.writes[0]):
         other = changed.get(reader, reader)
         # A look-up computes only the elements that it finds.
         new_reads = (
@@ -594,7 +608,7 @@ def _space(kernel: Kernel) -> tuple[int, tuple[int, ...]]:
     )
 
 
-def _read_together(buffers: _Buffers, merged: set[Kernel]) -> list[tuple[Kernel, ...]]:
+def _read_together(buffers: Buffers, merged: set[Kernel]) -> list[tuple[Kernel, ...]]:
     """Groups of elementwise kernels and reductions that XLA merges into one kernel with several results."""
     groups: list[_Group] = []  # groups that may still grow
     complete: list[_Group] = []
@@ -622,26 +636,24 @@ def _read_together(buffers: _Buffers, merged: set[Kernel]) -> list[tuple[Kernel,
 # Finds epilogues: elementwise work on the result of a product that the compiler fuses into the product.
 
 
-def _merge_epilogues(buffers: _Buffers, changed: dict[Kernel, Kernel]) -> None:
+def _merge_epilogues(buffers: Buffers, changed: dict[Kernel, Kernel]) -> None:
     """Merges products with the elementwise kernels after them, and with updates that write their results elsewhere."""
     for product in buffers.kernels:
-        group = [product]
-        while product.kind == PRODUCT and (reader := buffers.only_reader(group[-1])) is not None:
-            if reader in changed:  # a sum of two products is the epilogue of one of them
-                break
-            if reader.kind != FUSED or _elements(reader) != _elements(product):
-                if _updates(reader, group[-1].writes[0], buffers):
-                    changed[reader] = dataclasses.replace(reader, spared=frozenset((*reader.reads, *reader.writes)))
-                break
-            group.append(reader)
-        if len(group) > 1:
-            _merge(group, product, buffers, changed, spares_rows=True)
+        last, epilogue = product, buffers.epilogue(product)
+        if epilogue is not None and _elements(epilogue) == _elements(product):
+            _merge((product, epilogue), product, buffers, changed, spares_rows=True)
+            last = epilogue
+        update = buffers.only_reader(last) if product.kind == PRODUCT else None
+        if update is not None and _updates(update, last.writes[0], buffers):
+            changed[update] = dataclasses.replace(update, spared=frozenset((*update.reads, *update.writes)))
 
 
-def _updates(kernel: Kernel, value: Value, buffers: _Buffers) -> bool:
+def _updates(kernel: Kernel, value: Value, buffers: Buffers) -> bool:
     """Whether a kernel overwrites a window of an array with ``value``."""
     e = kernel.equation
-    return kernel.kind == OPERATOR and is_update(e) and not kernel.fused and buffers.buffer(e.inputs[1]) is value
+    if kernel.kind != OPERATOR or kernel.fused or not is_update(e) or not isinstance(e.inputs[1], Value):
+        return False
+    return buffers.buffer(e.inputs[1]) is value
 
 
 # Models the stacks of loops: the slices that XLA copies out of them and into them, and the zeros that it fills in.
@@ -653,9 +665,9 @@ def _slices_of(loop: Kernel, body: Kernels, compiler: Compiler) -> dict[Kernel, 
     if loop.equation.name != "scan":
         return found
     consts, carry = scan_counts(loop.equation.params)
-    readers, writers = readers_of(body), {v: k for k in body.kernels for v in k.writes}
+    buffers = Buffers(body)
     for v in body.block.inputs[consts + carry :]:
-        kernels = [k for k in readers.get(v, ()) if not looks_up(k, v, body.home)]
+        kernels = [k for k in buffers.readers(v) if not looks_up(k, v, body.home)]
         copying = [k for k in kernels if k.kind not in (FUSED, REDUCTION)]
         if compiler.products_slice_stacks and len(copying) == 1 and copying[0].kind == PRODUCT:
             continue
@@ -665,9 +677,10 @@ def _slices_of(loop: Kernel, body: Kernels, compiler: Compiler) -> dict[Kernel, 
     for output in body.block.outputs[carry:]:
         if not isinstance(output, Value):
             continue
-        v = body.home.get(output, output)
-        kernel = writers.get(v) or next(iter(readers.get(v, body.kernels)), None)
-        copied = not _writes_in_place(writers.get(v), readers.get(v, ()), compiler)
+        v = buffers.buffer(output)
+        writer, readers = buffers.writer(v), buffers.readers(v)
+        kernel = writer or next(iter(readers or body.kernels), None)
+        copied = not _writes_in_place(writer, readers, compiler)
         if kernel is not None and (copied or filled):
             found.setdefault(kernel, []).append(StackSlice(v, copied, filled))
     return found
@@ -689,8 +702,7 @@ _ALONG = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimen
 
 def _layout_copies(program: Kernels, compiler: Compiler) -> dict[Kernel, tuple[int, ...]]:
     """For each collective, the bytes of the arrays that are copied into another layout."""
-    writers = {v: k for k in program.kernels for v in k.writes}
-    readers, results = readers_of(program), program.results
+    buffers = Buffers(program)
     copies: dict[Kernel, tuple[int, ...]] = {}
     for kernel in program.kernels:
         if kernel.kind != COLLECTIVE:
@@ -698,17 +710,17 @@ def _layout_copies(program: Kernels, compiler: Compiler) -> dict[Kernel, tuple[i
         operand, (result,) = kernel.equation.inputs[0], kernel.writes[:1]
         assert isinstance(operand, Value)
         before, after = _layouts(kernel, operand, result, compiler)
-        home = program.home.get(operand, operand)
-        writer = writers.get(home)
+        home = buffers.buffer(operand)
+        writer = buffers.writer(home)
         any_layout = compiler.products_take_layouts
         writing_kinds = {FUSED, REDUCTION, PRODUCT} if any_layout else {FUSED, REDUCTION}
         reading_kinds = writing_kinds if any_layout else {FUSED}
-        is_free = writer is not None and writer.kind in writing_kinds and readers[home] == [kernel]
+        is_free = writer is not None and writer.kind in writing_kinds and buffers.readers(home) == [kernel]
         arrays = [operand.bytes] if before and not is_free else []
-        users = readers.get(result, [])
+        users = buffers.readers(result)
         shares_layout = len(users) == 1 or any_layout
         if after and (
-            result in results or not users or not shares_layout or any(k.kind not in reading_kinds for k in users)
+            result in buffers.kept or not users or not shares_layout or any(k.kind not in reading_kinds for k in users)
         ):
             arrays.append(result.bytes)
         copies[kernel] = tuple(arrays)

@@ -20,6 +20,7 @@ from gshard.device.fusion_model import (
     OPERATOR,
     PRODUCT,
     REGION,
+    Buffers,
     Kernel,
     Kernels,
     is_update,
@@ -28,43 +29,27 @@ from gshard.device.fusion_model import (
 )
 from gshard.naming.array_names import ArrayNames
 
-# Models the values that the TPU compiler stores in bfloat16, or as one byte, between kernels.
+# Models the float32 values that the TPU compiler stores in bfloat16 between kernels, because only products read them.
 
 _WIDE = "float32"
-_BF16, _BOOL = "bfloat16", "bool"
+_BF16 = "bfloat16"
 _MOVING = ("all_to_all", "collective_permute", "all_gather")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Narrow:
-    """The narrow form in which a value is stored."""
-
-    whole_until: int  # the index of the last kernel that reads the value in float32; -1 if none does
-    bytes: int  # the bytes that later kernels read
-
-
-def narrow_forms(program: Kernels) -> dict[Value, Narrow]:
-    """The narrow forms of the float32 values of a block that have smaller ones."""
-    kernels = program.kernels
-    results = program.results
-    readers: dict[Value, list[int]] = {}
-    for i, kernel in enumerate(kernels):
-        for v in kernel.reads:
-            readers.setdefault(v, []).append(i)
-    written_at = {v: i for i, kernel in enumerate(kernels) for v in kernel.writes}
-    narrow: dict[Value, Narrow] = {}
+def narrow_bytes(program: Kernels) -> dict[Value, int]:
+    """The float32 values of a block that are stored in smaller types, with the bytes that they take."""
+    buffers = Buffers(program)
+    narrow: dict[Value, int] = {}
     types_of: dict[Value, set[str] | None] = {}  # narrow forms; None if some reader needs float32
-    for v in sorted(written_at, key=lambda v: -written_at[v]):
-        if v in results or str(v.dtype) != _WIDE or v not in readers:
+    for v in (v for kernel in reversed(program.kernels) for v in kernel.writes):
+        if v in buffers.kept or str(v.dtype) != _WIDE or v not in buffers.users:
             continue
-        read_as = [(at, _read_as(kernels[at], v, program.home, types_of)) for at in readers[v]]
-        last_whole_read = max((at for at, form in read_as if form is None), default=-1)
-        types = {name for at, form in read_as if form is not None and at > last_whole_read for name in form}
-        types_of[v] = types if last_whole_read < 0 else None
+        read_as = [_read_as(kernel, v, program.home, types_of) for kernel in buffers.readers(v)]
+        types_of[v] = None if None in read_as else {name for form in read_as if form is not None for name in form}
         elements = math.prod(v.shape)
-        narrow_bytes = sum(itemsize(jax.numpy.dtype(form)) * elements for form in types)
-        if narrow_bytes < v.bytes and last_whole_read < readers[v][-1]:
-            narrow[v] = Narrow(last_whole_read, narrow_bytes)
+        bytes_of_types = [itemsize(jax.numpy.dtype(form)) * elements for form in types_of[v] or ()]
+        if bytes_of_types and sum(bytes_of_types) < v.bytes:
+            narrow[v] = sum(bytes_of_types)
     return narrow
 
 
@@ -104,9 +89,6 @@ def _form(e: Equation, kernel: Kernel, forms: Mapping[Value, set[str] | None]) -
         if KINDS[e.name] in _MOVING if kernel.kind == COLLECTIVE else only_moves(e):
             return forms.get(e.outputs[0])
         return None
-    if e.rule is not None and all(str(y.dtype) == _BOOL for y in e.outputs):
-        if sum(isinstance(x, Value) and math.prod(x.shape) > 1 for x in e.inputs) == 1:
-            return {_BOOL}  # all other operands are scalars, so the outcome can replace the operand
     if only_moves(e):
         return set()
     if len(e.inputs) == 1 and itemsize(e.outputs[0].dtype) < 4:
@@ -114,28 +96,15 @@ def _form(e: Equation, kernel: Kernel, forms: Mapping[Value, set[str] | None]) -
     return None
 
 
-def joined(program: Kernels) -> list[Kernel]:
-    """The kernels in order, with an elementwise kernel merged into a product if it is the only reader of it."""
-    kernels = list(program.kernels)
-    results = program.results
-    readers: dict[Value, list[int]] = {}
-    written_at: dict[Value, int] = {}
-    for i, kernel in enumerate(kernels):
-        for v in kernel.reads:
-            readers.setdefault(v, []).append(i)
-        written_at.update(dict.fromkeys(kernel.writes, i))
-    for i, kernel in enumerate(kernels):
-        if kernel.kind != PRODUCT or len(kernel.writes) != 1:
-            continue
-        (v,) = kernel.writes
-        if v in results or len(readers.get(v, ())) != 1:
-            continue
-        (reader_index,) = readers[v]
-        reader = kernels[reader_index]
-        if reader.kind == FUSED and all(written_at.get(x, -1) < i for x in reader.reads if x is not v):
-            reads = tuple(dict.fromkeys((*kernel.reads, *(x for x in reader.reads if x is not v))))
-            kernels[i] = dataclasses.replace(kernel, reads=reads, writes=reader.writes)
-            kernels[reader_index] = dataclasses.replace(reader, reads=(), writes=())
+def _with_epilogues(program: Kernels) -> list[Kernel]:
+    """The kernels in order, with the epilogue of a product merged into it."""
+    kernels, buffers = list(program.kernels), Buffers(program)
+    for i, kernel in enumerate(program.kernels):
+        if (epilogue := buffers.epilogue(kernel)) is not None:
+            others = (v for v in epilogue.reads if v not in kernel.writes)
+            reads = tuple(dict.fromkeys((*kernel.reads, *others)))
+            kernels[i] = dataclasses.replace(kernel, reads=reads, writes=epilogue.writes)
+            kernels[buffers.place[epilogue]] = dataclasses.replace(epilogue, reads=(), writes=())
     return kernels
 
 
@@ -207,14 +176,13 @@ def memory_of(program: Kernels, donated: Iterable[int] = (), *, keeps_low_precis
 
 def _in_places(program: Kernels, results: Sequence[Value]) -> frozenset[Value]:
     """Temporaries that use the memory of results until these are computed: largest first, then longest-lived."""
-    written_at = {v: i for i, kernel in enumerate(program.kernels) for v in kernel.writes}
-    last_read = {v: i for i, kernel in enumerate(program.kernels) for v in kernel.reads}
-    last_read.update(dict.fromkeys(program.results, len(written_at)))
+    buffers = Buffers(program)
+    written_at, last_read = buffers.made, buffers.last
     result_buffers = sorted((v for v in results if v in written_at), key=_on_device)
     sizes = list(map(_on_device, result_buffers))
     spans_in: dict[Value, list[tuple[int, int]]] = {v: [] for v in result_buffers}
     reusing = set()
-    spans = {v: (i, last_read.get(v, i)) for v, i in written_at.items()}
+    spans = {v: (i, max(i, last_read[v])) for v, i in written_at.items()}
     for v in sorted(written_at, key=lambda v: (-_on_device(v), spans[v][0] - spans[v][1])):
         first, end = spans[v]
         for place in result_buffers[bisect.bisect_left(sizes, _on_device(v)) :] if _on_device(v) else ():
@@ -239,17 +207,10 @@ def _follow(
 ) -> _Peak:
     """The most bytes of temporaries on top of ``below``, the arrays, and the path to the kernel."""
     copies = _low_precision_copies(program) if keeps_low_precision_copies else []
-    narrow_of = narrow_forms(program) if keeps_low_precision_copies else {}
-    kernels = joined(program) if keeps_low_precision_copies else program.kernels
-    last: dict[Value, int] = {}
-    for i, kernel in enumerate(kernels):
-        for v in kernel.reads:
-            last[v] = i
-    last.update(dict.fromkeys(program.results, len(kernels)))
+    narrow = narrow_bytes(program) if keeps_low_precision_copies else {}
+    kernels = _with_epilogues(program) if keeps_low_precision_copies else program.kernels
+    last = Buffers(program, kernels).last
     elsewhere = _overwritten(kernels, last, elsewhere)
-    narrowed: dict[int, list[Value]] = {}  # values that are kept only in their narrow form after a kernel
-    for v, narrow_form in narrow_of.items():
-        narrowed.setdefault(narrow_form.whole_until, []).append(v)
     bytes_held = {v: _on_device(v) for v in carried}
     alive_values: dict[Value, Equation] = dict(carried)
     bytes_now = peak = sum(bytes_held.values())
@@ -257,12 +218,7 @@ def _follow(
     path: tuple[tuple[Kernels, int], ...] = ()
     for i, kernel in enumerate(kernels):
         written = [v for v in kernel.writes if v not in elsewhere]
-        bytes_held.update(
-            {
-                v: narrow_of[v].bytes if v in narrow_of and narrow_of[v].whole_until < i else _on_device(v)
-                for v in written
-            }
-        )
+        bytes_held.update((v, narrow.get(v, _on_device(v))) for v in written)
         dying = [v for v in kernel.reads if last[v] == i and v in alive_values]
         growth = sum(bytes_held[v] for v in written)
         if _may_overwrite(kernel):
@@ -287,13 +243,9 @@ def _follow(
             peak = total
             alive = [*alive_values.items(), *inner_alive]
             path = ((program, i), *inner_path)
-        for v in (*dying, *(v for v in written if v not in last)):
+        for v in (*dying, *(v for v in written if last[v] < 0)):
             del alive_values[v]
             bytes_now -= bytes_held[v]
-        for v in narrowed.get(i, ()):
-            if v in alive_values and bytes_held[v] == _on_device(v):
-                bytes_now -= _on_device(v) - narrow_of[v].bytes
-                bytes_held[v] = narrow_of[v].bytes
     return peak, alive, path
 
 

@@ -17,8 +17,8 @@ from gshard.device.memory import MemoryTotals
 from gshard.naming.argument_names import ArrayName, argument_names
 from gshard.xla.dataflow import PRODUCTS, Array, Dataflow
 from gshard.xla.hlo_collectives import Sent, sent_by
-from gshard.xla.hlo_parser import Instruction, Module, read_module
-from gshard.xla.kernels import HeldMemory, aliased_results, arrays_of, held_by
+from gshard.xla.hlo_parser import Instruction, Module, arrays_of, read_module
+from gshard.xla.kernels import HeldMemory, aliased_results, held_by
 
 # Read shardings: along which axes of the mesh the sharding in the text of a program cuts an array.
 

@@ -33,8 +33,8 @@ from gshard.naming.argument_names import equal_layers
 from gshard.tracing.trace import names_of_files
 from gshard.xla.dataflow import Array
 from gshard.xla.hlo_collectives import pairs_of
-from gshard.xla.hlo_parser import Instruction, Origin, origin_of
-from gshard.xla.kernels import Elapsed, Ran, arrays_of
+from gshard.xla.hlo_parser import Instruction, Origin, arrays_of, origin_of
+from gshard.xla.kernels import Elapsed, Ran
 
 # Compiled places: the user's lines of the instructions of a compiled program, and what the instructions are called.
 

@@ -15,8 +15,7 @@ from gshard.naming.argument_names import ArrayName, common_name, equal_layers
 from gshard.naming.array_names import GRADIENT, UPDATE
 from gshard.xla.dataflow import Array
 from gshard.xla.hlo_collectives import Sent, pairs_of
-from gshard.xla.hlo_parser import Computation, Instruction, Origin, origin_of
-from gshard.xla.kernels import ArrayType, arrays_of
+from gshard.xla.hlo_parser import ArrayType, Computation, Instruction, Origin, arrays_of, origin_of
 
 # Parts: the arrays that the collectives of a compiled program move, each with its name, its line and its reason.
 

@@ -6,48 +6,49 @@ import dataclasses
 import functools
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 
+from gshard.comm.collectives import sent_bytes
 from gshard.core.errors import GShardError
-from gshard.core.jax_adapter import scan_counts
+from gshard.core.jax_adapter import no_mesh_set, optimization_barrier_p, scan_counts, shapes_of
+from gshard.core.jax_adapter_context import wide_enough_for
+from gshard.core.jax_adapter_retracing import with_mapping
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Constant, Equation, Program, Value, format_bytes, itemsize
-from gshard.core.spmd import Recomputation, Recomputed, SpmdProgram
-from gshard.device.cost import kernel_cost
-from gshard.device.fusion_model import FUSED, REGION, Kernel, Kernels, device_program, flops, kernels_of, kind_of
+from gshard.core.spmd import RECOMPUTED, Collective, Recomputation, Recomputed, SpmdProgram
+from gshard.core.xla_workarounds import opaque_identity
+from gshard.device.cost import kernel_cost, sent_by
+from gshard.device.fusion_model import (
+    COLLECTIVE,
+    FUSED,
+    REGION,
+    Kernel,
+    Kernels,
+    device_program,
+    flops,
+    kernels_of,
+    kind_of,
+)
 from gshard.device.machine import Machine
 from gshard.device.memory import Memory, held_at_peak, memory_of
 from gshard.emit.compile import Executable, compile_spmd
-from gshard.language.region import with_edges
+from gshard.language.region import Interpreter, with_edges
 from gshard.language.registry import Call, rule_of
-from gshard.remat.replay import replayed
 from gshard.remat.straight_line import (
-    Kept,
     Liveness,
+    Offer,
     Seconds,
     kept_over,
-    liveness_of,
     without_dead_code,
-    without_keeping,
 )
 from gshard.rewrite.equation_graph import common_key, is_pure
 
 # Recomputes residuals that one loop stacks for another inside that other loop.
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Stacked:
-    """Stacks that one loop writes for another, with the saving and the price of recomputing them."""
-
-    writer: Equation  # the loop that writes the stacks
-    consumer: Equation  # the loop that reads them
-    values: tuple[Value, ...]  # the stacks, results of the writer
-    freed: int  # bytes saved, minus those of values that must be kept instead
-    seconds: float  # of recomputing all slices
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -104,7 +105,7 @@ def _key(e: Equation, inputs: Sequence[Value | Constant]) -> Any:
 
 def _pairs(liveness: Liveness, peak: int, elsewhere: frozenset[Value]) -> Iterator[_Pair]:
     loops = [
-        (i, k) for i, k in enumerate(liveness.kernels.kernels)
+        (i, k) for i, k in enumerate(liveness.kernels)
         if k.kind == REGION and len(k.bodies) == 1 and k.equation.trip_count > 1 and "reverse" in k.equation.params
     ]  # fmt: skip
     for i, writer in loops:
@@ -112,19 +113,19 @@ def _pairs(liveness: Liveness, peak: int, elsewhere: frozenset[Value]) -> Iterat
         by_consumer: dict[int, list[Value]] = {}
         for v in writer.equation.outputs[carry:]:
             users = liveness.users.get(v, [])
-            if len(users) == 1 and i <= peak <= users[0] and v not in liveness.ends and v not in elsewhere:
+            if len(users) == 1 and i <= peak <= users[0] and v not in liveness.kept and v not in elsewhere:
                 by_consumer.setdefault(users[0], []).append(v)
         for j, consumer in loops:
             if j in by_consumer and consumer.equation.params["length"] == writer.equation.params["length"]:
                 before = sum(scan_counts(consumer.equation.params))
                 slices = [liveness.sliced(x) for x in consumer.equation.inputs[before:] if isinstance(x, Value)]
-                fixed = [liveness.home(x) for x in consumer.equation.inputs[:before] if isinstance(x, Value)]
+                fixed = [liveness.buffer(x) for x in consumer.equation.inputs[:before] if isinstance(x, Value)]
                 stacks = [v for v in by_consumer[j] if slices.count(v) == 1 and v not in fixed]
                 if stacks:
                     yield _Pair(writer, consumer, (i, j), tuple(stacks))
 
 
-def stacked_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: frozenset[Value]) -> list[Stacked]:
+def stacked_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: frozenset[Value]) -> list[Offer]:
     """The stacks that need not be kept over a kernel: each one alone, and all of a pair of loops together."""
     offers = []
     for pair in _pairs(liveness, peak, elsewhere):
@@ -146,7 +147,8 @@ def stacked_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: fro
                 extra_seconds = trip_count * sum(
                     seconds_of_kernel.get(e, 0.0) for e in equations if e not in pair.shared
                 )
-                offers.append(Stacked(pair.writer.equation, pair.consumer.equation, group, freed, extra_seconds))
+                without = functools.partial(without_stacking, liveness, pair)
+                offers.append(Offer(group, freed, extra_seconds, without, pair))
     return offers
 
 
@@ -192,31 +194,23 @@ def _kept_for(liveness: Liveness, pair: _Pair, x: Value) -> int:
     outer = e.inputs[at]
     if isinstance(outer, Constant):
         return 0
-    v = liveness.home(outer)
+    v = liveness.buffer(outer)
     return 0 if v not in liveness.made or liveness.last[v] >= pair.at[1] else v.bytes
 
 
-def without_stacking(liveness: Liveness, found: Stacked, names: Iterator[int]) -> Block:
-    """The block in which the consumer recomputes the stacks, slice by slice."""
-    loops = {found.writer, found.consumer}
-    writer, consumer = (liveness.kernels.kernels[liveness.position[e]] for e in (found.writer, found.consumer))
-    at = liveness.position[found.writer], liveness.position[found.consumer]
-    carry = scan_counts(found.writer.params)[1]
-    slices = found.consumer.inputs[sum(scan_counts(found.consumer.params)) :]
-    read = {liveness.sliced(x) for x in slices if isinstance(x, Value)}
-    stacks = tuple(v for v in found.writer.outputs[carry:] if v in read and liveness.users.get(v) == [at[1]])
-    pair = _Pair(writer, consumer, at, stacks)
-    new_writer, new_consumer = _LoopRewriting(liveness, pair, found.values, names).loops()
-    equations = []
-    for e in liveness.kernels.block.equations:
-        equations.append(e if e not in loops else new_writer if e is found.writer else new_consumer)
-    return without_dead_code(Block(liveness.kernels.block.inputs, tuple(equations), liveness.kernels.block.outputs))
+def without_stacking(liveness: Liveness, pair: _Pair, dropped: Sequence[Value], names: Iterator[int]) -> Block:
+    """The block in which the second loop recomputes stacks of the first one, slice by slice."""
+    writer, consumer = pair.writer.equation, pair.consumer.equation
+    new_writer, new_consumer = _LoopRewriting(liveness, pair, dropped, names).loops()
+    block, changed = liveness.block, {writer: new_writer, consumer: new_consumer}
+    equations = tuple(changed.get(e, e) for e in block.equations)
+    return without_dead_code(Block(block.inputs, equations, block.outputs))
 
 
 class _LoopRewriting:
     """Rewrites a pair of loops without some stacks."""
 
-    def __init__(self, liveness: Liveness, pair: _Pair, dropped: tuple[Value, ...], names: Iterator[int]):
+    def __init__(self, liveness: Liveness, pair: _Pair, dropped: Sequence[Value], names: Iterator[int]):
         self.pair, self.names, self.liveness = pair, names, liveness
         self.dropped = set(dropped)
         consumer = pair.consumer.equation
@@ -326,20 +320,10 @@ def _params(loop: Equation, consts: int, carry: int) -> dict[str, object]:
 # Stacks the values before a loop's final widening conversion, and widens the stack after the loop.
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class LowPrecision:
-    """Stacks of one loop that can have lower precision."""
-
-    writer: Equation  # the loop
-    values: tuple[Value, ...]  # the stacks
-    freed: int  # bytes that this saves
-    seconds: float = 0.0  # 0, because nothing is computed twice
-
-
-def low_precision_over(liveness: Liveness, peak: int, elsewhere: frozenset[Value]) -> list[LowPrecision]:
-    """The stacks that are alive at a kernel, or written by it, and can have lower precision."""
+def low_precision_over(liveness: Liveness, peak: int, elsewhere: frozenset[Value]) -> list[Offer]:
+    """The stacks that are alive at a kernel, or written by it, and can have lower precision: nothing is recomputed."""
     found = []
-    for i, kernel in enumerate(liveness.kernels.kernels[: peak + 1]):
+    for i, kernel in enumerate(liveness.kernels[: peak + 1]):
         e = kernel.equation
         if kernel.kind != REGION or len(kernel.bodies) != 1 or e.trip_count < 2 or "reverse" not in e.params:
             continue
@@ -347,13 +331,14 @@ def low_precision_over(liveness: Liveness, peak: int, elsewhere: frozenset[Value
         producer = {v: inner for inner in body.equations for v in inner.outputs}
         carry = scan_counts(e.params)[1]
         for v, x in zip(e.outputs[carry:], body.outputs[carry:], strict=True):
-            if v in liveness.ends or v in elsewhere or not i <= peak <= liveness.last.get(v, -1):
+            if v in liveness.kept or v in elsewhere or not i <= peak <= liveness.last.get(v, -1):
                 continue
             if isinstance(x, Value) and x in producer and (source := _widened_operand(producer[x])) is not None:
-                users = (liveness.kernels.kernels[j].kind for j in liveness.users[v])
+                users = (liveness.kernels[j].kind for j in liveness.users[v])
                 if all(kind != REGION for kind in users):
                     wide, thin = itemsize(v.dtype), itemsize(source.dtype)
-                    found.append(LowPrecision(e, (v,), v.bytes * (wide - thin) // wide))
+                    without = functools.partial(with_low_precision_stacks, liveness, e)
+                    found.append(Offer((v,), v.bytes * (wide - thin) // wide, 0.0, without, e))
     return found
 
 
@@ -367,14 +352,16 @@ def _widened_operand(e: Equation) -> Value | None:
     return x if same and itemsize(x.dtype) < itemsize(y.dtype) else None
 
 
-def with_low_precision_stacks(liveness: Liveness, found: LowPrecision, names: Iterator[int]) -> Block:
-    """The block with the stacks widened after the loop."""
-    writer, block = found.writer, liveness.kernels.block
+def with_low_precision_stacks(
+    liveness: Liveness, writer: Equation, stacks: Sequence[Value], names: Iterator[int]
+) -> Block:
+    """The block with stacks of a loop widened after the loop."""
+    block = liveness.block
     body = writer.blocks[0]
     producer = {v: e for e in body.equations for v in e.outputs}
     outputs, body_outputs, widenings = [], [], []
     for v, x in zip(writer.outputs, body.outputs, strict=True):
-        if v not in found.values:
+        if v not in stacks:
             outputs.append(v)
             body_outputs.append(x)
             continue
@@ -394,7 +381,6 @@ def with_low_precision_stacks(liveness: Liveness, found: LowPrecision, names: It
     return Block(block.inputs, tuple(equations), block.outputs)
 
 
-_Offer = Kept | Stacked | LowPrecision
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -490,7 +476,8 @@ class _Search:
         while offers:
             depth, liveness, batch = self._batch(offers, memory.peak - self.limit)
             while batch:
-                block = self._without(liveness, memory.path[depth][1], batch)
+                values = [v for item in batch for v in item.values]
+                block = batch[0].without(values, self.names)
                 for (kernels, at), (below, _) in zip(
                     reversed(memory.path[:depth]), reversed(memory.path[1 : depth + 1]), strict=True
                 ):
@@ -503,20 +490,20 @@ class _Search:
                     self.chosen += [_noted(item, liveness) for item in batch]
                     return changed, after
                 if len(batch) == 1:
-                    self.refused.add(_values(batch[0]))
+                    self.refused.add(batch[0].values)
                 batch = batch[: len(batch) // 2]
-            offers = [o for o in offers if _values(o[2]) not in self.refused]
+            offers = [o for o in offers if o[2].values not in self.refused]
         return None
 
-    def _offers(self, program: Kernels, memory: Memory) -> list[tuple[int, Liveness, _Offer]]:
+    def _offers(self, program: Kernels, memory: Memory) -> list[tuple[int, Liveness, Offer]]:
         """The values that need not be kept over the peak, those with the least time for each byte first."""
-        offers: list[tuple[int, Liveness, _Offer]] = []
+        offers: list[tuple[int, Liveness, Offer]] = []
         results = frozenset(v for v in program.block.outputs if isinstance(v, Value))
         rounds = 1
         for depth, (kernels, at) in enumerate(memory.path):
-            liveness = liveness_of(kernels)
+            liveness = Liveness(kernels)
             elsewhere = results if depth == 0 else frozenset()
-            found: list[_Offer] = [
+            found: list[Offer] = [
                 *low_precision_over(liveness, at, elsewhere),
                 *kept_over(liveness, at, self._seconds, elsewhere),
                 *stacked_over(liveness, at, self._seconds, elsewhere),
@@ -524,46 +511,37 @@ class _Search:
             offers += [
                 (depth, liveness, dataclasses.replace(item, seconds=item.seconds * rounds))
                 for item in found
-                if _values(item) not in self.refused
+                if item.values not in self.refused
             ]
             rounds *= kernels.kernels[at].equation.trip_count
         excess = memory.peak - self.limit
         large = [o for o in offers if o[2].freed * 100 >= excess]  # small values only if there are no others
         return sorted(large or offers, key=lambda o: (o[2].seconds / o[2].freed, -o[2].freed))
 
-    def _batch(self, offers: list[tuple[int, Liveness, _Offer]], excess: int) -> tuple[int, Liveness, list[_Offer]]:
+    def _batch(self, offers: list[tuple[int, Liveness, Offer]], excess: int) -> tuple[int, Liveness, list[Offer]]:
         """The best offer, and the next best ones that fit to it, until enough is freed.
 
         A value and the values from which it is recomputed are never in one batch: dropping one changes the price of the
         other.
         """
         depth, liveness, best = offers[0]
-        batch: list[_Offer] = []
+        batch: list[Offer] = []
         taken: set[Value] = set()
         needed: set[Value] = set()
         for at, _, item in offers:
-            if at != depth or not _go_together(best, item) or not taken.isdisjoint(_values(item)):
+            if at != depth or item.rewrite != best.rewrite or not taken.isdisjoint((*item.values, *item.anchors)):
                 continue
-            if isinstance(item, Kept) and (item.value in needed or not taken.isdisjoint(item.anchors)):
+            if not needed.isdisjoint(item.values):
                 continue
             if batch and item.seconds / item.freed > 2 * max(best.seconds / best.freed, 1e-18):
                 break
             batch.append(item)
-            taken.update(_values(item))
-            needed |= item.anchors if isinstance(item, Kept) else frozenset()
+            taken.update(item.values)
+            needed |= item.anchors
             excess -= item.freed
             if excess <= 0:
                 break
         return depth, liveness, batch
-
-    def _without(self, liveness: Liveness, at: int, batch: Sequence[_Offer]) -> Block:
-        values = [v for item in batch for v in _values(item)]
-        first = batch[0]
-        if isinstance(first, LowPrecision):
-            return with_low_precision_stacks(liveness, dataclasses.replace(first, values=tuple(values)), self.names)
-        if isinstance(first, Stacked):
-            return without_stacking(liveness, dataclasses.replace(first, values=tuple(values)), self.names)
-        return without_keeping(liveness, at, values, self.names)
 
     def _seconds(self, kernel: Kernel) -> float:
         if kernel not in self.known:
@@ -588,19 +566,6 @@ def _does_not_fit(memory: Memory, block: Block, program: Program, limit: int) ->
     )
 
 
-def _go_together(a: _Offer, b: _Offer) -> bool:
-    """Whether one rewrite can apply both: values of one straight line, or stacks of the same loops."""
-    if isinstance(a, Stacked) and isinstance(b, Stacked):
-        return a.writer is b.writer and a.consumer is b.consumer
-    if isinstance(a, LowPrecision) and isinstance(b, LowPrecision):
-        return a.writer is b.writer
-    return isinstance(a, Kept) and isinstance(b, Kept)
-
-
-def _values(item: _Offer) -> tuple[Value, ...]:
-    return (item.value,) if isinstance(item, Kept) else item.values
-
-
 def _is_less(after: Memory, before: Memory) -> bool:
     """Whether the peak is lower, or equally high at fewer moments."""
     if after.peak != before.peak:
@@ -618,17 +583,91 @@ def _with_body(kernels: Kernels, region: Equation, old: Block, new: Block) -> Bl
     return Block(block.inputs, tuple(changed if e is region else e for e in block.equations), block.outputs)
 
 
-def _noted(item: _Offer, liveness: Liveness) -> Recomputation:
-    values = _values(item)
-    largest = max(values, key=lambda v: v.bytes)
+def _noted(item: Offer, liveness: Liveness) -> Recomputation:
+    largest = max(item.values, key=lambda v: v.bytes)
     producer = liveness.producer[largest]
-    if not isinstance(item, Kept):
-        stacked = item.writer.blocks[0].outputs[item.writer.outputs.index(largest)]
-        producers = {v: e for e in item.writer.blocks[0].equations for v in e.outputs}
-        if isinstance(stacked, Value) and stacked in producers:
-            producer = producers[stacked]
+    for body in producer.blocks:  # of a loop, what it stacks
+        stacked = body.outputs[producer.outputs.index(largest)]
+        producer = next((e for e in body.equations if stacked in e.outputs), producer)
     shape = f"{largest.dtype_name}[{','.join(map(str, largest.shape))}]"
-    return Recomputation(producer.name, producer.line, shape, len(values), item.freed)
+    return Recomputation(producer.name, producer.line, shape, len(item.values), item.freed)
+
+
+# Traces a changed block of a per-device program into a per-device program again.
+
+
+@no_mesh_set()
+def replayed(spmd: SpmdProgram, before: Kernels, block: Block) -> SpmdProgram:
+    """The program with another block of equations."""
+    devices = spmd.mesh.devices
+    on_cpu = devices is not None and devices[0].platform == "cpu"
+    interpreter = _WithOpaqueBarriers(frozenset(before.block.walk()) if on_cpu else None)
+    (mapping,) = spmd.jaxpr.jaxpr.eqns
+    mapped = jax.shard_map(
+        lambda *arrays: interpreter.run(block, arrays),
+        mesh=spmd.mesh.jax_mesh,
+        in_specs=tuple(mapping.params["in_specs"]),
+        out_specs=list(mapping.params["out_specs"]),
+        check_vma=False,
+    )
+
+    def program(*arrays: Any) -> list[Any]:
+        return with_mapping(spmd.jaxpr.jaxpr, mapped, (*spmd.jaxpr.consts, *arrays))
+
+    wide = wide_enough_for(v.dtype for v in block.values())
+    with jax.sharding.use_abstract_mesh(spmd.mesh.abstract_jax_mesh), wide:
+        jaxpr = jax.make_jaxpr(program)(*shapes_of(spmd.jaxpr.in_avals))
+    return dataclasses.replace(spmd, jaxpr=jaxpr, collectives=_collectives_after(spmd, before, kernels_of(block)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _WithOpaqueBarriers(Interpreter):
+    """Runs blocks on one device's parts unchanged. Barriers outside of ``own_equations`` become opaque identities."""
+
+    own_equations: frozenset[Equation] | None
+
+    def equation(self, e: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Runs an equation."""
+        if self.own_equations is not None and e.primitive is optimization_barrier_p and e not in self.own_equations:
+            return [*opaque_identity(inputs[:-1], inputs[-1]), inputs[-1]]
+        return super().equation(e, inputs)
+
+
+_Attributes = tuple[str, tuple[str, ...], int, int, str, str]
+
+
+def _collectives_after(spmd: SpmdProgram, before: Kernels, after: Kernels) -> tuple[Collective, ...]:
+    """The collectives that the new program reports, without those that are gone and with those that are new.
+
+    Equal collectives in overlapping windows may be gone too: equal equations are one after they are read back.
+    """
+    equations = dict(_attributes(after, spmd.mesh))
+    old, new = (Counter(attributes for attributes, _ in _attributes(kernels, spmd.mesh)) for kernels in (before, after))
+    count_left: Counter[tuple[str, tuple[str, ...], int, int]] = Counter()
+    for attributes, count in new.items():
+        count_left[attributes[:4]] += count
+    kept = []
+    for c in spmd.collectives:
+        if count_left[c.kind, c.atoms, c.bytes, c.times]:
+            count_left[c.kind, c.atoms, c.bytes, c.times] -= 1
+            kept.append(c)
+    for attributes in (*(new - old).elements(), *new.elements()):
+        if count_left[attributes[:4]]:
+            count_left[attributes[:4]] -= 1
+            kind, atoms, sent, times, shape, line = attributes
+            e = equations[attributes]
+            kept.append(Collective(kind, atoms, sent, times, shape, line, RECOMPUTED, cause=e, emitted=e))
+    return tuple(kept)
+
+
+def _attributes(kernels: Kernels, mesh: Mesh) -> Iterator[tuple[_Attributes, Equation]]:
+    for kernel, times in kernels.walk():
+        if kernel.kind == COLLECTIVE:
+            e = kernel.equation
+            kind, atoms, sizes = sent_by(e)
+            for bytes_of_array, v in zip(sizes, (v for v in e.inputs if isinstance(v, Value)), strict=False):
+                shape = f"{v.dtype_name}[{','.join(map(str, v.shape))}]"
+                yield (kind, atoms, sent_bytes(kind, bytes_of_array, mesh.count(atoms)), times, shape, e.line), e
 
 
 # Compiles a program within a memory limit by the compiler's own figures.

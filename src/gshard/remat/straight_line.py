@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from gshard.core.jax_adapter import optimization_barrier_p
 from gshard.core.program import Block, Constant, Equation, Value
-from gshard.device.fusion_model import PASSING, REGION, Kernel, Kernels, kind_of
+from gshard.device.fusion_model import PASSING, REGION, Buffers, Kernel, Kernels, kind_of
 from gshard.language.registry import Call, rule_of
 from gshard.rewrite.equation_graph import is_pure, operands_first
 
@@ -17,26 +18,18 @@ from gshard.rewrite.equation_graph import is_pure, operands_first
 Seconds = Callable[[Kernel], float]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Liveness:
-    """The buffers of one block."""
+class Liveness(Buffers):
+    """The buffers of one block, and the kernels that can recompute them."""
 
-    kernels: Kernels  # the kernels of the block
-    made: dict[Value, int]  # for each buffer, the position of the kernel that writes it
-    # for each buffer, the position of the last kernel that reads it; after the last kernel for outputs
-    last: dict[Value, int]
-    users: dict[Value, list[int]]  # for each buffer, the positions of the kernels that read it
-    ends: frozenset[Value]  # the buffers that are outputs of the block
-    producer: dict[Value, Equation]  # for each value, the equation that computes it
-    position: dict[Equation, int]  # for the last equation of each kernel, the position of the kernel
-
-    def home(self, v: Value) -> Value:
-        """The buffer that holds a value."""
-        return self.kernels.home.get(v, v)
+    def __init__(self, program: Kernels):
+        super().__init__(program)
+        # for each value, the equation that computes it; for the last equation of each kernel, the kernel's position
+        self.producer = {v: e for e in program.block.equations for v in e.outputs}
+        self.position = {kernel.equation: i for i, kernel in enumerate(program.kernels)}
 
     def sliced(self, v: Value) -> Value:
         """The buffer with the same slices as a value: its home, unless that has another shape."""
-        home = self.home(v)
+        home = self.buffer(v)
         return home if home.shape == v.shape else v
 
     def is_buffer(self, v: Value) -> bool:
@@ -47,16 +40,12 @@ class Liveness:
         """Whether a kernel can read a buffer: it is alive there, or alive at the peak and can be kept until then."""
         return v not in self.made or self.last[v] >= at or self.last[v] > peak
 
-    def kernel(self, v: Value) -> Kernel:
-        """The kernel that writes a buffer."""
-        return self.kernels.kernels[self.made[v]]
-
     def recomputation(self, v: Value, at: int, peak: int) -> list[Kernel] | None:
         """The kernels that recompute a buffer for a later kernel; None if that is impossible or too long."""
         kernels_needed: dict[Kernel, None] = {}
         pending = [v]
         while pending:
-            kernel = self.kernel(pending.pop())
+            kernel = self.kernels[self.made[pending.pop()]]
             if kernel in kernels_needed:
                 continue
             if kernel.kind == REGION or not all(map(is_pure, (kernel.equation, *kernel.fused))):
@@ -68,45 +57,31 @@ class Liveness:
         return list(kernels_needed)
 
 
-def liveness_of(kernels: Kernels) -> Liveness:
-    """Computes the liveness of a block."""
-    made: dict[Value, int] = {}
-    users: dict[Value, list[int]] = {}
-    for i, kernel in enumerate(kernels.kernels):
-        for v in kernel.reads:
-            users.setdefault(v, []).append(i)
-        for v in kernel.writes:
-            made[v] = i
-    last = {v: -1 for v in made} | {v: at[-1] for v, at in users.items()}
-    ends = {kernels.home.get(v, v) for v in kernels.block.outputs if isinstance(v, Value)}
-    last.update({v: len(kernels.kernels) for v in ends})
-    return Liveness(
-        kernels, made, last, users, frozenset(ends),
-        {v: e for e in kernels.block.equations for v in e.outputs},
-        {kernel.equation: i for i, kernel in enumerate(kernels.kernels)},
-    )  # fmt: skip
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
-class Kept:
-    """A buffer that is alive at the peak and read only later, with the saving and the price of recomputing it."""
+class Offer:
+    """Values that need not be kept over a kernel, with the saving and the price."""
 
-    value: Value  # the buffer
-    freed: int  # bytes saved at the peak
-    seconds: float  # of its recomputation
-    anchors: frozenset[Value]  # the buffers from which it is recomputed
+    values: tuple[Value, ...]  # the values
+    freed: int  # bytes saved, minus those of values that must be kept instead
+    seconds: float  # of computing them again
+    # the block without the values of such offers, which have an equal ``rewrite``; the second argument gives indices of
+    # new values
+    without: Callable[[Sequence[Value], Iterator[int]], Block]
+    rewrite: Hashable  # offers that have the same may be taken together
+    anchors: frozenset[Value] = frozenset()  # the buffers from which the values are recomputed in straight-line code
 
 
-def kept_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: frozenset[Value]) -> list[Kept]:
+def kept_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: frozenset[Value]) -> list[Offer]:
     """The buffers that can be recomputed after a kernel instead of being kept."""
     found = []
+    without = functools.partial(without_keeping, liveness, peak)
     for v, made_at in liveness.made.items():
         later_users = [i for i in liveness.users.get(v, ()) if i > peak]
         if (
             made_at >= peak
             or not later_users
             or peak in liveness.users[v]
-            or v in liveness.ends
+            or v in liveness.kept
             or v in elsewhere
             or not v.bytes
         ):
@@ -115,7 +90,7 @@ def kept_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: frozen
         if kernels is None:
             continue
         anchors = {u for kernel in kernels for u in kernel.reads} - {w for kernel in kernels for w in kernel.writes}
-        found.append(Kept(v, v.bytes, sum(map(seconds, kernels)), frozenset(anchors)))
+        found.append(Offer((v,), v.bytes, sum(map(seconds, kernels)), without, peak, frozenset(anchors)))
     return found
 
 
@@ -131,7 +106,7 @@ class _Recomputing:
         self.at = 0
 
     def block(self) -> Block:
-        liveness, block = self.liveness, self.liveness.kernels.block
+        liveness, block = self.liveness, self.liveness.block
         equations: list[Equation] = []
         for e in block.equations:
             at = liveness.position.get(e)
@@ -234,10 +209,10 @@ class _Recomputing:
     def _late(self) -> Value | None:
         """The last operand of the reader that is computed after the peak; None if there is none."""
         liveness = self.liveness
-        kernel = liveness.kernels.kernels[self.at]
+        kernel = liveness.kernels[self.at]
         late = [v for v in kernel.equation.inputs if isinstance(v, Value) and liveness.made.get(v, -1) > self.peak]
         late = late or [v for v in kernel.reads if liveness.made.get(v, -1) > self.peak]
-        late = late or [v for k in liveness.kernels.kernels[self.peak + 1 : self.at] for v in k.writes]
+        late = late or [v for k in liveness.kernels[self.peak + 1 : self.at] for v in k.writes]
         return max((v for v in late if v not in self.dropped), key=lambda v: liveness.made[v], default=None)
 
     def _barrier(self, user: Equation) -> Equation:

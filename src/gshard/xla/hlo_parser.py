@@ -19,7 +19,8 @@ _PARENTHESIS = re.compile(r"[()]")
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _ESCAPED = re.compile(r"\\(.)")
 _INDEX = re.compile(r"\bindex=(\d+)")
-_ARRAY = re.compile(r"\b([a-z]+)(\d*)[a-z0-9]*\[([\d,<=]*)\]")
+_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\](\{[^}]*\})?")
+_ON_CHIP = re.compile(r"\bS\([1-4]\)")  # memory spaces beside the device's own memory; 5 is the host's
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,18 +103,47 @@ class Module:
         return self.place_of(made).rpartition("/")[2]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArrayType:
+    """One array of a printed type."""
+
+    dtype: str  # ``f32``
+    shape: tuple[int, ...]  # its dimensions
+    bytes: int  # of all of it
+    is_on_chip: bool  # whether it is in a memory on the chip, and not in the device's own memory
+
+    @property
+    def elements(self) -> int:
+        """How many it has."""
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def arrays_of(text: str) -> list[ArrayType]:
+    """The arrays of a printed type.
+
+    >>> [str(a) for a in arrays_of("(f32[8,4]{1,0:T(8,128)S(1)}, pred[])")]
+    ['f32[8,4]', 'pred[]']
+    """
+    found = []
+    for dtype, dimensions, layout in _ARRAY.findall(text):
+        shape = tuple(int(d.removeprefix("<=")) for d in dimensions.split(",") if d)
+        bits = re.search(r"\d+", dtype)
+        width = 8 if dtype == "pred" else int(bits[0]) if bits else 0
+        size = (math.prod(shape) * width + 7) // 8
+        found.append(ArrayType(dtype, shape, size, bool(layout and _ON_CHIP.search(layout))))
+    return found
+
+
 def type_bytes(text: str) -> int:
     """Bytes of all arrays in a type; tokens have none.
 
     >>> type_bytes("(f32[8,4]{1,0}, bf16[3], pred[], s4[3])")
     137
     """
-    total = 0
-    for kind, bits, dimensions in _ARRAY.findall(text):
-        elements = math.prod(int(d.removeprefix("<=")) for d in dimensions.split(",") if d)
-        width = 8 if kind == "pred" else int(bits or 0)
-        total += (elements * width + 7) // 8
-    return total
+    return sum(a.bytes for a in arrays_of(text))
 
 
 def read_module(text: str) -> Module:

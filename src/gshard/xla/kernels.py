@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gshard.device.async_overlap import Step, timed
 from gshard.device.cost import PricedKernel
 from gshard.device.fusion_model import COLLECTIVE, OPERATOR, PRODUCT
 from gshard.device.machine import Machine
@@ -18,7 +19,7 @@ from gshard.device.memory import MemoryTotals
 from gshard.device.roofline import roofline
 from gshard.xla.dataflow import ELEMENTWISE, Array
 from gshard.xla.hlo_collectives import OPCODE, CompiledCollective, Sent, sent_in
-from gshard.xla.hlo_parser import Computation, Instruction, Module, trip_count
+from gshard.xla.hlo_parser import Computation, Instruction, Module, arrays_of, trip_count
 
 # Take no time of their own: names for what is there, or the other half of what started before.
 FREE = frozenset(
@@ -30,8 +31,6 @@ _MARKS = re.compile(
     r'custom_call_target="(Sharding|SPMD\w+|AllocateBuffer|AssumeGatherIndicesInBound|LayoutConstraint)"'
 )
 _PRODUCT_CALLS = re.compile(r'custom_call_target="(__cublas\$\w+(?:\$\w+)*|__onednn\$matmul|\w*[mM]at[mM]ul\w*)"')
-_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\](\{[^}]*\})?")
-_ON_CHIP = re.compile(r"\bS\([1-4]\)")  # memory spaces beside the device's own memory; 5 is the host's
 _CUTS = ("dynamic-slice", "slice", "gather")
 _FORMS = ("bitcast", "copy", "convert", "reshape", "transpose")
 
@@ -45,40 +44,6 @@ class Work:
     moved: int = 0  # bytes that it reads from and writes to the device's memory
     dtype: str = "f32"  # in which products are computed: that of their first operand
     is_known: bool = True  # False for a custom call whose operations the text does not tell
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ArrayType:
-    """One array of a printed type."""
-
-    dtype: str  # ``f32``
-    shape: tuple[int, ...]  # its dimensions
-    bytes: int  # of all of it
-    is_on_chip: bool  # whether it is in a memory on the chip, and not in the device's own memory
-
-    @property
-    def elements(self) -> int:
-        """How many it has."""
-        return math.prod(self.shape)
-
-    def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
-
-
-def arrays_of(text: str) -> list[ArrayType]:
-    """The arrays of a printed type.
-
-    >>> [str(a) for a in arrays_of("(f32[8,4]{1,0:T(8,128)S(1)}, pred[])")]
-    ['f32[8,4]', 'pred[]']
-    """
-    found = []
-    for dtype, dimensions, layout in _ARRAY.findall(text):
-        shape = tuple(int(d.removeprefix("<=")) for d in dimensions.split(",") if d)
-        bits = re.search(r"\d+", dtype)
-        width = 8 if dtype == "pred" else int(bits[0]) if bits else 0
-        size = (math.prod(shape) * width + 7) // 8
-        found.append(ArrayType(dtype, shape, size, bool(layout and _ON_CHIP.search(layout))))
-    return found
 
 
 def bytes_in_memory(text: str) -> int:
@@ -250,9 +215,9 @@ class Inner:
     """An instruction that runs computations: a loop, a branch or a call."""
 
     made: Instruction  # which
-    start: float  # when it begins, in seconds from the beginning of a run of its computation
     rounds: int  # how often it runs the bodies
     bodies: tuple[Elapsed, ...]  # what it runs, one after the other
+    start: float = 0.0  # when it begins, in seconds from the beginning of a run of its computation
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -303,32 +268,27 @@ class _Clock:
         for sent in sent_in(self.module, name, times, True):
             starts.setdefault(sent.made.name, []).append(sent)
             ends.setdefault(sent.ends.name, []).append(sent)
-        now, network_free = 0.0, 0.0
-        rows: list[Ran] = []
-        inner: list[Inner] = []
-        on_links: list[tuple[float, float, Sent]] = []  # from when to when each collective has the network
-        exposed: dict[int, float] = {}
+        run: list[tuple[Sent | Ran | Inner | None, Step]] = []  # what each step is; None for the end of a collective
         for made in computation.instructions.values():
             for sent in starts.get(made.name, ()):
-                begins = max(now, network_free)
-                network_free = begins + self.network(sent.collective, sent.itself)
-                on_links.append((begins, network_free, sent))
-            if (kernel := self._kernel(computation, name, made, times, now)) is not None:
-                rows.append(kernel)
-                now += kernel.seconds
-            if (runs := self._inner(computation, made, times, now)) is not None:
-                inner.append(runs)
-                now += runs.rounds * sum(body.seconds for body in runs.bodies)
-            for sent in ends.get(made.name, ()):
-                arrived = next(until for _, until, known in on_links if known is sent)
-                for begins, until, other in on_links if arrived > now else ():
-                    waited = max(0.0, min(until, arrived) - max(begins, now))
-                    exposed[id(other)] = exposed.get(id(other), 0.0) + waited
-                now = max(now, arrived)
-        for begins, until, sent in on_links:
-            waited = min(until - begins, exposed.get(id(sent), 0.0))
-            rows.append(self._of_collective(sent, name, times, begins, until - begins, waited))
-        return Elapsed(now, tuple(sorted(rows, key=lambda row: row.start)), tuple(inner))
+                taken = self.network(sent.collective, sent.itself)
+                run.append((sent, Step(taken, (), (id(sent),), sent.collective.kind)))
+            if (kernel := self._kernel(computation, name, made, times)) is not None:
+                run.append((kernel, Step(kernel.seconds, (), ())))
+            if (runs := self._inner(computation, made, times)) is not None:
+                run.append((runs, Step(runs.rounds * sum(body.seconds for body in runs.bodies), (), ())))
+            run += [(None, Step(0.0, (id(sent),), ())) for sent in ends.get(made.name, ())]
+        laid = timed([step for _, step in run], [[i] if step.kind else [] for i, (_, step) in enumerate(run)])
+        rows: list[Ran] = []
+        inner: list[Inner] = []
+        for (one, step), start, hidden in zip(run, laid.begins, laid.hidden, strict=True):
+            if isinstance(one, Sent):
+                rows.append(self._of_collective(one, name, times, start, step.seconds, step.seconds - hidden))
+            elif isinstance(one, Ran):
+                rows.append(dataclasses.replace(one, start=start))
+            elif one is not None:
+                inner.append(dataclasses.replace(one, start=start))
+        return Elapsed(laid.seconds, tuple(sorted(rows, key=lambda row: row.start)), tuple(inner))
 
     def _of_collective(self, sent: Sent, name: str, times: int, begins: float, taken: float, waited: float) -> Ran:
         """One collective; of what is waited for it, latency has the share that it has of all of it."""
@@ -340,7 +300,7 @@ class _Clock:
             seconds=waited, overlapped=taken - waited, parts=parts, collective=sent, start=begins,
         )  # fmt: skip
 
-    def _kernel(self, computation: Computation, name: str, made: Instruction, times: int, now: float) -> Ran | None:
+    def _kernel(self, computation: Computation, name: str, made: Instruction, times: int) -> Ran | None:
         if OPCODE.fullmatch(made.opcode) or made.bodies:
             return None
         work = work_of(self.module, computation, made)
@@ -350,19 +310,19 @@ class _Clock:
         parts = ((one.bound, one.work), ("launch", one.launch))
         return Ran(
             computation=name, made=made, kind=PRODUCT if work.products else OPERATOR, times=times,
-            flops=work.products + work.others, moved=work.moved, seconds=one.seconds, parts=parts, work=work, start=now,
+            flops=work.products + work.others, moved=work.moved, seconds=one.seconds, parts=parts, work=work,
         )  # fmt: skip
 
-    def _inner(self, computation: Computation, made: Instruction, times: int, now: float) -> Inner | None:
+    def _inner(self, computation: Computation, made: Instruction, times: int) -> Inner | None:
         if made.opcode == "while":
             rounds = trip_count(self.module, computation, made) or 1
             bodies = [self.run(body, times * rounds) for body in made.bodies]
-            return Inner(made, now, rounds, tuple(bodies))
+            return Inner(made, rounds, tuple(bodies))
         if made.opcode == "conditional":  # one of the branches runs; the longest counts
             branches = [self.run(b, times) for b in made.bodies]
-            return Inner(made, now, 1, (max(reversed(branches), key=lambda b: b.seconds),) if branches else ())
+            return Inner(made, 1, (max(reversed(branches), key=lambda b: b.seconds),) if branches else ())
         if made.opcode == "call":
-            return Inner(made, now, 1, tuple(self.run(body, times) for body in made.bodies))
+            return Inner(made, 1, tuple(self.run(body, times) for body in made.bodies))
         return None
 
 
