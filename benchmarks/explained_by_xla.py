@@ -62,17 +62,18 @@ def explained(step: Step, devices: Sequence[Any] | None, machine: str | None) ->
     paging = time.process_time() - began
     sent = sum(c.total_bytes for c in collectives(compiled.as_text()))
     rows = sum(row.bytes for row in found.collectives)
-    named = sum(
-        part.bytes * part.sent.collective.executions for r in found.collectives for part in r.parts if part.is_named
-    )
-    report = found.program.memory
+    program = found.source.program
+    arguments = [a.short.text for a in program.arguments]
+    moved = [one for row in found.collectives for one in row.moved]
+    named = sum(one.bytes for one in moved if any(name in one.array.text for name in arguments))
+    report = program.memory
     return {
         "sent": sent,
         "attributed": sum(r.bytes for r in found.collectives if r.line or r.module) / rows if rows else 1.0,
         "named": named / rows if rows else 1.0,
         "off": abs(rows - sent) / sent if sent else 0.0,
-        "temporaries": found.program.held.temporaries / max(report["temporaries"], 1) if report else 1.0,
-        "instructions": found.program.instructions,
+        "temporaries": program.held.temporaries / max(report.temporaries, 1) if report else 1.0,
+        "instructions": program.instructions,
         "compiling": compiling,
         "explaining": explaining,
         "paging": paging,

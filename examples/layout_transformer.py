@@ -67,7 +67,7 @@ for kind, layout in layouts.items():
     explained = gshard.explain(step, params, tokens)
     held[kind] = explained.argument_bytes[1]
     print(f"{kind}: {held[kind]} bytes of arguments on each device, {explained.total_bytes} bytes sent")
-    print("\n".join(f"  {line}" for line in explained.layout))
+    print("\n".join(f"  {line}" for line in explained.lists["layout"]))
 assert max(held["ZeRO-3"], held["two axes"]) < held["data parallel"] / 7
 
 expected = jax.jit(gradient)(params, tokens)  # and the last of them runs

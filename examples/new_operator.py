@@ -50,7 +50,7 @@ w = jax.random.normal(jax.random.key(1), (40, 5))
 expected = relative_p.bind(score_p.bind(x, w), axis=1)
 
 # What is not known is gathered, and that is said.
-assert len(gshard.explain(layer, x, w, mesh=8).gathered) == 2
+assert len(gshard.explain(layer, x, w, mesh=8).lists["gathered"]) == 2
 
 gshard.rule("score")("token feature, feature head -> token head; add over feature")
 
@@ -66,7 +66,7 @@ def relative(call):
 
 found = gshard.explain(layer, x, w, mesh=8)
 print(found, end="\n\n")
-assert found.gathered == ()
+assert found.lists["gathered"] == ()
 assert set(found.bytes_by_kind) == {"reduce_scatter"}
 assert jnp.allclose(gshard.jit(layer, mesh=8, strict=True)(x, w), expected, atol=1e-4)
 

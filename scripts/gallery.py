@@ -42,11 +42,11 @@ collectives of one call, and the bytes that each device sends.
 def section(path: Path) -> str:
     """Runs an example in this process, and tells of it."""
     programs: list[gshard.stages.Explanation] = []
-    compiled: list[gshard.stages.CompiledExplanation] = []
+    compiled: list[gshard.stages.Explanation] = []
 
     def explain(*args: Any, **kwargs: Any) -> Any:
         found: Any = real_explain(*args, **kwargs)
-        (compiled if isinstance(found, gshard.stages.CompiledExplanation) else programs).append(found)
+        (compiled if found.is_compiled else programs).append(found)
         return found
 
     def search(*args: Any, **kwargs: Any) -> gshard.stages.SearchResult:
@@ -80,7 +80,7 @@ def _row(found: gshard.stages.Explanation) -> str:
     return f"- `{name}` on {found.mesh}: {told}; {found.total_bytes:,} bytes"
 
 
-def _beside(xla: gshard.stages.CompiledExplanation, ours: gshard.stages.CompiledExplanation) -> list[str]:
+def _beside(xla: gshard.stages.Explanation, ours: gshard.stages.Explanation) -> list[str]:
     """The figures of one function, partitioned by XLA and by gshard."""
     assert (xla.name, str(xla.mesh)) == (ours.name, str(ours.mesh)), "one function on one mesh"
     data = [found.data() for found in (xla, ours)]

@@ -88,7 +88,7 @@ def explained(name, objective):
     machine = f"h100:1x{mesh.size}"
     chosen = machine if objective == "seconds" else None
     found = gshard.explain(gshard.jit(function, mesh=mesh, machine=chosen, **options), *arguments)
-    assert isinstance(found, gshard.stages.Explanation)
+    assert not found.is_compiled
     cost = found.cost(machine)
     sent = [(row.kind, row.axes, row.bytes, row.times) for row in found.collectives]
     plan = dataclasses.asdict(gshard.SavedPlan.of(found.plan))

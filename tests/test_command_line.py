@@ -18,7 +18,7 @@ import gshard
 from explanation.compiled_texts import GPU, TPU
 from gshard.__main__ import main
 from gshard.commands import choices_of_options, mesh_of, shape_of
-from gshard.explanation.compiled_report import NO_MACHINE
+from gshard.explanation.report.data import NO_MACHINE
 
 MODEL = """
 import gshard, jax, jax.numpy as jnp
@@ -205,7 +205,7 @@ SESSIONS = {
     "explain reads a dump": [
         (
             f"explain {TWO_BY_FOUR} --machine h100:1x8 --html page.html --json data.json --trace trace.json", 0,
-            ["step, compiled by XLA for gpu, on 8 devices (data=2 model=4), 40 instructions", "all_gather",
+            ["step on 8 devices (data=2 model=4), 40 instructions, compiled by XLA for gpu", "all_gather",
              "Launch-bound: ", "ms a call on h100:1x8"],
         ),
         (
@@ -222,7 +222,7 @@ SESSIONS = {
         ),
     ],
     "explain reads a compressed dump": [
-        ("explain step.txt.gz --machine v5e:2x4", 0, ["compiled by XLA for tpu, on 8 devices"]),
+        ("explain step.txt.gz --machine v5e:2x4", 0, ["27 instructions, compiled by XLA for tpu"]),
         ("explain cut.txt.gz", 1, ["neither a compiled program nor a file of one"]),
     ],
     "files that are no dumps": [
@@ -235,7 +235,7 @@ SESSIONS = {
     "a function from jax.jit is explained as XLA compiles it": [
         (
             "explain placed.py:small --machine h100 --json data.json", 0,
-            ["step, compiled by XLA for cpu, on 8 devices (data=8)", "gradient of w"],
+            ["step on 8 devices (data=8)", "gradient of w"],
         ),
         (
             "explain placed.py:small --machine h100 --partitioner gshard --against data.json", 0,
@@ -244,11 +244,11 @@ SESSIONS = {
         ("explain placed.py:small --mesh data=4", 0, ["step on 4 devices (data=4)"]),
         (
             "explain placed.py:small --partitioner xla --mesh data=4", 1,
-            ["--mesh is for what gshard partitions, and XLA partitions this."],
+            ['partitioner="xla" takes the devices and the options of jax.jit.'],
         ),
-        ("explain placed.py:small --why w", 1, ["Leave it out, or give --partitioner gshard."]),
+        ("explain placed.py:small --why w", 1, ["instead is for what gshard partitions"]),
         ("explain placed.py:unplaced", 0, ["step on 8 devices (devices=8), "]),
-        ("explain placed.py:unplaced --partitioner xla", 0, ["compiled by XLA for cpu, on 1 device"]),
+        ("explain placed.py:unplaced --partitioner xla", 0, ["step on 1 device"]),
         (
             "explain placed.py:step --arg f32[32,8] --arg f32[64,32] --partitioner xla", 1,
             ['partitioner="xla" explains a function from jax.jit'],
@@ -261,15 +261,15 @@ SESSIONS = {
         ),
         (
             "explain placed.py:lowered --partitioner xla", 0,
-            ["step, compiled by XLA for cpu, on 8 devices (devices=8)"],
+            ["step on 8 devices (devices=8)"],
         ),
-        ("explain placed.py:by_jax", 0, ["step, compiled by XLA for cpu, on 8 devices (data=8)"]),
-        ("explain placed.py:lowered --mesh 4", 1, ["--mesh is not for a function that is lowered."]),
-        ("explain placed.py:by_jax --why w", 1, ["--why is not for a function that is lowered."]),
-        ("explain placed.py:by_jax --finite", 1, ["--finite is not for a function that is lowered."]),
+        ("explain placed.py:by_jax", 0, ["step on 8 devices (data=8)"]),
+        ("explain placed.py:lowered --mesh 4", 1, ["has its arguments, its mesh and its options."]),
+        ("explain placed.py:by_jax --why w", 1, ["instead is for what gshard partitions"]),
+        ("explain placed.py:by_jax --finite", 1, ["a compiled program takes mesh= and machine= only."]),
         (
             "explain placed.py:by_jax --partitioner gshard", 1,
-            ["a program that jax.jit lowered is partitioned by XLA."],
+            ["a compiled program takes mesh= and machine= only."],
         ),
         ("search placed.py:lowered", 1, ["returned Lowered, not a tuple"]),
     ],
@@ -369,13 +369,14 @@ MISTAKES = [
     ("model.py:example --mesh data=8 --fail-above much", "is no number of bytes"),
     ("step.hlo.txt --trace trace.json", 'machine="h100:1x8", on the command line --machine h100:1x8'),
     *(
-        (f"step.hlo.txt {given}", f"{given if 'against' in given else given.split()[0]} is not for a compiled program.")
+        (f"step.hlo.txt {given}", "a compiled program takes mesh= and machine= only.")
         for given in (
-            "--why w", "--plan plan.json", "--memory-limit 1GiB", "--finite", "--arg f32[8]", "--donate-argnums 0",
-            "--static-argnames x", "--against xla",
+            "--memory-limit 1GiB", "--finite", "--donate-argnums 0", "--static-argnames x", "--partitioner gshard",
         )
     ),
-    ("step.hlo.txt --partitioner gshard", "a compiled program is partitioned already."),
+    ("step.hlo.txt --arg f32[8]", "a compiled program takes no --arg."),
+    ("step.hlo.txt --why w", "instead is for what gshard partitions, and XLA partitions this program."),
+    ("step.hlo.txt --against xla", "against_xla is for what gshard partitions, and XLA partitions this program."),
     ("step.hlo.txt --mesh 4", "the program runs on 8 devices, and the mesh has 4."),
     ("step.hlo.txt --machine h100:1x4", "h100:1x4 has 4 devices"),
 ]  # fmt: skip
@@ -400,7 +401,7 @@ def test_a_module_that_fails_is_one_clear_error(text, message, capsys):
 
 @pytest.mark.parametrize(("command", "words"), [
     ("search model.py:jitted --machine h100", "devices=8"),
-    ("explain placed.py:example", "compiled by XLA for cpu, on 16 devices (data=16)"),
+    ("explain placed.py:example", "step on 16 devices (data=16)"),
 ])  # fmt: skip
 def test_devices_of_a_target_need_not_exist(command, words):
     """In a process of its own, which has one device until a command plays more."""

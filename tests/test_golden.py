@@ -49,7 +49,7 @@ def test_an_operation_without_a_rule_is_named_in_the_plan():
 
     x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
     found = gshard.explain(f, x, mesh=gshard.Mesh.abstract(devices=8))
-    (text,) = found.gathered
+    (text,) = found.lists["gathered"]
     assert text.startswith("invented at invented.py:")
     assert text.endswith("f32[8,4] (128 B on every device)")
     assert text in str(found)

@@ -23,14 +23,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from gshard.api.compiled_programs import GSHARD, STAGES, XLA, is_from_jax_jit, lowered_by_jax, partitions_of
+from gshard.api.compiled_programs import GSHARD, STAGES, XLA, is_from_jax_jit
 from gshard.api.configure import configure
-from gshard.api.explained import Planned, explain, explain_lowered
+from gshard.api.explained import Planned, explain
 from gshard.api.export import export_plan
 from gshard.api.function_again import with_bound_arguments
 from gshard.api.jit import Jitted, jit
 from gshard.api.search import search
-from gshard.api.wrapped import clear_call_errors
 from gshard.command_options import PRINTED
 from gshard.core.errors import ArgumentError, GShardError, counted, known_names
 from gshard.core.jax_adapter import line_of_exception
@@ -38,11 +37,11 @@ from gshard.core.mesh import Mesh
 from gshard.core.paths import parameters_of
 from gshard.core.program import format_bytes
 from gshard.device.machine import Machine
-from gshard.explanation.compiled_explanation import CompiledExplanation
-from gshard.explanation.compiled_report import NO_MACHINE
+from gshard.explanation.compiled_source import CompiledSource
 from gshard.explanation.difference import Difference, difference
+from gshard.explanation.explain import Explanation
+from gshard.explanation.report.data import NO_MACHINE
 from gshard.explanation.report.page import page
-from gshard.explanation.tried_changes import Tried
 from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 from gshard.tracing.by_jax import name_of
@@ -438,81 +437,11 @@ def _value(text: str) -> Any:
     return value if value is None or isinstance(value, bool | int | float) else text
 
 
-# Compiled command: ``gshard explain`` of what XLA compiles: a dump of a program, or a function from ``jax.jit``.
-
-_PLANS = ("memory_limit", "plan", "finite", *TOLD)  # options that say how gshard partitions
-_OF_STAGES = ("is not for a function that is lowered", "Leave it out, or name the function itself.")
-
-
-def of_dump(options: argparse.Namespace) -> CompiledExplanation:
-    """The explanation of a dump."""
-    _refuse(options, (*_PLANS, "why", "arg"), "is not for a compiled program", "Leave it out, or name a function.")
-    if options.partitioner == GSHARD:
-        raise ArgumentError(
-            "a compiled program is partitioned already.",
-            got="--partitioner gshard",
-            hint="Name the function: gshard explain train.py:step --partitioner gshard.",
-        )
-    mesh = mesh_of(options.mesh) if options.mesh else None
-    return explain(Path(options.target), mesh=mesh, machine=options.machine)
-
-
-def of_function(f: Any, arguments: tuple[Any, ...], options: argparse.Namespace) -> CompiledExplanation | None:
-    """The explanation of what XLA compiles of a function; None if gshard partitions it, as for ``explain``."""
-    if isinstance(f, STAGES):
-        return _of_stage(f, options)
-    f, (arguments, named) = with_bound_arguments(f, arguments, {})
-    if isinstance(f, Jitted) or not is_from_jax_jit(f) or options.partitioner == GSHARD:
-        return None
-    asks_for_plan = any(getattr(options, name) for name in ("mesh", *_PLANS))
-    if options.partitioner is None and asks_for_plan:
-        return None
-    if (mesh := mesh_of_arguments((arguments, named))) is not None:
-        play_devices(mesh.size)  # XLA compiles for devices that exist
-    with clear_call_errors(explain, f, arguments, named):
-        lowered = lowered_by_jax(f, arguments, named)
-    if options.partitioner is None and partitions_of(lowered) == 1:
-        return None
-    _refuse(
-        options, ("mesh", *_PLANS, "why"), "is for what gshard partitions, and XLA partitions this",
-        f"Leave it out, or give --partitioner {GSHARD}.",
-    )  # fmt: skip
-    return explain_lowered(lowered, f, arguments, named, options.machine)
-
-
-def _of_stage(f: Any, options: argparse.Namespace) -> CompiledExplanation | None:
-    """The explanation of a function that is lowered or compiled; None if gshard planned it, as for ``of_function``."""
-    by_gshard = isinstance(f, Planned)
-    if by_gshard and options.partitioner != XLA:
-        named = [name for name in ("mesh", *_PLANS) if getattr(options, name)]
-        _refuse_given(options, [f"--{name.replace('_', '-')}" for name in named], *_OF_STAGES)
-        return None
-    if not by_gshard and options.partitioner == GSHARD:
-        raise ArgumentError(
-            "a program that jax.jit lowered is partitioned by XLA.",
-            got="--partitioner gshard",
-            hint="Name a function that returns (function, *arguments).",
-        )
-    _refuse(options, ("mesh", *_PLANS, "why"), *_OF_STAGES)
-    return explain(f, machine=options.machine, partitioner="xla") if by_gshard else explain(f, machine=options.machine)
-
-
 def mesh_of_arguments(arguments: Any) -> Mesh | None:
     """The mesh of the first argument that is placed on one, abstract ones included; None without."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments))
     found = next((s.mesh for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1), None)
     return None if found is None else Mesh.of(found)
-
-
-def _refuse(options: argparse.Namespace, names: tuple[str, ...], why: str, hint: str) -> None:
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
-    given += [f"--against {XLA}"] if options.against == XLA else []
-    _refuse_given(options, given, why, hint)
-
-
-def _refuse_given(options: argparse.Namespace, given: list[str], why: str, hint: str) -> None:
-    if given:
-        raise ArgumentError(f"{given[0]} {why}.", got=f"{options.target} with {', '.join(given)}", hint=hint)
 
 
 FAILED = 3  # exit status
@@ -553,68 +482,72 @@ def _explain(options: argparse.Namespace) -> None:
     paths = (None if with_xla else options.against, options.baseline)
     before, baseline = (None if path is None else explanation_in(path) for path in paths)
     limit = None if options.fail_above is None else limit_of(options.fail_above)
-    if not options.target.endswith(".py") and Path(options.target).is_file():
-        _tell_compiled(options, of_dump(options), before, baseline, limit)
-        return
-    # XLA compiles for devices that exist.
-    f, arguments = _load(options, options.target, options.machine, force=with_xla, stages=STAGES)
-    began = time.monotonic()
-    if (compiled := of_function(f, arguments, options)) is not None:
-        _tell_compiled(options, compiled, before, baseline, limit, time.monotonic() - began)
-        return
-    saved = options.plan and SavedPlan.load(options.plan)
-    own = None if options.mesh or isinstance(f, STAGES) else _own_mesh(f, arguments)
-    mesh = own or _mesh(options.mesh, options.machine)
-    if saved and not options.mesh:
-        mesh = Mesh.abstract(**dict(saved.axes))
-    on = dict(mesh.axes) if with_xla and mesh.devices is None else mesh
-    how: dict[str, Any] = {
-        "mesh": on, "machine": options.machine, "memory_limit": options.memory_limit, "plan": saved,
-        "finite": options.finite, **told_by(f, len(arguments), options),
-    }  # fmt: skip
-    found = explain(f, *arguments, partitioner=options.partitioner, **({} if isinstance(f, STAGES) else how))
-    data = found.data(options.machine, options.seconds)
-    print(found)
-    print(f"\n{found.verdict(options.machine, options.seconds)}\n\n{found.cost(options.machine)}")
+    found, took = _explained(options, with_xla)
+    against = found.against_xla(options.machine) if with_xla else None
+    reasons = []
     for name in options.why:
         others = found.instead(name, options.machine) or ["no mark can say otherwise: it has one, or enters a body"]
-        print("\n  instead ".join([f"\n{found.why(name)}", *map(str, others)]))
-    against = found.against_xla(options.machine) if with_xla else None if before is None else difference(before, data)
-    _write_data(options, data, against)
+        reasons.append("\n  instead ".join([f"\n{found.why(name)}", *map(str, others)]))
+    if options.trace:
+        found.cost(options.machine)  # whatever is refused is refused before anything is printed
+    data = found.data(options.machine, options.seconds)
+    on = None if data["machine"] is None else found.cost(options.machine).machine
+    print(found.format(machine=on, seconds=options.seconds), NO_MACHINE if on is None else found.cost(on), sep="\n\n")
+    for reason in reasons:
+        print(reason)
+    if isinstance(found.source, CompiledSource) and found.source.again is not None:
+        data["lists"] += _try_changes(found, options.seconds, took)
+    _write_data(options, data, against if before is None else difference(before, data))
     if options.trace:
         print(f"wrote {found.trace(options.trace, options.machine)}: open it in ui.perfetto.dev")
     check(data, limit, baseline, options.machine)
 
 
-def _tell_compiled(
-    options: argparse.Namespace,
-    found: CompiledExplanation,
-    before: dict[str, Any] | None,
-    baseline: dict[str, Any] | None,
-    limit: int | None,
-    took: float = 0.0,
-) -> None:
-    """Prints and writes the explanation of what XLA compiled; other arguments as ``_explain`` reads them.
+def _explained(options: argparse.Namespace, with_xla: bool) -> tuple[Explanation, float]:
+    """The explanation of what the command line names, and the seconds that it took."""
+    names = ("machine", "partitioner", "memory_limit", *TOLD)
+    how: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name)}
+    how |= {"finite": True} if options.finite else {}
+    how |= {"plan": SavedPlan.load(options.plan)} if options.plan else {}
+    f, arguments = Path(options.target), tuple[Any, ...]()
+    if options.target.endswith(".py") or not f.is_file():
+        # XLA compiles for devices that exist.
+        f, arguments = _load(options, options.target, options.machine, force=with_xla, stages=STAGES)
+        if not isinstance(f, STAGES):
+            told_by(f, len(arguments), options)
+    elif options.arg:
+        raise ArgumentError("a compiled program takes no --arg.", got=options.target)
+    if options.mesh:
+        how["mesh"] = mesh_of(options.mesh)
+    elif options.plan:
+        how["mesh"] = Mesh.abstract(**dict(how["plan"].axes))
+    elif not isinstance(f, (Path, *STAGES)):
+        inner, given = with_bound_arguments(f, arguments, {})
+        own, is_by_jax = _own_mesh(inner, given), is_from_jax_jit(inner) and not isinstance(inner, Jitted)
+        if own is not None and options.partitioner != GSHARD and is_by_jax:
+            play_devices(own.size)  # ``explain`` sees where the arguments are placed
+        elif options.partitioner != XLA:
+            how["mesh"] = own or _mesh(None, options.machine)
+    if with_xla and "mesh" in how and how["mesh"].devices is None:
+        how["mesh"] = dict(how["mesh"].axes)
+    if isinstance(f, Planned) and options.partitioner != XLA:  # it was planned for a machine
+        how.pop("machine", None)
+    began = time.monotonic()
+    return explain(f, *arguments, **how), time.monotonic() - began
 
-    ``took`` is how long that took to compile: other shardings are tried if there is time for one.
+
+def _try_changes(found: Explanation, seconds: float, took: float) -> list[tuple[str, str, list[str]]]:
+    """Prints what other shardings and constraints bring of a function that XLA compiles, and returns the lists.
+
+    ``took`` is how long that took to compile: changes are tried if there is time for one.
     """
-    if options.trace:
-        found.cost()  # refuses a program without a machine before anything is printed
-    data = found.data()
-    print(found)
-    print(f"\n{NO_MACHINE if found.machine is None else found.cost()}")
-    tried: list[Tried] = []
-    if found.again is not None and took <= options.seconds:
-        tried = [found.try_shardings(options.seconds / 2), found.try_constraints(options.seconds / 2, progress=None)]
-        print("", *tried, sep="\n")
-        data = found.data(tried=tried)
-    elif found.again is not None:
+    if took > seconds:
         more = "tries other shardings of arguments, and sharding constraints inside"
         print(f"\nCompiling takes {took:.0f} s: --seconds {10 * took:.0f} {more}.")
-    _write_data(options, data, None if before is None else difference(before, data))
-    if options.trace:
-        print(f"wrote {found.trace(options.trace)}: open it in ui.perfetto.dev")
-    check(data, limit, baseline, options.machine)
+        return []
+    tried = [found.try_shardings(seconds / 2), found.try_constraints(seconds / 2, progress=None)]
+    print("", *tried, sep="\n")
+    return [("tried", *one.lines) for one in tried]
 
 
 def _write_data(options: argparse.Namespace, data: dict[str, Any], against: Difference | None) -> None:

@@ -24,7 +24,6 @@ from gshard.device.machine import UnknownMachineWarning as UnknownMachineWarning
 from gshard.emit.compile import Executable as Executable
 from gshard.emit.compile import compile as compile
 from gshard.emit.partition import partition as partition
-from gshard.explanation.compiled_explanation import CompiledExplanation as CompiledExplanation
 from gshard.explanation.explain import Explanation as Explanation
 from gshard.explanation.search_result import SearchResult as SearchResult
 from gshard.planning.collective_matmuls import CollectiveMatmul as CollectiveMatmul
@@ -36,7 +35,6 @@ from gshard.xla_programs.exported_plan import ExportedPlan as ExportedPlan
 __all__ = [
     "CollectiveMatmul",
     "Compiled",
-    "CompiledExplanation",
     "Configuration",
     "Configurations",
     "Cost",

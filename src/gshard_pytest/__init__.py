@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from gshard.stages import CompiledExplanation
+    from gshard.stages import Explanation
 
 FOLDER = "collectives"  # of baselines, beside the file of the test
 
@@ -39,10 +39,10 @@ class Collectives:
 
     def check(
         self, f: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, **limits: Any
-    ) -> CompiledExplanation:
+    ) -> Explanation:
         """Checks limits, as ``gshard.testing.assert_collectives``."""
         __tracebackhide__ = True
-        found: CompiledExplanation = _testing().assert_collectives(f, args, kwargs, **limits)
+        found: Explanation = _testing().assert_collectives(f, args, kwargs, **limits)
         return found
 
     def baseline(
@@ -53,7 +53,7 @@ class Collectives:
         *,
         name: str = "",
         **options: Any,
-    ) -> CompiledExplanation:
+    ) -> Explanation:
         """Compares with the baseline of this test, as ``gshard.testing.assert_no_more_collectives``.
 
         ``pytest --gshard-update`` writes the file instead.
@@ -71,7 +71,7 @@ class Collectives:
         if path in self._used:
             raise ValueError(f"this test has two baselines in {path}: give each a name=.")
         self._used.add(path)
-        found: CompiledExplanation = _testing().assert_no_more_collectives(
+        found: Explanation = _testing().assert_no_more_collectives(
             f, args, kwargs, baseline=path, update=self.update, **options
         )
         return found

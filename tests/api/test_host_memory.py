@@ -44,7 +44,7 @@ def check(ours, theirs, name=""):
 
 def moved(function, *args):
     """To the host or from it, and how often, for each transfer of the per-device program."""
-    host = gshard.explain(function, *args).host
+    host = gshard.explain(function, *args).source.host
     return [(t.to_host, t.times) for t in host.transfers]
 
 
@@ -187,8 +187,8 @@ def test_an_optimizer_state_on_the_host_stays_there():
         assert before["m"]["w"].is_deleted()
     assert ours._cache_size() <= 2
     explained = gshard.explain(ours, a, X)
-    assert explained.host.arguments == (4 * (8 * 16 + 16), 4 * (8 * 16 + 16) // 8)
-    assert explained.host.from_host == explained.host.to_host == explained.host.arguments[1]
+    assert explained.source.host.arguments == (4 * (8 * 16 + 16), 4 * (8 * 16 + 16) // 8)
+    assert explained.source.host.from_host == explained.source.host.to_host == explained.source.host.arguments[1]
     assert explained.argument_bytes[0] == 4 * (8 * 16 + 16) + 4 + X.nbytes
 
 
@@ -226,8 +226,8 @@ def test_weights_are_fetched_layer_by_layer(f, spec):
     check(function(ws, x), jax.jit(f)(ws, x))
     if spec[0] is None:  # the layers of a stack that is split by layers are moved on the devices
         assert sum(times for _, times in moved(function, ws, x)) == 4
-        whole, local = gshard.explain(function, ws, x).host.arguments
-        assert gshard.explain(function, ws, x).host.from_host == local
+        whole, local = gshard.explain(function, ws, x).source.host.arguments
+        assert gshard.explain(function, ws, x).source.host.from_host == local
 
 
 @pytest.mark.parametrize("size", [16, 13])
@@ -314,7 +314,7 @@ def test_the_compiler_of_a_tpu_is_told_of_every_transfer(form):
     results = kinds(jax.jit(f)(h, x))
     used = form not in ("space", "sharding")  # else the argument on the host is left out
     assert head.count('mhlo.memory_kind = "pinned_host"') == used + results.count("pinned_host")
-    transfers = gshard.explain(f, h, x, mesh=ROWS).host.transfers
+    transfers = gshard.explain(f, h, x, mesh=ROWS).source.host.transfers
     for kind, to_host in (("pinned_host", True), ("device", False)):
         told = sum(f'_xla_buffer_placement = "{kind}"' in line for line in body)
         assert told == sum(t.to_host is to_host for t in transfers) + results.count(kind)
@@ -341,8 +341,8 @@ def test_memory_on_the_host_is_none_of_a_device():
     ws, x = on_host(ROWS, np.zeros((8, 64, 64), np.float32), P(None, "d")), jax.device_put(np.zeros((64, 64)), on(ROWS))
     found = gshard.explain(fetched_in_rounds, ws, x.astype(jnp.float32), mesh=ROWS)
     whole, each = 8 * 64 * 64 * 4, 64 * 64 * 4 // 8
-    assert found.host.arguments == (whole, whole // 8)
-    assert found.host.from_host == whole // 8
+    assert found.source.host.arguments == (whole, whole // 8)
+    assert found.source.host.from_host == whole // 8
     assert found.argument_bytes == (8 * each, each)
     assert found.cost("h100:1x8").memory.arguments == each
     assert "each device fetches 16.0 KiB from the host and sends 0 B to it in one call" in str(found)
@@ -383,7 +383,7 @@ def test_shardings_that_are_not_read_are_refused_with_the_line():
 
 def test_a_constraint_that_names_the_host_is_told_of():
     found = gshard.explain(lambda x: lax.with_sharding_constraint(x, on(ROWS, "pinned_host")), X, mesh=ROWS)
-    (told,) = found.host.without_effect
+    (told,) = found.source.host.without_effect
     assert "sharding_constraint at test_host_memory.py" in told
     assert "names memory 'pinned_host', which has no effect" in told
     assert told in str(found)

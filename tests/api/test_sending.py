@@ -199,7 +199,7 @@ def test_an_open_mark_rounds_what_a_layout_shards(send, stack, x):
     layout = gshard.Layout(embed="data", batch="data")
     found = gshard.explain(gshard.jit(f, mesh={"data": 8}, layout=layout, names={"w": "_ embed hidden"}), stack, x)
     assert found.bytes_by_kind == {"all_gather": LAYERS * SIZE * (SIZE * ELEMENT[send] + SCALE[send]) * 7 // 8}
-    assert found.low_precision
+    assert found.lists["low_precision"]
 
 
 @pytest.mark.parametrize("send", SENT)
@@ -285,7 +285,7 @@ def test_by_path(w):
 
 def test_explain_names_the_array_the_dtype_and_the_error(w, x):
     found = gshard.explain(lambda w, x: product(w, x, "int8"), w, x, mesh={"data": 8})
-    (line,) = found.low_precision
+    (line,) = found.lists["low_precision"]
     assert re.fullmatch(
         r"test_sending.py:\d+ \(product\): w as int8, with a float32 scale for each row: "
         r"the error is at most 0.40 % of the largest absolute value of its row",
@@ -295,8 +295,8 @@ def test_explain_names_the_array_the_dtype_and_the_error(w, x):
     assert {row.array for row in found.collectives} == {"w"}
     assert {row.shape.partition("[")[0] for row in found.collectives} == {"s8", "f32"}
     half = gshard.explain(lambda w, x: product(w, x, "bfloat16"), w, x, mesh={"data": 8})
-    assert half.low_precision[0].endswith("w as bfloat16: the error is at most 0.40 % of its absolute value")
-    assert not gshard.explain(lambda w, x: product(w, x, None), w, x, mesh={"data": 8}).low_precision
+    assert half.lists["low_precision"][0].endswith("w as bfloat16: the error is at most 0.40 % of its absolute value")
+    assert not gshard.explain(lambda w, x: product(w, x, None), w, x, mesh={"data": 8}).lists["low_precision"]
     assert "marked split(x, 0, 'data'" in found.why("w")
     assert "marked split(x, 0, 'data', send='bfloat16')" in half.why("w")
 

@@ -193,7 +193,7 @@ AROUND = {
 def dropped(container, inner, outer):
     f = AROUND[container](gshard.jit(body, mesh=8, **inner))
     explained = gshard.explain(gshard.jit(f, mesh=8, **outer), jnp.ones((8, 8)))
-    return [line for line in map(str, explained.dropped) if "inner gshard.jit" in line]
+    return [line for line in map(str, explained.lists["dropped"]) if "inner gshard.jit" in line]
 
 
 @pytest.mark.parametrize(("option", "container"), list(zip(OPTIONS, [*AROUND, *AROUND], strict=False)))
@@ -222,7 +222,7 @@ def test_the_mesh_of_an_inner_one_is_listed_unless_it_is_the_same(inner):
     f = gshard.jit(lambda x: gshard.split(jnp.sin(x), 0, 2), mesh=inner)
     mesh = {"data": 4, "model": 2}
     explained = gshard.explain(gshard.jit(lambda x: f(x) * 2, mesh=mesh), jnp.ones((8, 8)))
-    listed = [line for line in map(str, explained.dropped) if "mesh of an inner gshard.jit" in line]
+    listed = [line for line in map(str, explained.lists["dropped"]) if "mesh of an inner gshard.jit" in line]
     is_other = inner != mesh
     assert len(listed) == is_other
     if is_other:

@@ -89,7 +89,7 @@ def explained(state: State, x: jax.Array) -> None:
     assert_type(found, gshard.stages.Explanation)
     assert_type(found.cost(), gshard.stages.Cost)
     assert_type(found.total_bytes, int)
-    assert_type(found.unused, tuple[str, ...])
+    assert_type(found.lists["unused"], tuple[str, ...])
 
 
 def searched(x: jax.Array) -> None:

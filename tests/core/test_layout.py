@@ -158,8 +158,8 @@ def test_a_function_inside_keeps_its_own_layout(arguments):
         "name(x, 'batch embed') by batch='data'",
     ]
     found = gshard.explain(gshard.jit(f, mesh=MESH, layout=Layout(batch="data", hidden="model")), *arguments)
-    assert found.layout == ("batch='data': 1 value", "open, since no row mentions them: embed")
-    assert found.unused == ("hidden='model': nothing is called 'hidden'",)
+    assert found.lists["layout"] == ("batch='data': 1 value", "open, since no row mentions them: embed")
+    assert found.lists["unused"] == ("hidden='model': nothing is called 'hidden'",)
     unsaid = gshard.jit(mlp, mesh=MESH)
     g = lambda p, x: unsaid(p, x) * 2  # noqa: E731
     assert len(said(gshard.jit(g, mesh=MESH, layout=Layout(batch="data")).lower(*arguments))) == 2
@@ -322,24 +322,24 @@ def test_what_is_not_used_is_told_and_refused(arguments):
     layout = Layout({"x:hidden": "model"}, batch="data", vocabulary="data", embed=None)
     f = gshard.jit(mlp, mesh=MESH, layout=layout, names=NAMES)
     found = gshard.explain(f, *arguments)
-    assert found.layout == (
+    assert found.lists["layout"] == (
         "batch='data': 3 values",
         "embed=None: 4 values",
         "open, since no row mentions them: hidden",
     )
-    assert found.unused == (
+    assert found.lists["unused"] == (
         "x:hidden='model': never applies, no argument below 'x' has that name",
         "vocabulary='data': nothing is called 'vocabulary'",
         "axis 'model' of the mesh: no row and no mark of this program uses it",
     )
-    assert all(line in str(found) for line in (*found.layout, *found.unused))
+    assert all(line in str(found) for line in (*found.lists["layout"], *found.lists["unused"]))
     with pytest.raises(PlanError, match=r"(?s)does not use all of its layout.*nothing is called 'vocabulary'"):
         gshard.jit(mlp, mesh=MESH, layout=layout, names=NAMES, strict=True).lower(*arguments).plan  # noqa: B018
     strict = gshard.jit(mlp, mesh=MESH, layout=LAYOUT, names=NAMES, strict=True)
     close(strict(*arguments), mlp(*arguments))
     loss = gshard.jit(lambda params, x: mlp(params, x).sum(), mesh=MESH, layout=LAYOUT, names=NAMES, strict=True)
     close(jax.grad(loss)(*arguments), jax.grad(lambda p, x: mlp(p, x).sum())(*arguments))
-    assert not gshard.explain(mlp, *arguments, mesh=MESH).layout
+    assert not gshard.explain(mlp, *arguments, mesh=MESH).lists["layout"]
 
 
 def test_names_that_come_with_flax():

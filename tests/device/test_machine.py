@@ -29,7 +29,6 @@ from gshard.device.network import (
     permuting,
     seconds,
 )
-from gshard.explanation.rows import merged
 
 SIZES = (4, 8, 16, 32)
 DATA = 8 << 20
@@ -185,12 +184,12 @@ def test_every_costed_collective_is_one_that_was_noted(name):
     taken = [id(c) for c in owners if c is not None]
     assert len(taken) == len(set(taken)) == len(found.spmd.collectives)
     # Merging keeps bytes, times and seconds.
-    rows = merged(found.spmd, cost)
-    assert sum(r.collective.total_bytes for r in rows) == found.total_bytes
-    assert sum(r.collective.times for r in rows) == sum(c.times for c in found.spmd.collectives)
+    rows = found.data(cost.machine, seconds=0)["collectives"]
+    assert sum(r["bytes"] for r in rows) == found.total_bytes
+    assert sum(r["times"] for r in rows) == sum(c.times for c in found.spmd.collectives)
     sent = sum(k.total_seconds for k in cost.kernels if k.kind == COLLECTIVE)
-    assert sum(r.seconds for r in rows) == pytest.approx(sent)
-    ordered = [r.collective.total_bytes for r in rows]
+    assert sum(r["seconds"] * (1 - r["hidden"]) for r in rows) == pytest.approx(sent)
+    ordered = [r["bytes"] for r in rows]
     assert ordered == sorted(ordered, reverse=True)
 
 
@@ -228,11 +227,11 @@ def test_what_a_memory_limit_runs_again_has_a_line():
 def test_a_permutation_along_some_axes_is_emitted_over_all():
     mesh = gshard.Mesh.abstract(a=2, b=4)
     found = gshard.explain(lambda x: jnp.roll(gshard.split(x, 0, "b"), 3, 0), f32(32, 4), mesh=mesh)
-    (row,) = merged(found.spmd, found.cost())
-    assert row.collective.atoms == ("b.0", "b.1")
-    assert row.over == mesh.atoms
-    assert set(row.pairs) == {(4 * i + b, 4 * i + (b + 1) % 4) for i in range(2) for b in range(4)}
-    assert row.seconds > 0
+    (row,) = found.data(seconds=0)["collectives"]
+    assert row["group"] == "b.0,b.1"
+    assert row["over"] == mesh.atoms
+    assert set(row["pairs"]) == {(4 * i + b, 4 * i + (b + 1) % 4) for i in range(2) for b in range(4)}
+    assert row["seconds"] > 0
 
 
 # Collectives on a torus: link by link, and as the GShard paper measured them on TPU v3.
@@ -331,7 +330,7 @@ def test_weights_that_are_gathered_and_their_gradients_are_named():
     arguments = {"up": f32(LAYERS, WIDTH, HIDDEN), "down": f32(LAYERS, HIDDEN, WIDTH)}, f32(2048, WIDTH)
     found = gshard.explain(step, *arguments, mesh=MESH)
     cost = found.cost("h100:1x8")
-    rows = held_at_peak(cost.memory, cost.program.block, found.plan.program, found.names)
+    rows = held_at_peak(cost.memory, cost.program.block, found.plan.program, found.source.names)
     assert sum(row.bytes for row in rows) == sum(v.bytes for v, _ in cost.memory.alive)
     assert sum(row.count for row in rows) == len(cost.memory.alive)
     names = {row.name for row in rows if row.type in (f"f32[{WIDTH},{HIDDEN}]", f"f32[{HIDDEN},{WIDTH}]")}

@@ -54,7 +54,7 @@ def unoptimised(mesh):
 
 
 def test_each_collective_has_its_axes_array_module_and_line(found):
-    assert isinstance(found, gshard.stages.CompiledExplanation)
+    assert found.is_compiled
     rows = {row.array: row for row in found.collectives}
     up, down = rows["gradient of params/up"], rows["gradient of params/down"]
     assert (up.kind, up.axes, up.module, up.why) == ("all_reduce", "data", "mlp", "result of dot_general, backward")
@@ -65,17 +65,17 @@ def test_each_collective_has_its_axes_array_module_and_line(found):
     assert product.bytes == 2 * (128 * NARROW * 4) * 3 // 4
     assert all(re.fullmatch(r"test_compiled_explanation\.py:\d+", row.line) for row in found.collectives)
     assert all(row.line or row.module for row in found.collectives)
-    text = found.format(arguments=8)
+    text = found.format(tensors=8)
     assert "gradient of params/up" in text
     assert "P(None, model)" in text
     assert "whole" not in text
 
 
 def test_a_combined_collective_has_a_row_for_each_array(found):
-    combined = [sent for sent in found.program.sent if len(sent.itself.operands) > 1]
+    combined = [sent for sent in found.source.program.sent if len(sent.itself.operands) > 1]
     assert combined, "XLA combines the two gradients"
-    parts = [part for row in found.collectives for part in row.parts if part.sent is combined[0]]
-    assert {part.array.text for part in parts} >= {"gradient of params/up", "gradient of params/down"}
+    moved = [one for row in found.collectives for one in row.moved if one.source is combined[0]]
+    assert {one.array.text for one in moved} >= {"gradient of params/up", "gradient of params/down"}
     messages = sum(row.times / row.sharing for row in found.collectives)
     assert messages == pytest.approx(sum(found.times_by_kind.values()))
     shared = max(row.sharing for row in found.collectives)
@@ -132,15 +132,15 @@ def test_one_program_in_all_its_forms(mesh, found, tmp_path):
 def test_gshard_partitions_where_it_is_told_to(mesh):
     arguments = tensor_parallel(mesh)
     for options in ({"partitioner": "gshard"}, {"mesh": mesh}, {"finite": True}):
-        assert isinstance(gshard.explain(jax.jit(step), *arguments, **options), gshard.stages.Explanation)
+        assert not gshard.explain(jax.jit(step), *arguments, **options).is_compiled
     one_device = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 2
-    assert isinstance(gshard.explain(jax.jit(jnp.matmul), *one_device, mesh=8), gshard.stages.Explanation)
+    assert not gshard.explain(jax.jit(jnp.matmul), *one_device, mesh=8).is_compiled
 
 
 def test_arrays_that_every_device_holds_come_first(mesh):
     params = {"up": given(mesh, (NARROW, WIDE)), "down": given(mesh, (WIDE, NARROW), "model")}
     found = gshard.explain(jax.jit(step), params, given(mesh, (256, NARROW), "data"))
-    assert [a.name for a in found.whole] == ["params['up']"]
+    assert [line.split("  ")[1] for line in found.lists["whole"]] == ["params/up"]
     lines = str(found).splitlines()
     assert lines[3] == "arguments that every device holds whole, 4.0 MiB on each"
     assert lines.index(lines[3]) < next(i for i, line in enumerate(lines) if line.startswith("collectives"))
@@ -161,11 +161,11 @@ ENTRY %main (x: f32[16,8]) -> f32[64,2] {
 }
 """
     found = gshard.explain(text, machine="h100")
-    (row,) = found.regathered
-    assert (row.part.array.text, row.kept, row.part.origin.module) == ("x", "f32[64,2]", "mlp")
+    (line,) = found.lists["regathered"]
+    assert line.split("  ")[1:] == ["x", "f32[16,8] gathered, f32[64,2] kept", "mlp"]
     assert "gathered on every device, which then keeps a part only" in str(found)
     by_loop = text.replace("partition-id()", 'custom-call(), custom_call_target="round"')
-    assert not gshard.explain(by_loop, machine="h100").regathered
+    assert not gshard.explain(by_loop, machine="h100").lists["regathered"]
 
 
 def test_equal_layers_are_one_row(mesh):
@@ -207,7 +207,7 @@ def test_times_need_a_machine(mesh):
     assert "exposed" not in str(found)
     with pytest.raises(gshard.ArgumentError, match="no machine is known"):
         found.cost()
-    on = found.on("h100:1x8")
+    on = gshard.explain(text, machine="h100:1x8")
     cost = on.cost()
     assert cost.sent == found.total_bytes
     assert cost.products == 6 * 256 * NARROW * WIDE * 2 // 8 - 2 * 256 * NARROW * WIDE // 8  # x needs no gradient
@@ -217,7 +217,7 @@ def test_times_need_a_machine(mesh):
         k.seconds * k.times for k in cost.kernels if k.collective is not None
     )) < 1e-9  # fmt: skip
     with pytest.raises(gshard.stages.MachineError, match="4 devices"):
-        found.on("h100:1x4")
+        found.cost("h100:1x4")
 
 
 @pytest.mark.parametrize(

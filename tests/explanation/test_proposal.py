@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from device.models import f32
 from gshard.core.mark import Mark
-from gshard.explanation.rows import rows_of
 from gshard.explanation.trials import changes_of, trials
 from gshard.planning.added_marks import with_marks
 from gshard.planning.propagate import propagate
@@ -21,10 +20,15 @@ from gshard.planning.propagate import propagate
 MESH = gshard.Mesh.abstract(data=4, model=2)
 
 
+def rows_of(found):
+    """The collectives of each row."""
+    return [[one.source for one in row.moved] for row in found.collectives]
+
+
 def tried(f, *args, mesh=MESH, seconds=math.inf, **options):
     found = gshard.explain(f, *args, mesh=mesh)
-    rows = rows_of(found.spmd.collectives, found.names)
-    return found, trials(rows, found.plan, found.marked, seconds=seconds, **options)
+    rows = rows_of(found)
+    return found, trials(rows, found.plan, found.source.marked, seconds=seconds, **options)
 
 
 def proposals(f, *args, mesh=MESH):
@@ -75,8 +79,8 @@ def test_without_seconds_nothing_is_tried():
 
 def test_a_change_that_takes_longer_than_there_is_time_for_is_not_tried():
     found = gshard.explain(layers, *LAYERS, mesh=MESH)
-    assert 0 < found.planning_seconds < 10
-    slow = dataclasses.replace(found, planning_seconds=46.2)
+    assert 0 < found.source.planning_seconds < 10
+    slow = dataclasses.replace(found, source=dataclasses.replace(found.source, planning_seconds=46.2))
     told = slow.verdict("h100:1x8")
     assert told.trials.tried == 0 < slow.verdict("h100:1x8", seconds=math.inf).trials.tried
     text = f"Tried none of {told.trials.changes} changes of marks: one takes about 46.2 s. With more seconds"
@@ -208,7 +212,7 @@ def test_the_order_of_trials_does_not_depend_on_the_time():
 def test_marks_that_move_an_array_themselves_come_first():
     """Then those at which most bytes are at stake, and last what planning could have chosen without a mark."""
     found = gshard.explain(*deep(3), mesh=gshard.Mesh.abstract(data=8))
-    changes = changes_of(rows_of(found.spmd.collectives, found.names), found.plan)
+    changes = changes_of(rows_of(found), found.plan)
     assert changes[0].instead == "replicate(x)"
     assert changes[0].direct > 0
     turns = [c.turn for c in changes]
@@ -230,7 +234,7 @@ def test_a_result_that_leaves_whole_may_be_marked_as_it_is():
 
     mesh = gshard.Mesh.abstract(data=8)
     found = gshard.explain(step, *TWO, mesh=mesh)
-    rows = rows_of(found.spmd.collectives, found.names)
+    rows = rows_of(found)
     border = [i for i, same in enumerate(rows) if same[0].why == "program result"]
     changes = {c.row: c for c in changes_of(rows, found.plan) if c.row in border and not c.as_wanted}
     assert list(changes) == border != []
@@ -239,7 +243,7 @@ def test_a_result_that_leaves_whole_may_be_marked_as_it_is():
     assert "the result of sub at test_proposal.py:" in change.at
     spec = P("data", None) if "P('data', None)" in change.mark else P(None, "data")
     marked = gshard.explain(lambda p, x: step(p, x, lambda w: gshard.shard(w, spec)), *TWO, mesh=mesh)
-    again = found.marked(change.program())
+    again = found.source.marked(change.program())
     assert sum(c.total_bytes for c in again.collectives) == marked.total_bytes
 
 

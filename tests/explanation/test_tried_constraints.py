@@ -1,5 +1,6 @@
 """Sharding constraints inside: what is proposed is what the program takes when it is written."""
 
+import dataclasses
 import re
 
 import jax
@@ -62,7 +63,7 @@ def test_a_lost_batch_is_found(tmp_path):
     assert best.figures.seconds < 0.9 * before.seconds
     # It takes what it takes when it is written: also the gradient of the value is constrained.
     written = gshard.explain(with_written_constraint(mesh), *arguments_of_lost_batch(mesh), machine=MACHINE)
-    assert written.figures == best.figures
+    assert written.source.figures(written.machine) == best.figures
     # Nothing that helps takes more time, or too much memory.
     after = [one.figures for one in tried.helping] + [tried.together[1]]
     assert all(f.peak <= MORE_PEAK * before.peak for f in after)
@@ -75,7 +76,7 @@ def test_a_lost_batch_is_found(tmp_path):
     assert "(float32[64,64,256])\n    sent " in text
     others, collectives = map(int, re.search(r"(\d+) of (\d+) collectives", text).groups())
     assert 0 < others < collectives == sum(row.times for row in found.collectives)
-    assert (title, rows) in found.data(tried=[tried])["notes"]
+    assert ("tried", title, rows) in found.data(tried=[tried])["lists"]
     page = found.html(tmp_path / "page.html", tried=[tried]).read_text("utf-8")
     assert best.text.partition(": ")[2] in page
 
@@ -97,7 +98,7 @@ def test_activations_of_fsdp_stay_where_they_are(machine):
     """With the batch split again, XLA gathers the weights and no activations, in a loop and on an abstract mesh."""
     mesh = AbstractMesh((2, 4), ("data", "model"))
     found = gshard.explain(jax.jit(step_of_fsdp), *arguments_of_fsdp(mesh))
-    found = found.on(machine) if machine else gshard.stages.CompiledExplanation(found.program, None, found.again)
+    found = dataclasses.replace(found, machine=machine and gshard.Machine.of(machine, found.mesh.size))
     tried = tried_all(found, specs=2)
     best = tried.helping[0]
     assert best.figures.sent < 0.25 * tried.before.sent

@@ -70,8 +70,8 @@ def test_equal_layers_change_together(mesh):
 def test_an_explanation_keeps_no_array_alive_and_tries_nothing_without_time(mesh):
     shapes = given(mesh, (64, 256)), given(mesh, (64, 256), "data")
     found = gshard.explain(jax.jit(step), *(jax.device_put(jnp.ones(s.shape), s.sharding) for s in shapes))
-    assert len(found.again.leaves) == 2
-    assert not any(isinstance(leaf, jax.Array) for leaf in found.again.leaves)
+    assert len(found.source.again.leaves) == 2
+    assert not any(isinstance(leaf, jax.Array) for leaf in found.source.again.leaves)
     assert found.try_shardings(seconds=0.001).tried == 1
     assert found.try_shardings(seconds=0).tried == 0
     with pytest.raises(gshard.ArgumentError, match="compiled elsewhere"):

@@ -81,7 +81,7 @@ def test_a_batch_stays_where_it_lies_and_nothing_is_reported():
         return centred_p.bind(gshard.split(x, 0, 7)) * 2
 
     found = gshard.explain(f, X, mesh=7)
-    assert (found.gathered, found.total_bytes) == ((), 0)
+    assert (found.lists["gathered"], found.total_bytes) == ((), 0)
     jitted = gshard.jit(f, mesh=7, strict=True)
     assert "split a@devices; proven by its vmap rule" in str(jitted.lower(X).plan)
     np.testing.assert_allclose(jitted(X), 2 * centred_p.bind(X), rtol=1e-5, atol=1e-5)
@@ -92,7 +92,7 @@ def test_another_dimension_is_gathered_and_reported():
         return centred_p.bind(gshard.shard(x, jax.P("a", "b")))
 
     mesh = gshard.Mesh.abstract(a=7, b=5)
-    (text,) = gshard.explain(f, X, mesh=mesh).gathered
+    (text,) = gshard.explain(f, X, mesh=mesh).lists["gathered"]
     assert text.startswith("centred at test_batch.py:")
     assert "f32[7,5,4] (80 B on every device)" in text
     assert "no rule: gathered" in str(gshard.jit(f, mesh=mesh).lower(X).plan)

@@ -83,18 +83,18 @@ CONTAINERS = {
 def test_what_is_dropped_is_listed_and_refused(container):
     f = CONTAINERS[container](_composite)
     found = gshard.explain(f, X, mesh=gshard.Mesh.abstract(d=4))
-    assert [text.partition(". ")[0] for text in found.dropped][:1] == [
+    assert [text.partition(". ")[0] for text in found.lists["dropped"]][:1] == [
         f"test_ledger.py:{_composite.__code__.co_firstlineno + 1} (_composite): name of composite is 'my.sin'"
     ]
-    assert found.dropped[0] in str(found)
-    assert len(set(found.dropped)) == len(found.dropped)
+    assert found.lists["dropped"][0] in str(found)
+    assert len(set(found.lists["dropped"])) == len(found.lists["dropped"])
     with pytest.raises(PlanError, match=r"(?s)name of composite is not kept.*test_ledger.py.*'my.sin'.*strict=False"):
         gshard.jit(f, mesh=gshard.Mesh.abstract(d=4), strict=True).lower(X).plan  # noqa: B018
 
 
 def test_what_is_dropped_is_on_the_page():
     found = gshard.explain(_composite, X, mesh=_mesh())
-    assert found.data("h100:8")["dropped"] == list(found.dropped)
+    assert list(found.lists["dropped"]) in [lines for *_, lines in found.data("h100:8")["lists"]]
     np.testing.assert_array_equal(gshard.jit(_composite, mesh=_mesh())(X), jnp.sin(X))
 
 
@@ -115,7 +115,7 @@ def test_ordinary_programs_drop_nothing():
         return lax.cond(y.sum() > 0, jnp.sin, jnp.cos, y).at[0].add(1.0).sum()
 
     step = jax.jit(jax.value_and_grad(loss), donate_argnums=0, inline=True, keep_unused=True)
-    assert gshard.explain(step, X, mesh=_mesh()).dropped == ()
+    assert gshard.explain(step, X, mesh=_mesh()).lists["dropped"] == ()
     gshard.jit(step, mesh=_mesh(), strict=True).lower(X).plan  # noqa: B018
 
 
@@ -123,7 +123,7 @@ def test_a_parameter_without_a_row_is_listed(monkeypatch):
     rows = {k: v for k, v in LEDGER["scan"].items() if k != "unroll"}
     monkeypatch.setattr(ledger, "LEDGER", {**LEDGER, "scan": rows})
     f = CONTAINERS["scan"](jnp.sin)
-    (text,) = gshard.explain(f, X, mesh=gshard.Mesh.abstract(d=4)).dropped
+    (text,) = gshard.explain(f, X, mesh=gshard.Mesh.abstract(d=4)).lists["dropped"]
     assert "unroll of scan is 1. This version of gshard does not read it." in text
 
 

@@ -33,7 +33,7 @@ def test_text_is_all_that_a_primitive_needs():
         return outer(gshard.split(x, 1, 8), y)
 
     found = gshard.explain(f, X, Y, mesh=8)
-    assert (found.gathered, set(found.bytes_by_kind)) == ((), {"all_reduce"})
+    assert (found.lists["gathered"], set(found.bytes_by_kind)) == ((), {"all_reduce"})
     np.testing.assert_allclose(gshard.jit(f, mesh=8, strict=True)(X, Y), X @ np.tanh(Y), rtol=1e-5, atol=1e-5)
 
 
@@ -176,10 +176,10 @@ def test_with_more_dimensions_it_is_told_until_there_is_a_rule(method):
     partitioned = gshard.jit(lambda x: jax.vmap(lambda x: factor(x, method))(gshard.split(x, 0, 8)), mesh=8)
     check(partitioned, x)
     gshard.rule("ffi_call", target="somebody_elses")("a -> a")
-    assert gshard.explain(partitioned, x).gathered
+    assert gshard.explain(partitioned, x).lists["gathered"]
     gshard.rule("ffi_call", target=TARGET)("... a b -> ... a b, ...; replicate a b")
     check(partitioned, x)
-    assert not gshard.explain(partitioned, x).gathered
+    assert not gshard.explain(partitioned, x).lists["gathered"]
     assert not partitioned.lower(x).spmd.collectives
     checked = gshard.testing.check_rule(factor, x, primitive="ffi_call", tolerance=1e-5)
     assert checked == ("a@a", "a@b", "a@a,b", "a@b,a")

@@ -91,9 +91,9 @@ def test_rows_of_equal_layers_leave_nothing_out(of):
     found = of()
     sent = sum(c.total_bytes for c in found.spmd.collectives)
     times = sum(c.times for c in found.spmd.collectives)
-    for rows in (found.collectives, found.all_rows):
+    for rows in (found.collectives, found.source.moved):
         assert (sum(row.bytes for row in rows), sum(row.times for row in rows)) == (sent, times)
-    assert sum(row.arrays for row in found.collectives) <= len(found.all_rows)
+    assert sum(row.arrays for row in found.collectives) <= len(found.source.moved)
     for row in found.data("v3:2x2", seconds=0)["collectives"]:
         if row["layers"]:
             *_, times, sent = zip(*row["layers"], strict=True)
@@ -106,7 +106,9 @@ def test_weights_of_nnx_are_named_and_counted():
     for name in ("state/0/blocks/*/up/kernel/value", "state/0/blocks/*/down/kernel/value"):
         assert rows["all_gather", name].arrays == rows["reduce_scatter", f"gradient of {name}"].arrays == LAYERS
     assert rows["reduce_scatter", "gradient of state/0/embed/embedding/value"].arrays == 1
-    assert {row.array for row in found.all_rows} >= {f"state/0/blocks/{i}/up/kernel/value" for i in range(LAYERS)}
+    assert {row.array.text for row in found.source.moved} >= {
+        f"state/0/blocks/{i}/up/kernel/value" for i in range(LAYERS)
+    }
     assert "state/0/blocks/*/up/kernel/value  x3" in str(found)
     assert "['kernel'].value" not in str(found)
     assert found.why("state/0/blocks/1/up/kernel/value") == found.why("state[0]['blocks'][1]['up']['kernel'].value")
@@ -133,7 +135,11 @@ def test_haiku_has_paths_in_keys():
     params = jax.eval_shape(f.init, jax.random.key(0), f32(8, 64))
     step = jax.grad(lambda params, x: jnp.sum(f.apply(split(params), gshard.split(x, 0, 8)) ** 2))
     found = gshard.explain(step, params, f32(4096, 64), mesh=MESH)
-    gathered = {(row.array, row.module) for row in found.all_rows if row.kind == "all_gather" and "/w" in row.array}
+    gathered = {
+        (row.array.text, row.module.text)
+        for row in found.source.moved
+        if "/w" in row.array.text and row.kind == "all_gather"
+    }
     assert gathered == {(f"params/decoder/~/linear_{i}/w", f"decoder/linear_{i}") for i in range(3)}
     rows = {(row.kind, row.array): (row.module, row.arrays) for row in found.collectives}
     assert rows["all_gather", "params/decoder/~/linear_*/w"] == ("decoder/linear_*", 3)
@@ -150,9 +156,9 @@ def test_a_value_is_named_after_the_argument_it_is_added_to():
         return gshard.replicate(jnp.sin(m)), gshard.replicate(w - 0.1 * jnp.cos(m))
 
     found = gshard.explain(step, (f32(64, 64), f32(64, 64)), f32(512, 64), mesh=MESH)
-    gathered = {row.array for row in found.all_rows if row.kind == "all_gather"}
+    gathered = {row.array.text for row in found.source.moved if row.kind == "all_gather"}
     assert gathered == {"state/0", "update of state/1"}
-    assert {row.array for row in found.all_rows if "reduce" in row.kind} == {"gradient of state/0"}
+    assert {row.array.text for row in found.source.moved if "reduce" in row.kind} == {"gradient of state/0"}
 
 
 def test_gradients_that_are_results_are_named_by_their_path_and_what_is_written_is_no_gradient():
@@ -163,13 +169,13 @@ def test_gradients_that_are_results_are_named_by_their_path_and_what_is_written_
         return jax.grad(lambda p: jnp.sum(jnp.tanh(jnp.tanh(gshard.split(x, 0, 8) @ p["a"]["w"]) @ p["b"]["w"])))(p)
 
     found = gshard.explain(gradients, params, f32(512, 64), mesh=MESH)
-    assert {row.array for row in found.all_rows if "reduce" in row.kind} == {"result/a/w", "result/b/w"}
-    assert all("gradients of weights" in row.purpose for row in found.purposes if "reduce" in row.kind)
+    assert {row.array.text for row in found.source.moved if "reduce" in row.kind} == {"result/a/w", "result/b/w"}
+    assert all("gradients of weights" in row.purpose for row in found.source.purposes if "reduce" in row.kind)
     decode = lambda cache, new, i: gshard.replicate(  # noqa: E731
         jax.lax.dynamic_update_slice_in_dim(gshard.split(cache, 1, 8), new, i, 0)
     )
     found = gshard.explain(decode, f32(128, 64), f32(1, 64), jnp.int32(3), mesh=MESH)
-    assert not any("gradient" in row.array for row in found.all_rows)
+    assert not any("gradient" in row.array.text for row in found.source.moved)
 
 
 def test_one_line_for_all_products_is_told_apart():
@@ -301,5 +307,5 @@ def test_gradients_of_micro_batches_are_those_of_weights(scanned):
 
     p = {"up": f32(64, 128), "bias": f32(128), "down": f32(128, 64)}
     found = gshard.explain(step, p, p, p, f32(4, 4096, 64), mesh=MESH)
-    reduced = {row.array for row in found.all_rows if row.kind == "reduce_scatter"}
+    reduced = {row.array.text for row in found.source.moved if row.kind == "reduce_scatter"}
     assert reduced == {"gradient of p/up", "gradient of p/bias", "gradient of p/down"}

@@ -71,7 +71,7 @@ def test_what_is_handed_to_the_others_keeps_its_bits(x):
 def test_results_of_an_io_callback_are_what_explain_says_is_sent():
     f = lambda x: io_callback(lambda x: x, like(x), x)  # noqa: E731
     found = gshard.explain(f, X, mesh=8)
-    assert (found.bytes_by_kind, found.gathered) == ({"all_reduce": 2 * X.nbytes * 7 // 8}, ())
+    assert (found.bytes_by_kind, found.lists["gathered"]) == ({"all_reduce": 2 * X.nbytes * 7 // 8}, ())
     spmd = gshard.jit(f, mesh=8).lower(X).spmd
     assert emitted(spmd.jaxpr, spmd.mesh.atom_sizes) == reported(spmd.collectives)
 

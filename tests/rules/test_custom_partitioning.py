@@ -293,7 +293,7 @@ def test_inside_of_loops_and_derivatives(name):
     split = put(x, mesh, "a")
     sent = [c for c in partitioned.lower(split).spmd.collectives if c.kind != "all_reduce"]  # a predicate is summed
     assert not sent, "rows are split for nothing"
-    assert not gshard.explain(partitioned, split).gathered
+    assert not gshard.explain(partitioned, split).lists["gathered"]
 
 
 def test_a_program_that_names_the_axis_takes_no_part_of_it():
@@ -315,7 +315,7 @@ def test_uneven_arrays_are_whole_and_told():
     x = normal(9, 5)
     partitioned = gshard.jit(lambda x: op(gshard.split(x, 0, 8)), mesh=mesh_of((8,)))
     same(partitioned(x), np.sin(x))
-    (told,) = gshard.explain(partitioned, x).gathered
+    (told,) = gshard.explain(partitioned, x).lists["gathered"]
     assert "no axis of the mesh divides a dimension of it" in told
     some = gshard.jit(lambda x: op(gshard.split(x, 0, 8)), mesh=mesh_of((8,)))
     same(some(normal(12, 5)), np.sin(normal(12, 5)))  # four of eight devices could
@@ -338,7 +338,7 @@ def test_a_refusal_is_told_with_its_reason():
         return op(x) * 2
 
     same(gshard.jit(f, mesh=mesh)(x), np.sin(np.asarray(x)) * 2)
-    (told,) = gshard.explain(gshard.jit(f, mesh=mesh), x).gathered
+    (told,) = gshard.explain(gshard.jit(f, mesh=mesh), x).lists["gathered"]
     assert "partition raises NotImplementedError: on one device only" in told
     assert "test_custom_partitioning.py" in told
     with pytest.raises(PlanError, match="'custom_partitioning' cannot be split"):

@@ -69,7 +69,7 @@ def test_operands_without_blocks_come_first(name, rng):
         return call(first, gshard.split(x, 0, 8)) + 1
 
     same(gshard.jit(alone, mesh=8)(first, x), jax.jit(call)(first, x) + 1)
-    assert "pallas_call at test_kernel.py" in gshard.explain(gshard.jit(alone, mesh=8), first, x).gathered[0]
+    assert "pallas_call at test_kernel.py" in gshard.explain(gshard.jit(alone, mesh=8), first, x).lists["gathered"][0]
     with pytest.raises(gshard.PlanError, match="'pallas_call' has no rule"):
         gshard.jit(alone, mesh=8, strict=True)(first, x)
     x = rng.standard_normal((8, 16, 6), np.float32)

@@ -75,8 +75,8 @@ def test_both_jits_are_counted_in_one_way(xla, ours, arguments, sums):
         by_gshard = assert_collectives(jitted, given, total=range(1, 100), max_bytes=by_xla.total_bytes)
         emitted = gshard.explain(jitted, *given)
         assert by_gshard.bytes_by_kind == {k: n for k, n in emitted.bytes_by_kind.items() if n}
-        names = {a.short.text for a in by_gshard.arguments}
-        assert names == {a.short.text for a in by_xla.arguments}, "the arguments are called as the function calls them"
+        names = {a.short.text for a in by_gshard.tensors}
+        assert names == {a.short.text for a in by_xla.tensors}, "the arguments are called as the function calls them"
 
 
 def test_whatever_holds_the_program_is_counted_alike(tmp_path):

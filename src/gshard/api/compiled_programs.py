@@ -23,8 +23,9 @@ from gshard.core.jax_adapter_jit import arguments_of_call, axes_of_exported, cal
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.paths import leaf_names
 from gshard.device.machine import Machine
-from gshard.explanation.compiled_explanation import CompiledExplanation, read_compiled
 from gshard.explanation.compiled_program import read_program
+from gshard.explanation.compiled_source import CompiledSource
+from gshard.explanation.explain import Explanation, read_compiled
 from gshard.tracing.by_jax import name_of
 
 CompiledLike = jax.stages.Compiled | jax.stages.Lowered | jax.stages.Traced | jax.export.Exported | str | Path
@@ -60,11 +61,11 @@ def stage_inside(f: Any) -> Any:
 
 def explain_compiled(
     f: Any, mesh: MeshLike = None, machine: str | Machine | None = None, names: Mapping[str, str] | None = None
-) -> CompiledExplanation:
+) -> Explanation:
     """Explains a program that is compiled, or is compiled here."""
     if isinstance(f, str | Path):
-        found = CompiledExplanation(read_program(_text_of(f), None if mesh is None else Mesh.of(mesh)))
-        return found if machine is None else found.on(machine)
+        source = CompiledSource(read_program(_text_of(f), None if mesh is None else Mesh.of(mesh)))
+        return Explanation(source, None if machine is None else Machine.read(machine, source.mesh.size))
     if isinstance(f, jax.export.Exported):
         f = _of_exported(f, mesh)
     f = f.lower() if isinstance(f, jax.stages.Traced) else f
@@ -72,7 +73,7 @@ def explain_compiled(
     return read_compiled(compiled, None if mesh is None else Mesh.of(mesh), machine, names=names)
 
 
-def explain_compiled_by_gshard(compiled: Compiled, machine: str | Machine | None = None) -> CompiledExplanation:
+def explain_compiled_by_gshard(compiled: Compiled, machine: str | Machine | None = None) -> Explanation:
     """Explains what XLA compiled of a function from ``gshard.jit``: the arguments have the names of the function's."""
     lowered = compiled.lowered
     names = {f"arrays[{i}]": name for i, name in enumerate(lowered.program.names)}

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, overload
-
-import jax
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from gshard.api.compiled_programs import (
     GSHARD,
     XLA,
-    CompiledLike,
     explain_compiled,
     explain_compiled_by_gshard,
     is_compiled,
@@ -40,43 +37,14 @@ from gshard.core.mesh import MeshLike
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.device.machine import Machine
-from gshard.explanation.compiled_explanation import CompiledExplanation
+from gshard.explanation.compiled_source import CompiledSource, source_of
 from gshard.explanation.explain import Explanation
+from gshard.explanation.plan_source import PlanSource
 from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.rematerialise import bytes_of
 from gshard.tracing.by_jax import name_of
 
 Planned = Traced | Lowered | Compiled  # the stages of a function from gshard.jit
-
-
-@overload  # a compiled program can be called, too, so that it is of the last kind as well: the first one counts
-def explain(  # type: ignore[overload-overlap]
-    f: CompiledLike, *, mesh: MeshLike = None, machine: str | Machine | None = None
-) -> CompiledExplanation: ...
-@overload
-def explain(
-    f: Planned, *, partitioner: Literal["xla"], machine: str | Machine | None = None
-) -> CompiledExplanation: ...
-@overload
-def explain(f: Planned, *, partitioner: Literal["gshard"] | None = None) -> Explanation: ...
-@overload
-def explain(f: Callable[..., Any], *args: Any, partitioner: Literal["xla"], **kwargs: Any) -> CompiledExplanation: ...
-@overload
-def explain(
-    f: Callable[..., Any],
-    *args: Any,
-    mesh: MeshLike = None,
-    machine: str | Machine | None = None,
-    memory_limit: int | str | None = None,
-    plan: Plan | SavedPlan | None = None,
-    static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Sequence[str] | None = None,
-    donate_argnums: int | Sequence[int] | None = None,
-    donate_argnames: str | Sequence[str] | None = None,
-    finite: bool = False,
-    partitioner: Literal["gshard"] | None = None,
-    **kwargs: Any,
-) -> Explanation: ...
 
 
 @without_our_frames
@@ -95,7 +63,7 @@ def explain(
     finite: bool = False,
     partitioner: Literal["gshard", "xla"] | None = None,
     **kwargs: Any,
-) -> Any:
+) -> Explanation:
     """Tells how a function is partitioned: by gshard, without compiling it; or by XLA, as it compiled it.
 
     Args:
@@ -117,8 +85,7 @@ def explain(
             several devices, unless ``mesh``, ``memory_limit``, ``plan`` or ``finite`` is given; and gshard otherwise.
 
     Returns:
-        the explanation, an ``Explanation`` by gshard and a ``CompiledExplanation`` by XLA; print it, or write it as a
-        page by ``.html(path)``.
+        the explanation; print it, or write it as a page by ``.html(path)``.
 
     Raises:
         MeshError: no mesh was given and none is set. ArgumentError: ``f`` is no function, or is one from
@@ -183,7 +150,7 @@ def _of_stage(
     options: Mapping[str, Any],
     machine: str | Machine | None,
     partitioner: str | None,
-) -> Explanation | CompiledExplanation:
+) -> Explanation:
     """The explanation of a function from ``gshard.jit`` that is traced, lowered or compiled."""
     own = {**options, "machine": machine if partitioner != XLA else None}
     given = [f"{name}=" for name in (*(n for n, value in own.items() if value is not None), *kwargs)]
@@ -206,11 +173,12 @@ def _of_lowered(lowered: Lowered) -> Explanation:
     """The explanation of a function that is planned for its arguments."""
     target = lowered.target
     made = target.recorded is None and target.search is False
-    return Explanation(
+    source = PlanSource(
         plan=lowered.plan, spmd=lowered.spmd, donated=lowered.donated, marked=lowered.marked,
-        by_bytes=made and target.machine is None, machine=target.machine,
+        by_bytes=made and target.machine is None,
         planning_seconds=lowered.planning_seconds,
     )  # fmt: skip
+    return Explanation(source, target.machine)
 
 
 def _as_compiled(
@@ -221,7 +189,7 @@ def _as_compiled(
     machine: str | Machine | None,
     partitioner: str | None,
     ours: Mapping[str, Any],
-) -> CompiledExplanation | Explanation | None:
+) -> Explanation | None:
     """The explanation of what XLA compiles; None if gshard is to partition."""
     given = [name for name, value in ours.items() if value is not None]
     if is_compiled(f):
@@ -258,7 +226,12 @@ def _as_compiled(
         return _of_stage(lowered, (), {}, {}, machine, partitioner)
     if partitioner is None and partitions_of(lowered) == 1:
         return None
-    return explain_lowered(lowered, f, args, kwargs, machine)
+    names = names_of_arrays(f, args, kwargs)
+    found = explain_compiled(lowered, None, machine, names)
+    source = found.source
+    assert isinstance(source, CompiledSource), "XLA compiled it"
+    again = compiled_again(source, f, (args, dict(kwargs)), functools.partial(source_of, names=names))
+    return dataclasses.replace(found, source=dataclasses.replace(source, again=again))
 
 
 def _on_one_device(f: Any) -> MeshError:
@@ -269,20 +242,6 @@ def _on_one_device(f: Any) -> MeshError:
         "Place the arguments with jax.device_put(x, NamedSharding(mesh, P('data'))), or give shapes: "
         "jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=...). With mesh=8, gshard.explain shows gshard's own plan.",
     )
-
-
-def explain_lowered(
-    lowered: jax.stages.Lowered,
-    f: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    machine: str | Machine | None = None,
-) -> CompiledExplanation:
-    """Explains what XLA compiles of a function; the explanation can compile it again with other shardings."""
-    names = names_of_arrays(f, args, kwargs)
-    found = explain_compiled(lowered, None, machine, names)
-    read = functools.partial(explain_compiled, names=names)
-    return dataclasses.replace(found, again=compiled_again(found, f, (args, dict(kwargs)), read))
 
 
 def refuse_options(asker: str, f: Jitted, finite: bool, **own: Any) -> None:

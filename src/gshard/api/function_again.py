@@ -23,7 +23,7 @@ from gshard.core.jax_adapter_jit import calls_of_jit, jitted_as, operands_of_cal
 from gshard.core.memory_kinds import in_memory, shape_of_type
 from gshard.core.mesh import Mesh
 from gshard.core.paths import leaf_names
-from gshard.explanation.compiled_explanation import CompiledAgain, CompiledExplanation
+from gshard.explanation.compiled_source import CompiledAgain, CompiledSource
 from gshard.explanation.constraint_candidates import Planned
 from gshard.explanation.tried_changes import Specs
 from gshard.planning.added_marks import spec_of_cut
@@ -55,7 +55,7 @@ def with_bound_arguments(f: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def compiled_again(
-    found: CompiledExplanation, f: Any, given: Arguments, read: Callable[[Any], CompiledExplanation]
+    found: CompiledSource, f: Any, given: Arguments, read: Callable[[Any], CompiledSource]
 ) -> CompiledAgain:
     """What compiles an explained function once more."""
     leaves, tree = jax.tree.flatten(on_first_devices(given))
@@ -70,7 +70,7 @@ def compiled_again(
             once.append(_traced(f, args, kwargs, shapes))
         return once[0]
 
-    def compiled(jaxpr: Any, specs: Specs) -> CompiledExplanation:
+    def compiled(jaxpr: Any, specs: Specs) -> CompiledSource:
         call, operands, passed = traced()
         changed = {numbers[n]: spec for n, spec in specs.items()}
         pairs = zip(operands, passed, strict=True)
@@ -109,7 +109,7 @@ def _with_spec(leaf: Any, spec: Any) -> Any:
     return leaf.update(sharding=in_memory(NamedSharding(leaf.sharding.mesh, spec), leaf.sharding.memory_kind))
 
 
-def _numbers(found: CompiledExplanation, f: Any, given: Arguments, shapes: list[Any]) -> list[int | None]:
+def _numbers(found: CompiledSource, f: Any, given: Arguments, shapes: list[Any]) -> list[int | None]:
     """For each argument of the program the number of its leaf; None if that is not known."""
     arguments = found.program.arguments
     if not is_from_framework(f) and len(arguments) == len(shapes):

@@ -488,8 +488,9 @@ def jit(
             machines hides that (TPU v5e). For CPUs, abstract meshes, and devices that there is no model of, None takes
             the plan that sends least, and computes no product twice to send less.
         strict: True refuses operations without a rule instead of gathering their operands, a layout with rows for
-            nothing, and what the function says and gshard does not keep (``explain(...).dropped``). A number of bytes
-            also refuses a program in which each device sends more than that in one call, and names the lines that do.
+            nothing, and what the function says and gshard does not keep (``explain(...).lists["dropped"]``). A number
+            of bytes also refuses a program in which each device sends more than that in one call, and names the lines
+            that do.
         uneven: what becomes of results that are split in a dimension which does not divide: ``"gather"`` makes it
             whole, since JAX has no such arrays, or splits an unmarked result along another one if that sends
             less; ``"keep"`` returns an ``UnevenArray``, which the next call takes without moving it.

@@ -19,7 +19,7 @@ from gshard.device.cost import Cost
 from gshard.device.machine import Machine, machine_of, machine_to_order, machine_to_plan_for
 from gshard.emit.compile import Executable, compile_spmd
 from gshard.explanation.advice import Budget
-from gshard.explanation.explained_plan import refuse_unused
+from gshard.explanation.plan_source import refuse_unused
 from gshard.planning.collective_matmuls import CollectiveMatmul
 from gshard.planning.demands import at_boundary
 from gshard.planning.propagate import in_best_order

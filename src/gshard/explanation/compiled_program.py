@@ -14,7 +14,10 @@ import numpy as np
 from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.mesh import Atoms, Mesh
 from gshard.device.memory import MemoryTotals
-from gshard.naming.argument_names import ArrayName, argument_names
+from gshard.explanation.places import Place
+from gshard.explanation.rows import ArrayRow
+from gshard.naming.argument_names import argument_names
+from gshard.tracing.trace import names_of_files
 from gshard.xla.dataflow import PRODUCTS, Array, Dataflow
 from gshard.xla.hlo_collectives import Sent, sent_by
 from gshard.xla.hlo_parser import Instruction, Module, arrays_of, read_module
@@ -35,7 +38,7 @@ class ReadSharding:
 
     parts: tuple[int, ...]  # in how many parts each dimension is cut; none where all of the array is on each device
     dims: tuple[Atoms, ...] | None  # the atoms of the mesh that cut each dimension; None if the parts lie along no axes
-    text: str  # ``P(data, None)``; the parts if no axes are known
+    text: str  # ``P(data)``; the parts if no axes are known
 
     @property
     def count(self) -> int:
@@ -61,26 +64,24 @@ def read_sharding(attributes: str, mesh: Mesh) -> ReadSharding | None:
     return ReadSharding((), (), WHOLE) if "sharding={replicated}" in attributes else None
 
 
-def sharding_of_spec(axes_of: Sequence[Sequence[str]], sizes: Mapping[str, int], mesh: Mesh) -> ReadSharding:
-    """The sharding that names axes for each dimension.
-
-    >>> sharding_of_spec([[], ["model", "data"]], {"data": 2, "model": 4}, Mesh.abstract(data=2, model=4)).text
-    'P(None, (model, data))'
-    """
-    parts = tuple(math.prod(sizes.get(axis, 1) for axis in axes) for axes in axes_of)
-    # The user may call the axes otherwise.
-    is_known = all(dict(mesh.axes).get(axis) == sizes.get(axis) for axes in axes_of for axis in axes)
-    dims = tuple(tuple(a for axis in axes for a in mesh.atoms_of[axis]) for axes in axes_of) if is_known else None
-    words = [axes[0] if len(axes) == 1 else f"({', '.join(axes)})" if axes else "None" for axes in axes_of]
-    return ReadSharding(parts, dims, f"P({', '.join(words)})" if math.prod(parts) > 1 else WHOLE)
-
-
 def _named(text: str, entries: str, mesh: Mesh) -> ReadSharding:
     axes_of = [re.findall(r"'([^']*)'", entry) for entry in re.findall(r"\{([^{}]*)\}", entries)]
     sizes = {axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", text)}
-    found = sharding_of_spec(axes_of, sizes, mesh)
-    # An axis may be cut in parts: 'a':(1)2.
-    return dataclasses.replace(found, dims=None) if ":(" in entries else found
+    parts = tuple(math.prod(sizes.get(axis, 1) for axis in axes) for axes in axes_of)
+    # The user may call the axes otherwise, and an axis may be cut in parts: 'a':(1)2.
+    is_known = all(dict(mesh.axes).get(axis) == sizes.get(axis) for axes in axes_of for axis in axes)
+    dims = tuple(tuple(a for axis in axes for a in mesh.atoms_of[axis]) for axes in axes_of) if is_known else None
+    return ReadSharding(
+        parts, None if ":(" in entries else dims, _spec_text(axes_of) if math.prod(parts) > 1 else WHOLE
+    )
+
+
+def _spec_text(axes_of: Sequence[Sequence[str]]) -> str:
+    """The axes of each dimension as JAX writes them, without the last dimensions that are whole."""
+    words = [axes[0] if len(axes) == 1 else f"({', '.join(axes)})" if axes else "None" for axes in axes_of]
+    while words and words[-1] == "None":
+        words.pop()
+    return f"P({', '.join(words)})" if words else WHOLE
 
 
 def _tiled(found: re.Match[str], mesh: Mesh) -> ReadSharding:
@@ -103,7 +104,7 @@ def _tiled(found: re.Match[str], mesh: Mesh) -> ReadSharding:
         dims = None if None in along else tuple(atoms for atoms in along if atoms is not None)
     if dims is None:
         return ReadSharding(parts, None, f"in {' x '.join(map(str, parts))} parts")
-    return ReadSharding(parts, dims, f"P({', '.join(_word(mesh, atoms) for atoms in dims)})")
+    return ReadSharding(parts, dims, _spec_text([mesh.format_atoms(a).split(",") if a else [] for a in dims]))
 
 
 def _atoms(part: np.ndarray, count: int, mesh: Mesh) -> Atoms | None:
@@ -125,32 +126,18 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in text.split(",") if n)
 
 
-def _word(mesh: Mesh, atoms: Atoms) -> str:
-    names = mesh.format_atoms(atoms).split(",") if atoms else []
-    return f"({', '.join(names)})" if len(names) > 1 else names[0] if names else "None"
-
-
 _MESH = re.compile(r"\bmesh\[((?:'[^']*'=\d+,?\s*)+)\]")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CompiledArgument:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledArgument(ArrayRow):
     """One argument of a compiled program."""
 
-    name: str  # its path, ``params['up']``; ``argument 3`` if the program does not tell
-    short: ArrayName  # what it is called in tables
     type: str  # of one device's part, ``f32[8,4]``
-    local_bytes: int  # of this part;
-    bytes: int | None  # and of the whole array; None if the program does not tell
-    sharding: str  # how it is cut, as text; empty if the program does not tell
+    cut: str  # how it is cut, as text; empty if the program does not tell
     # in how many parts each dimension is cut; empty if each device has the whole array, or if it is unknown
     parts: tuple[int, ...] = ()
     dims: tuple[Atoms, ...] | None = None  # the atoms of the mesh that cut each dimension; None if they are not known
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every device holds all of it."""
-        return self.bytes == self.local_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +197,23 @@ class CompiledProgram:
             for number in self.flow.arguments(Array(name, operand))
         )
 
+    def place_of(self, made: Instruction) -> Place | None:
+        """The user's line of an instruction; None if it does not tell."""
+        path, _, line = self.module.place_of(made).rpartition(":")
+        return Place(path, int(line), self._files.get(path, "")) if path and line.isdigit() else None
+
+    @functools.cached_property
+    def _files(self) -> Mapping[str, str]:
+        """What each file is called."""
+        numbers = {
+            int(found[1])
+            for computation in self.module.computations.values()
+            for made in computation.instructions.values()
+            if (found := re.search(r"\bstack_frame_id=(\d+)", made.attributes)) is not None
+        }
+        places = {self.module.places.get(number, "") for number in numbers}
+        return names_of_files(place.rpartition(":")[0] for place in sorted(places))
+
     @property
     def instructions(self) -> int:
         """How many instructions it has, those of fusions included."""
@@ -230,8 +234,6 @@ def read_program(
     text: str,
     mesh: Mesh | None = None,
     *,
-    whole: Sequence[tuple[int, str] | None] = (),
-    cuts: Sequence[ReadSharding | None] = (),
     results: Sequence[str] = (),
     platform: str = "",
     memory: MemoryTotals | None = None,
@@ -261,7 +263,7 @@ def read_program(
     program = CompiledProgram(
         name.removeprefix("jit_"), module, mesh, (), tuple(results), platform or _platform_of(text), memory
     )
-    return dataclasses.replace(program, arguments=_arguments(program, whole, cuts, names or {}))
+    return dataclasses.replace(program, arguments=_arguments(program, names or {}))
 
 
 def memory_figures(compiled: jax.stages.Compiled) -> MemoryTotals | None:
@@ -300,12 +302,7 @@ def _platform_of(text: str) -> str:
     return "gpu" if "gpu_backend_config" in text or "native_emitter_backend_config" in text else ""
 
 
-def _arguments(
-    program: CompiledProgram,
-    whole: Sequence[tuple[int, str] | None],
-    cuts: Sequence[ReadSharding | None],
-    called: Mapping[str, str],
-) -> tuple[CompiledArgument, ...]:
+def _arguments(program: CompiledProgram, called: Mapping[str, str]) -> tuple[CompiledArgument, ...]:
     entry = program.module.computations[program.module.entry]
     found = sorted((i for i in entry.instructions.values() if i.opcode == "parameter"), key=lambda i: i.number)
     names = [called.get(i.op_name, i.op_name) or f"argument {i.number}" for i in found]
@@ -313,12 +310,16 @@ def _arguments(
     types = [arrays_of(i.type) for i in found]
     short = argument_names({name: str(type) for name, type in zip(names, types, strict=True)})
     rows = []
-    for i, (made, name, arrays) in enumerate(zip(found, names, types, strict=True)):
-        local = sum(a.bytes for a in arrays)
-        known = whole[i] if i < len(whole) else None
-        cut = (cuts[i] if i < len(cuts) else None) or read_sharding(made.attributes, program.mesh)
-        size, sharding = known or ((None, "") if cut is None else (local * cut.count, cut.text))
-        kind = " ".join(map(str, arrays))
+    for made, name, arrays in zip(found, names, types, strict=True):
+        local, kind = sum(a.bytes for a in arrays), " ".join(map(str, arrays))
+        cut = ReadSharding((), (), "") if program.mesh.size == 1 else read_sharding(made.attributes, program.mesh)
+        size, text = (None, "") if cut is None else (local * cut.count, cut.text)
         parts, dims = ((), None) if cut is None else (cut.parts, cut.dims)
-        rows.append(CompiledArgument(name, short[name], kind, local, size, sharding, parts, dims))
+        pieces = 1 if size is None or not local else round(size / local)
+        note = "the program does not tell" if size is None else f"one of {pieces} parts" if pieces > 1 else "all of it"
+        row = CompiledArgument(
+            name=name, short=short[name], sharding=f"{kind} {text}".strip(), bytes=size, local_bytes=local, note=note,
+            type=kind, cut=text, parts=parts, dims=dims,
+        )  # fmt: skip
+        rows.append(row)
     return tuple(rows)

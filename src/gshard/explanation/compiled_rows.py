@@ -1,66 +1,69 @@
-"""Compiled rows: what the collectives of a compiled program move, what devices hold whole, and their text."""
+"""Compiled rows: what the collectives of a compiled program move, and what devices hold whole."""
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import format_bytes
 from gshard.device.network import atoms_among
 from gshard.explanation.compiled_program import CompiledArgument, CompiledProgram
-from gshard.explanation.rows import ArrayLine, CollectiveRow, array_lines, collective_lines
-from gshard.naming.argument_names import ArrayName, common_name, equal_layers
+from gshard.explanation.places import Place
+from gshard.explanation.rows import Listed, Moved
+from gshard.naming.argument_names import ArrayName, Path, common_name, equal_layers
 from gshard.naming.array_names import GRADIENT, UPDATE
 from gshard.xla.dataflow import Array
 from gshard.xla.hlo_collectives import Sent, pairs_of
 from gshard.xla.hlo_parser import ArrayType, Computation, Instruction, Origin, arrays_of, origin_of
 
-# Parts: the arrays that the collectives of a compiled program move, each with its name, its line and its reason.
+# The arrays that the collectives of a compiled program move, each with its name, its line and its reason.
 
 REDUCTIONS = frozenset(("all_reduce", "reduce_scatter"))
 _MANY = 8  # devices of a group that are listed
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Part:
-    """One array that a collective moves."""
-
-    sent: Sent  # the collective
-    number: int  # which of its arrays
-    bytes: int  # that each device sends of it in one run
-    type: ArrayType  # the operand on one device
-    array: ArrayName  # what it is called
-    is_named: bool  # whether it is called after an argument
-    origin: Origin  # the operator for which it is moved;
-    line: str  # its line, ``train.py:9``;
-    place: str  # with the whole path of the file; both empty if nothing tells
-    why: str  # which operator reads or makes it
-
-
-def parts_of(program: CompiledProgram) -> tuple[Part, ...]:
+def moved_by(program: CompiledProgram) -> tuple[Moved, ...]:
     """The arrays that collectives move, in the order of the program."""
-    return tuple(_part(program, sent, i) for sent in program.sent for i in range(max(1, len(sent.itself.operands))))
+    noted = [_where(program, sent, i) for sent, i in _numbered(program)]
+    # With the operator inside, so that a scope with a number that holds no other scope may be a layer, too.
+    paths = {(*origin.module.split("/"), origin.operation): None for origin, _ in noted if origin.module}
+    folded = {path[:-1]: alike[:-1] for path, alike in equal_layers(paths, same_inside=False).items()}
+    pairs = zip(_numbered(program), noted, strict=True)
+    return tuple(_moved(program, sent, i, *where, folded) for (sent, i), where in pairs)
 
 
-def _part(program: CompiledProgram, sent: Sent, i: int) -> Part:
-    computation = program.module.computations[sent.inside]
+def _numbered(program: CompiledProgram) -> list[tuple[Sent, int]]:
+    """The collectives with the numbers of the arrays that they move."""
+    return [(sent, i) for sent in program.sent for i in range(max(1, len(sent.itself.operands)))]
+
+
+def _moved(
+    program: CompiledProgram, sent: Sent, i: int, origin: Origin, place: Place | None, folded: Mapping[Path, Path]
+) -> Moved:
+    computation, collective = program.module.computations[sent.inside], sent.collective
     operands = [computation.instructions[o] for o in sent.itself.operands if o in computation.instructions]
     types = [arrays_of(o.type) for o in operands] or [arrays_of(sent.itself.literal or sent.itself.type)]
-    sizes = [sum(a.bytes for a in own) for own in types]
-    share = sizes[i] / sum(sizes) if sum(sizes) else 0.0
-    operand = Array(sent.inside, sent.itself.operands[i]) if sent.itself.operands else None
-    result = _result(program, sent, i)
-    own = _notes(program, sent, i)
-    origin, line, place = _where(program, own, operand, result)
-    array, is_named = _name(program, sent, origin, operand, result)
-    why = _why(program, sent, origin, operand, result)
-    first = types[i][0] if types[i] else ArrayType("token", (), 0, False)
-    return Part(sent, i, round(sent.collective.bytes_moved * share), first, array, is_named, origin, line, place, why)
+    until = [0, *itertools.accumulate(sum(a.bytes for a in own) for own in types)]
+    begin, end = (round(collective.total_bytes * n / until[-1]) if until[-1] else 0 for n in until[i : i + 2])
+    operand, result = _operand(sent, i), _result(sent, i)
+    path, why = tuple(origin.module.split("/")), _why(program, sent, origin, operand, result)
+    return Moved(
+        kind=collective.kind, axes=axes_text(program, sent), times=collective.executions, bytes=end - begin,
+        shape=str(types[i][0] if types[i] else ArrayType("token", (), 0, False)),
+        line="" if place is None else f"{place.path.rpartition('/')[2]}:{place.line}", cause=place,
+        array=_name(program, sent, origin, operand, result),
+        module=ArrayName(origin.module, "/".join(folded.get(path, path))), why=ArrayName(why, why),
+        exact=collective.exact, source=sent, key=id(sent.itself),
+    )  # fmt: skip
 
 
-def _result(program: CompiledProgram, sent: Sent, i: int) -> Array:
+def _operand(sent: Sent, i: int) -> Array | None:
+    return Array(sent.inside, sent.itself.operands[i]) if sent.itself.operands else None
+
+
+def _result(sent: Sent, i: int) -> Array:
     """What a part of a collective becomes."""
     several = len(sent.itself.operands) > 1
     if sent.made is sent.itself:
@@ -81,28 +84,23 @@ def _notes(program: CompiledProgram, sent: Sent, i: int) -> list[Instruction]:
     return [*taken, sent.itself, sent.ends, sent.made]
 
 
-def _where(
-    program: CompiledProgram, own: Sequence[Instruction], operand: Array | None, result: Array
-) -> tuple[Origin, str, str]:
-    """The operator for which a part is moved: as the collective notes, else what makes it, else what reads it."""
-    notes = list(own)
+def _where(program: CompiledProgram, sent: Sent, i: int) -> tuple[Origin, Place | None]:
+    """The operator for which an array is moved: as the collective notes, else what makes it, else what reads it."""
+    notes, operand = _notes(program, sent, i), _operand(sent, i)
     made = None if operand is None else program.flow.made(program.flow.source(operand))
     notes += [made] if made is not None and made.opcode != "parameter" else []
-    if not any(map(program.module.place_of, notes)):
-        reader = next(program.flow.readers(result), None)
+    if not any(map(program.place_of, notes)):
+        reader = next(program.flow.readers(_result(sent, i)), None)
         notes += [] if reader is None else [reader[1]]
     named = next((n for n in notes if "/" in n.op_name or n.op_name.startswith("jit(")), None)
-    place = next(filter(None, map(program.module.place_of, notes)), "")
-    origin = Origin() if named is None else origin_of(named.op_name)
-    return origin, place.rpartition("/")[2], place
+    place = next(filter(None, map(program.place_of, notes)), None)
+    return Origin() if named is None else origin_of(named.op_name), place
 
 
-def _name(
-    program: CompiledProgram, sent: Sent, origin: Origin, operand: Array | None, result: Array
-) -> tuple[ArrayName, bool]:
+def _name(program: CompiledProgram, sent: Sent, origin: Origin, operand: Array | None, result: Array) -> ArrayName:
     numbers = () if operand is None else program.flow.arguments(operand)
     if numbers and max(numbers) < len(program.arguments):
-        return common_name([program.arguments[n].short for n in numbers]), True
+        return common_name([program.arguments[n].short for n in numbers])
     if origin.is_backward or sent.collective.kind in REDUCTIONS or not program.updates:
         reach = program.flow.reach(result)
         changed = {program.updates[r] for r in reach.results if r in program.updates} | reach.beside
@@ -112,17 +110,17 @@ def _name(
         if weights and (reach.results or origin.is_backward):
             before = GRADIENT if origin.is_backward else UPDATE
             short = common_name([program.arguments[n].short for n in weights])
-            return ArrayName(before + short.text, before + short.alike), True
+            return ArrayName(before + short.text, before + short.alike)
         named = sorted(r for r in reach.results if r < len(program.results))
         if named and origin.is_backward:
             text = program.results[named[0]]
-            return ArrayName(text, text), True
+            return ArrayName(text, text)
     made = None if operand is None else program.flow.made(program.flow.source(operand))
     operation = (origin_of(made.op_name).operation if made is not None and made.opcode != "parameter" else "") or (
         origin.operation or (made.opcode if made is not None else sent.itself.opcode)
     )
     text = f"{operation}{_phase(origin)}"
-    return ArrayName(text, text), False
+    return ArrayName(text, text)
 
 
 def _phase(origin: Origin) -> str:
@@ -175,67 +173,6 @@ def axes_text(program: CompiledProgram, sent: Sent) -> str:
     return f"{{{listed}}}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CompiledRow(CollectiveRow):
-    """Collectives of one kind over the same devices for the same line."""
-
-    place: str  # the line with the whole path of its file
-    parts: tuple[Part, ...] = dataclasses.field(default=(), repr=False)  # what it was made of
-
-
-def compiled_rows(
-    program: CompiledProgram, parts: Sequence[Part], taken: Mapping[int, tuple[float, float]] | None = None
-) -> tuple[CompiledRow, ...]:
-    """The collectives of a program, most bytes first."""
-    # With the operator inside, so that a scope with a number that holds no other scope may be a layer, too.
-    paths = {(*p.origin.module.split("/"), p.origin.operation): None for p in parts if p.origin.module}
-    folded = {path[:-1]: alike[:-1] for path, alike in equal_layers(paths, same_inside=False).items()}
-    rows: dict[Hashable, list[Part]] = {}
-    for part in parts:
-        path = tuple(part.origin.module.split("/"))
-        module = "/".join(folded.get(path, path))
-        read = part.sent.collective
-        key = (read.kind, axes_text(program, part.sent), part.line, str(part.type), part.array.alike, module, part.why)
-        rows.setdefault(key, []).append(part)
-    sharing = Counter(sent for same in rows.values() for sent in {id(part.sent) for part in same})
-    made = [
-        dataclasses.replace(
-            _row(program, same, folded, taken or {}), sharing=max(sharing[id(part.sent)] for part in same)
-        )
-        for same in rows.values()
-    ]
-    return tuple(sorted(made, key=lambda row: (-row.bytes, -row.seconds)))
-
-
-def _row(
-    program: CompiledProgram,
-    same: Sequence[Part],
-    folded: Mapping[tuple[str, ...], tuple[str, ...]],
-    taken: Mapping[int, tuple[float, float]],
-) -> CompiledRow:
-    first = same[0]
-    modules = {part.origin.module for part in same}
-    path = tuple(first.origin.module.split("/"))
-    module = first.origin.module if len(modules) == 1 else "/".join(folded.get(path, path))
-    names = {part.array.text for part in same}
-    times = {part.sent: part.sent.collective.executions for part in same}
-    sent = sum(part.bytes * part.sent.collective.executions for part in same)
-    # What one message takes is shared by its arrays as its bytes are.
-    shares = [
-        (part.bytes / part.sent.collective.bytes_moved * part.sent.collective.executions, id(part.sent.itself))
-        for part in same
-        if part.sent.collective.bytes_moved
-    ]
-    seconds, exposed = (sum(share * taken.get(which, (0.0, 0.0))[k] for share, which in shares) for k in (0, 1))
-    return CompiledRow(
-        kind=first.sent.collective.kind, axes=axes_text(program, first.sent), times=sum(times.values()), bytes=sent,
-        shape=str(first.type), line=first.line, why=first.why, module=module, place=first.place, seconds=seconds,
-        array=first.array.text if len(names) == 1 else first.array.alike, exposed=exposed, parts=tuple(same),
-        arrays=len(names) if first.is_named else len(modules),
-        exact=all(part.sent.collective.exact for part in same),
-    )  # fmt: skip
-
-
 # Whole arrays: what every device of a compiled program holds whole, and what is gathered only to be cut again.
 
 LARGE = 1 << 20  # bytes of an array that is worth a line
@@ -246,38 +183,28 @@ _FORMS = frozenset(
 _MOST = 200  # instructions that an index is followed back
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Regathered:
-    """An array that every device of a group gathers, though it keeps only a part of the array."""
-
-    part: Part  # the gather
-    kept: str  # the part that a device keeps, as text
-
-
-def whole_arguments(program: CompiledProgram) -> tuple[CompiledArgument, ...]:
+def whole_arguments(program: CompiledProgram) -> list[CompiledArgument]:
     """The large arguments that every device holds whole, largest first."""
-    if program.mesh.size == 1:
-        return ()
-    total = sum(a.local_bytes for a in program.arguments)
-    found = [a for a in program.arguments if a.is_whole and a.local_bytes >= max(LARGE, _SHARE * total)]
-    return tuple(sorted(found, key=lambda a: -a.local_bytes))
+    least = max(LARGE, _SHARE * sum(a.local_bytes for a in program.arguments))
+    found = [a for a in program.arguments if a.is_whole and a.local_bytes >= least]
+    return sorted(found, key=lambda a: -a.local_bytes) if program.mesh.size > 1 else []
 
 
-def regathered(program: CompiledProgram, parts: Sequence[Part]) -> tuple[Regathered, ...]:
+def regathered_lines(program: CompiledProgram, moved: Sequence[Moved]) -> tuple[str, ...]:
     """The gathers whose result each device keeps only in part, most bytes first."""
-    found = []
-    for part in parts:
-        if part.sent.collective.kind == "all_gather" and (kept := _kept(program, part)):
-            found.append(Regathered(part, kept))
-    return tuple(sorted(found, key=lambda r: -r.part.bytes * r.part.sent.collective.executions))
+    lines = []
+    for one, (sent, i) in sorted(zip(moved, _numbered(program), strict=True), key=lambda pair: -pair[0].bytes):
+        if one.kind == "all_gather" and (kept := _kept(program, sent, i)):
+            where = "  ".join(word for word in (one.module.text, one.line) if word)
+            lines.append(f"{format_bytes(one.bytes)}  {one.array.text}  {one.shape} gathered, {kept} kept  {where}")
+    return tuple(lines)
 
 
-def _kept(program: CompiledProgram, part: Part) -> str:
+def _kept(program: CompiledProgram, sent: Sent, i: int) -> str:
     """What is cut from a gathered array, if everything that reads it cuts the device's own part from it."""
-    several = len(part.sent.itself.operands) > 1
-    if part.sent.made is not part.sent.itself:
+    if sent.made is not sent.itself:
         return ""
-    waiting = [Array(part.sent.computation, part.sent.ends.name, part.number if several else None)]
+    waiting = [_result(sent, i)]
     cuts: list[Instruction] = []
     while waiting:
         at = waiting.pop()
@@ -327,71 +254,12 @@ def _is_of_device(program: CompiledProgram, name: str, computation: Computation,
     return False
 
 
-# Compiled text: prints the rows of a compiled explanation.
-
-
-def described(program: CompiledProgram, computation: str, name: str) -> str:
-    """What makes an array: the operator, its module and its line; the instruction if nothing else is known."""
-    made = program.module.computations[computation].instructions[name]
-    origin, line = origin_of(made.op_name), program.module.line_of(made)
-    words = [origin.operation, origin.module, line]
-    return "  ".join(word for word in words if word) or made.opcode
-
-
-def argument_lines(rows: Sequence[CompiledArgument], most: int) -> list[str]:
-    """The largest arguments: name, sharding, bytes of one device's part; equal layers in one line."""
-    arrays = [ArrayLine(a.short.alike, a.short.alike, a.short.text, a.sharding, a.local_bytes, a.type) for a in rows]
-    return array_lines("arguments", arrays, most)
-
-
-def collective_lines_of(rows: Sequence[CompiledRow], most: int) -> list[str]:
-    """At most so many collectives: bytes, axes, array, module, line, reason, and with a machine the time."""
-    across = max((len(row.axes) for row in rows[:most]), default=0)
-    return collective_lines(rows, most, (across + 1, 20), "(no line)")
-
-
-def whole_lines(rows: Sequence[CompiledArgument]) -> list[str]:
-    """The arguments that every device holds whole."""
-    if not rows:
-        return []
-    total = format_bytes(sum(row.local_bytes for row in rows))
-    counts: Counter[tuple[str, str, int]] = Counter((row.short.alike, row.type, row.local_bytes) for row in rows)
-    lines = [
-        f"  {format_bytes(size * n):>10}  {name}{f'  x{n}' if n > 1 else ''}  {kind}"
+def whole_arguments_listed(rows: Sequence[CompiledArgument]) -> Listed:
+    """Arguments that every device holds whole, those of equal layers in one line."""
+    counts = Counter((row.short.alike, row.type, row.local_bytes) for row in rows)
+    lines = tuple(
+        f"{format_bytes(size * n)}  {name}{f'  x{n}' if n > 1 else ''}  {kind}"
         for (name, kind, size), n in counts.items()
-    ]
-    return ["", f"arguments that every device holds whole, {total} on each", *lines]
-
-
-def regathered_lines(rows: Sequence[Regathered]) -> list[str]:
-    """The arrays that are gathered although each device keeps a part only."""
-    if not rows:
-        return []
-    lines = []
-    for row in rows:
-        part = row.part
-        sent = format_bytes(part.bytes * part.sent.collective.executions)
-        where = "  ".join(word for word in (part.origin.module, part.line) if word)
-        lines.append(f"  {sent:>10}  {part.array.text}  {part.type} gathered, {row.kept} kept  {where}")
-    return ["", "gathered on every device, which then keeps a part only: sharding constraints disagree here", *lines]
-
-
-def memory_lines(program: CompiledProgram, most: int) -> list[str]:
-    """The peak of a device, and the arrays that make it, largest first."""
-    by = "as the compiler reports" if program.memory is not None else "as read from the schedule"
-    lines = [
-        "",
-        f"memory of a device, {by}: {format_bytes(program.peak)} at the peak, "
-        f"temporaries {format_bytes(program.totals.temporaries)}",
-    ]
-    sizes: Counter[tuple[str, str]] = Counter()
-    counts: Counter[tuple[str, str]] = Counter()
-    for held in program.held.alive:
-        key = described(program, held.array.computation, held.array.name), held.type
-        sizes[key] += held.bytes
-        counts[key] += 1
-    for key, size in sizes.most_common(most):
-        what, kind = key
-        n = counts[key]
-        lines.append(f"  {format_bytes(size):>10}  {kind}{f' x{n}' if n > 1 else ''}  {what}")
-    return lines
+    )
+    total = format_bytes(sum(row.local_bytes for row in rows))
+    return Listed("whole", f"arguments that every device holds whole, {total} on each", lines)

@@ -15,9 +15,10 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from gshard.core.jax_adapter import Expression
 from gshard.core.mark import axes_of_entry, spec_of_axes
 from gshard.core.program import format_bytes
-from gshard.explanation.compiled_rows import CompiledRow
+from gshard.explanation.rows import CollectiveRow
 from gshard.explanation.traced_expressions import Constraint, TracedExpression, TracedProgram
 from gshard.explanation.tried_changes import MORE_PEAK
+from gshard.xla.hlo_parser import arrays_of
 
 _SPECS = 12  # shardings of one value that are tried
 _LIMIT = f"the peak may rise by {100 * (MORE_PEAK - 1):.0f} %"
@@ -28,7 +29,7 @@ Planned = Mapping[tuple[str, int, tuple[int, ...]], PartitionSpec]
 
 
 def constraints_to_try(
-    rows: Sequence[CompiledRow], program: TracedProgram, mesh: Mesh, planned: Planned
+    rows: Sequence[CollectiveRow], program: TracedProgram, mesh: Mesh, planned: Planned
 ) -> tuple[list[Constraint], list[str]]:
     """The constraints to try on the values that collectives move; and what no constraint changes, as text."""
     axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
@@ -57,13 +58,13 @@ def constraints_to_try(
 
 
 def _moved(
-    row: CompiledRow, by_place: Mapping[Expression, TracedExpression], devices: int
+    row: CollectiveRow, by_place: Mapping[Expression, TracedExpression], devices: int
 ) -> Iterator[TracedExpression]:
     """The expressions whose value a collective may move."""
-    file, _, line = row.place.rpartition(":")
-    at = [e for p, e in by_place.items() if p.file == file and p.line <= int(line) <= max(p.line, p.end_line)]
+    file, line, _ = row.moved[0].cause or ("", 0, "")
+    at = [e for p, e in by_place.items() if p.file == file and p.line <= line <= max(p.line, p.end_line)]
     read = [by_place[place] for e in at for place in e.reads if place in by_place]
-    local = max(math.prod(row.parts[0].type.shape), 1)
+    local = max(math.prod(arrays_of(row.shape)[0].shape), 1)
     for expression in dict.fromkeys([*at, *read]):
         parts, rest = divmod(math.prod(expression.shape or ()), local)
         if expression.shape is not None and not rest and parts and devices % parts == 0:

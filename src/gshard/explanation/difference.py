@@ -1,20 +1,15 @@
-"""Difference: compares two explanations of a program, and its source lines under gshard and XLA, line by line."""
+"""Difference: compares two explanations, line by line of the source."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from gshard.core.errors import GShardError
-from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
 from gshard.core.number_text import format_ms, format_seconds, significant
 from gshard.core.program import format_bytes, format_flops
-from gshard.device.machine import Machine
-from gshard.explanation.report.page import page
 
 FORMAT = 2  # of the data that is compared; it is written into it
 _ALIKE = 0.3  # files of two names with so much in common are one that was renamed
@@ -220,88 +215,3 @@ def _percent(before: float, after: float) -> str:
     if not before:
         return "new"
     return f"x {significant(after / before, 4)}" if after > 10 * before else f"{100 * (after - before) / before:+.1f} %"
-
-
-# The common base of explanations of gshard's programs and of XLA's: their difference, and their page.
-
-
-@without_our_frames_in_methods
-class Comparable:
-    """An explanation, of gshard's program or of XLA's."""
-
-    if TYPE_CHECKING:
-
-        @property
-        def bytes_by_kind(self) -> dict[str, int]: ...
-        @property
-        def data(self) -> Callable[..., dict[str, Any]]: ...
-        def _trace(self, machine: Machine | str | None) -> dict[str, Any]: ...
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that each device sends in one call."""
-        return sum(self.bytes_by_kind.values())
-
-    @property
-    def _sent_line(self) -> str:
-        """The line with the bytes that each device sends."""
-        kinds = sorted(self.bytes_by_kind.items(), key=lambda pair: -pair[1])
-        each = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in kinds)
-        return f"  each device sends {format_bytes(self.total_bytes)} in one call{f': {each}' if each else ''}"
-
-    def difference(self, before: Comparable | Mapping[str, Any], machine: Machine | str | None = None) -> Difference:
-        """What became more and what less against another explanation, by line of the source."""
-        return difference(_data_of(before, machine), self._compared(machine))
-
-    def _compared(self, machine: Machine | str | None) -> Mapping[str, Any]:
-        """The data that a difference reads."""
-        return self.data(machine)
-
-    def html(
-        self,
-        path: str | Path,
-        machine: Machine | str | None = None,
-        against: Comparable | Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> Path:
-        """Writes the report as one HTML file that needs no network.
-
-        Args:
-            path: where to.
-            machine: as for ``data``.
-            against: shows the difference to this one, line by line; as for ``difference``.
-            options: more arguments of ``data``.
-
-        Returns:
-            the path.
-        """
-        data = self.data(machine, **options)
-        if against is not None:
-            data["difference"] = difference(_data_of(against, machine), data).data()
-        return write_text(path, page(data))
-
-    def trace(self, path: str | Path, machine: Machine | str | None = None) -> Path:
-        """Writes the modelled timeline of a call in the Trace Event Format, for ui.perfetto.dev or chrome://tracing.
-
-        Args:
-            path: where to.
-            machine: as for ``cost``.
-
-        Returns:
-            the path.
-
-        Raises:
-            MachineError, ArgumentError: as for ``cost``.
-        """
-        return write_text(path, json.dumps(self._trace(machine), separators=(",", ":"), allow_nan=False))
-
-
-def _data_of(side: Comparable | Mapping[str, Any], machine: Machine | str | None) -> Mapping[str, Any]:
-    """The data of an explanation; data that is given stays."""
-    return side._compared(machine) if isinstance(side, Comparable) else side
-
-
-def write_text(path: str | Path, text: str) -> Path:
-    """Writes a file, and returns its path."""
-    Path(path).write_text(text, "utf-8")
-    return Path(path)

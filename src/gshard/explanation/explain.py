@@ -1,86 +1,208 @@
-"""Explanation: the sharding of each array with its reasons, and the collectives of a program.
+"""Explanation: what the devices of a program send and hold, why, what a call takes, and what would make it faster.
 
-``print(gshard.explain(loss, params, batch, mesh=8))`` shows collectives with the user's lines and causes, what a layout
-came to, operations without a rule and what is dropped; ``format(tensors=12)`` also the largest arrays.
+Of a function that gshard partitions, or of a program that XLA compiled: ``print(gshard.explain(...))`` shows the
+collectives with the user's lines and causes, and lists of what to know; ``format(tensors=12)`` also the largest arrays.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import jax
 
-from gshard.core.errors import MeshError
+from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
-from gshard.core.memory_kinds import shape_in_memory
+from gshard.core.mesh import Mesh
+from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import format_bytes
 from gshard.core.spmd import SpmdProgram
-from gshard.device.cost import Cost, cost, origins
-from gshard.device.machine import Machine, machine_of, unknown_devices
-from gshard.emit.compile import compile_spmd, named_sharding
-from gshard.explanation.compiled_explanation import read_compiled
+from gshard.device.cost import CallTotals
+from gshard.device.machine import Machine, MachineError, kind_of_devices, machine_of
+from gshard.explanation.compiled_source import CompiledSource, source_of
 from gshard.explanation.difference import Difference, difference
-from gshard.explanation.explained_plan import ExplainedPlan
+from gshard.explanation.plan_source import PlanSource
 from gshard.explanation.report.data import report_data
-from gshard.explanation.report.page import framed
+from gshard.explanation.report.page import framed, page
 from gshard.explanation.rows import (
-    TensorRow,
+    ArrayRow,
+    CollectiveRow,
+    array_lines,
     collective_lines,
+    collective_rows,
+    held_lines,
     lines_of_parts,
-    merged,
-    row_called,
-    rows_of,
-    tensor_lines,
-    text_of_rings,
+    listed_lines,
+    spent_by,
 )
 from gshard.explanation.timeline import trace_of
-from gshard.explanation.trials import Instead, Trials, instead, trials
-from gshard.explanation.verdict import Verdict, verdict
-from gshard.explanation.warnings import moved_instead, unsplit_work
+from gshard.explanation.trials import Instead, instead
+from gshard.explanation.tried_changes import SECONDS, Tried
+from gshard.explanation.verdict import Verdict
 from gshard.search.time_budget import TRIAL_SECONDS
-from gshard.xla.peer import xla_function
+
+_Kind = TypeVar("_Kind", PlanSource, CompiledSource)
+_HELD = 3  # arrays that the text shows of what a device holds
 
 
 @without_our_frames_in_methods
-@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
-class Explanation(ExplainedPlan):
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class Explanation:
     """Everything ``explain`` found; print it, or read its rows.
 
     Attributes:
-        marked: what all devices would run if the program had other marks, also planned by bytes.
-        machine: what the plan was made for; None if by bytes, or given.
-        by_bytes: whether it is the plan that sends least.
-        planning_seconds: what planning took, and with other marks takes about again; 0 if not measured.
+        source: what was read: a plan of gshard's, or a program that XLA compiled.
+        machine: what times are modelled on where no machine is named: what the plan was made for, or the devices that
+            the program was compiled for. None if a plan was made by bytes or given, or the devices are not known.
     """
 
-    marked: Callable[..., SpmdProgram]
+    source: PlanSource | CompiledSource
     machine: Machine | None = None
-    by_bytes: bool = False
-    planning_seconds: float = 0.0
 
-    def cost(self, machine: Machine | str | None = None) -> Cost:
-        """Time, FLOPs, bytes and memory of one call.
+    @property
+    def is_compiled(self) -> bool:
+        """Whether this is what XLA compiled; else it is a plan of gshard's."""
+        return isinstance(self.source, CompiledSource)
+
+    def _only(self, kind: type[_Kind], member: str) -> _Kind:
+        """The source for a member that only one kind of program has."""
+        if isinstance(self.source, kind):
+            return self.source
+        by, others = ("XLA", "gshard") if kind is CompiledSource else ("gshard", "XLA")
+        tried = "verdict(seconds=...) tries other marks, and instead(name) other shardings of an array."
+        raise ArgumentError(
+            f"{member} is for what {by} partitions, and {others} partitions this program.",
+            got=f"{self.name}, {self.source.size}",
+            hint=tried if kind is CompiledSource else 'Explain the function itself with partitioner="gshard".',
+        )
+
+    @property
+    def plan(self) -> Plan:
+        """The sharding of every value, of what gshard partitions."""
+        return self._only(PlanSource, "plan").plan
+
+    @property
+    def spmd(self) -> SpmdProgram:
+        """The per-device program, of what gshard partitions."""
+        return self._only(PlanSource, "spmd").spmd
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return self.source.name
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        return self.source.mesh
+
+    @property
+    def tensors(self) -> tuple[ArrayRow, ...]:
+        """All arrays, largest first; of a compiled program the arguments."""
+        return self.source.arrays
+
+    @property
+    def argument_bytes(self) -> tuple[int | None, int]:
+        """Bytes of all arguments in the memory of the devices, whole (None if that is not known) and on one device."""
+        return self.source.argument_bytes
+
+    @property
+    def collectives(self) -> tuple[CollectiveRow, ...]:
+        """All collectives, most bytes first; those of equal layers in one row, which has them in ``moved``."""
+        return self._rows(None if self.machine is None else self.cost())
+
+    def _rows(self, found: Any) -> tuple[CollectiveRow, ...]:
+        """The collectives with the seconds of a cost; without seconds for None."""
+        on = None if found is None else found.machine
+        if on not in self._rows_on:
+            spent = {} if found is None else spent_by(found.kernels, self.source.keys(found))
+            self._rows_on[on] = collective_rows(self.source.moved, spent)
+        return self._rows_on[on]
+
+    @functools.cached_property
+    def _rows_on(self) -> dict[Machine | None, tuple[CollectiveRow, ...]]:
+        return {}
+
+    @property
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes that each device sends in one call, by kind of collective; the largest first."""
+        total: Counter[str] = Counter()
+        for one in self.source.moved:
+            total[one.kind] += one.bytes
+        return dict(total.most_common())
+
+    @property
+    def times_by_kind(self) -> dict[str, int]:
+        """How many collectives of each kind run in one call; one that moves several arrays counts once."""
+        total: Counter[str] = Counter()
+        for one in {id(one.source): one for one in self.source.moved}.values():
+            total[one.kind] += one.times
+        return dict(total)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that each device sends in one call."""
+        return sum(self.bytes_by_kind.values())
+
+    @functools.cached_property
+    def lists(self) -> dict[str, tuple[str, ...]]:
+        """What to know of the program, as lists of lines by name.
+
+        Of a plan: ``purposes`` (what collectives are for); ``host`` (what is in the memory of the host, and moves);
+        ``replicated`` (work that devices repeat, and devices without work); ``pipelines``; ``batches``; ``returned``
+        (results that a ``jax.Array`` cannot hold in the shards of the plan); ``low_precision``; ``layout`` (how many
+        values each row applies to); ``unused`` (marks and rows of the layout without effect); ``gathered`` (operations
+        without a rule); ``dropped`` (features of the program that gshard does not keep). Of a compiled program:
+        ``whole`` (large arguments that every device holds whole) and ``regathered`` (arrays gathered although a device
+        then keeps a part).
+        """
+        return {one.key: one.lines for one in self.source.lists}
+
+    def _on(self, machine: Machine | str | None) -> Machine | None:
+        """The machine that is named, the own one, or what the source tells; None if nothing does."""
+        named = self.machine if machine is None else machine
+        return self.source.machine() if named is None else Machine.read(named, self.mesh.size)
+
+    def cost(self, machine: Machine | str | None = None) -> CallTotals:
+        """Time, FLOPs, bytes and memory of one call, as modelled.
 
         Args:
-            machine: what it would run on, or the text of one (``v3:32x32``); None takes what the plan was made for, or
-                else the devices of the mesh, and CPUs for an abstract one. The plan does not change: to plan for
-                another machine, give it to ``explain``.
+            machine: what it would run on, or the text of one (``v3:32x32``); None takes what the plan was made for or
+                the program compiled for, else the devices of the mesh, and CPUs for the abstract mesh of a plan. The
+                plan does not change: to plan for another machine, give it to ``explain``.
 
         Raises:
             MachineError: no such machine, or not as many devices as the mesh; none is named, and there is no model of
-                the devices.
+                the devices. ArgumentError: none is named, and nothing tells what a program was compiled for.
         """
-        machine = self.machine if machine is None else machine
-        on = machine_of(self.mesh) if machine is None else Machine.read(machine, self.mesh.size)
-        return cost(self.spmd, on, self.donated)
+        on = self._on(machine)
+        if on is None:
+            raise ArgumentError(
+                "no machine is known for this compiled program, so that no times are.",
+                hint='Name one: machine="h100:1x8", on the command line --machine h100:1x8.',
+            )
+        if on not in self._costs:
+            self._costs[on] = self.source.cost(on)
+        return self._costs[on]
+
+    @functools.cached_property
+    def _costs(self) -> dict[Machine, CallTotals]:
+        return {}
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that a device holds; of a plan as modelled, where ``cost`` has a machine."""
+        return self.source.program.peak if isinstance(self.source, CompiledSource) else self.cost().peak
 
     @with_tables
     def verdict(self, machine: Machine | str | None = None, seconds: float = TRIAL_SECONDS) -> Verdict:
-        """What bounds a call, in a few sentences, and the mark that would lower what is sent.
+        """What bounds a call, in a few sentences, and of a plan the mark that would lower what is sent.
 
         Args:
             machine: as for ``cost``.
@@ -93,104 +215,138 @@ class Explanation(ExplainedPlan):
         >>> found.verdict("v3:2x2").bound
         'latency'
         """
-        return self._verdict(self.cost(machine), seconds)
-
-    def _verdict(self, found: Cost, seconds: float) -> Verdict:
-        rows = merged(self.spmd, found, self.names)
-        takes_long = self.planning_seconds > max(seconds, TRIAL_SECONDS)
-        by_bytes = (
-            functools.partial(self.marked, by_bytes=True) if self.machine is not None and not takes_long else None
-        )
-        unsplit = unsplit_work(self.plan, found, self.names, by_bytes)
-        return verdict(self.plan, found, rows, self._trials(seconds), self.by_bytes, self.machine, unsplit)
-
-    def _trials(self, seconds: float) -> Trials:
-        if seconds not in self._tried:
-            rows = rows_of(self.spmd.collectives, self.names)
-            self._tried[seconds] = trials(rows, self.plan, self.marked, seconds=seconds, one=self.planning_seconds)
-        return self._tried[seconds]
-
-    @functools.cached_property
-    def _tried(self) -> dict[float, Trials]:
-        return {}
+        found: Any = self.cost(machine)
+        return self.source.verdict(found, self._rows(found), self.machine, seconds)
 
     @with_tables
-    def data(self, machine: Machine | str | None = None, seconds: float = TRIAL_SECONDS) -> dict[str, Any]:
-        """Everything the HTML report shows, as JSON can hold it; arguments as for ``verdict``."""
-        found = self.cost(machine)
-        return report_data(self, found, merged(self.spmd, found, self.names), self._verdict(found, seconds))
-
-    def _compared(self, machine: Machine | str | None) -> Mapping[str, Any]:
-        return self.data(machine, 0.0)  # a difference shows no other marks
-
-    def against_xla(self, machine: Machine | str | None = None) -> Difference:
-        """The difference from XLA's own partitioner, given the same marks, to this, as XLA compiles both, by line.
+    def data(
+        self,
+        machine: Machine | str | None = None,
+        seconds: float = TRIAL_SECONDS,
+        tried: Sequence[Tried] = (),
+    ) -> dict[str, Any]:
+        """Everything the HTML report shows, as JSON can hold it.
 
         Args:
+            machine: as for ``cost``; if nothing tells what a program was compiled for, all times are 0, and ``machine``
+                of the data is None.
+            seconds: as for ``verdict``.
+            tried: what ``try_shardings`` and ``try_constraints`` found, to be shown with the rest.
+        """
+        on = self._on(machine)
+        if on is None:
+            found = self.source.cost(Machine.read("cpu", self.mesh.size))  # operations and memory depend on none
+            data = report_data(self.source, found, self._rows(None), None)
+        else:
+            told = self.verdict(on, seconds)
+            data = report_data(self.source, told.cost, self._rows(told.cost), told)
+        return {**data, "lists": [*data["lists"], *(("tried", *one.lines) for one in tried)]}
+
+    def difference(self, before: Explanation | Mapping[str, Any], machine: Machine | str | None = None) -> Difference:
+        """What became more and what less against another explanation, by line of the source.
+
+        Args:
+            before: an explanation, or its ``data``; of a plan or of a compiled program.
+            machine: as for ``cost``, of both.
+        """
+        return difference(_data_of(before, machine), _data_of(self, machine))
+
+    def html(
+        self,
+        path: str | Path,
+        machine: Machine | str | None = None,
+        against: Explanation | Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Path:
+        """Writes the report as one HTML file that needs no network.
+
+        Args:
+            path: where to.
+            machine: as for ``data``.
+            against: shows the difference to this one, line by line; as for ``difference``.
+            options: more arguments of ``data``.
+
+        Returns:
+            the path.
+        """
+        data = self.data(machine, **options)
+        if against is not None:
+            data["difference"] = difference(_data_of(against, machine), data).data()
+        return _write(path, page(data))
+
+    def trace(self, path: str | Path, machine: Machine | str | None = None) -> Path:
+        """Writes the modelled timeline of a call in the Trace Event Format, for ui.perfetto.dev or chrome://tracing.
+
+        Args:
+            path: where to.
             machine: as for ``cost``.
 
-        Raises:
-            MeshError: the mesh is abstract: XLA compiles for devices that exist.
-        """
-        if self.mesh.devices is None:
-            raise MeshError(
-                "XLA cannot compile for an abstract mesh.",
-                got=f"mesh: {self.mesh}",
-                hint="Explain for devices that exist: mesh=8, with "
-                "XLA_FLAGS=--xla_force_host_platform_device_count=8 on one CPU.",
-            )
-        program, on = self.plan.program, self.cost(machine).machine
-        given = enumerate(self.spmd.in_shardings)
-        shardings = [named_sharding(self.mesh, s, program.input_memory(i)) for i, s in given]
-        donated = tuple(len(program.captured) + i for i in self.donated)
-        theirs = jax.jit(xla_function(program, self.mesh), in_shardings=shardings, donate_argnums=donated)
-        takes = [shape_in_memory(v.shape, v.dtype, on_host=v.on_host) for v in program.block.inputs]
-        pair = theirs.lower(*takes).compile(), compile_spmd(self.spmd, self.donated).compiled
-        before, after = (read_compiled(compiled, self.mesh, on).data() for compiled in pair)
-        name = f"{program.name} by"
-        return difference(before | {"name": f"{name} XLA's partitioner"}, after | {"name": f"{name} gshard"})
+        Returns:
+            the path.
 
-    def _trace(self, machine: Machine | str | None) -> dict[str, Any]:
-        found = self.cost(machine)
-        return trace_of(found, origins(self.spmd, found), self.name)
+        Raises:
+            MachineError, ArgumentError: as for ``cost``.
+        """
+        found: Any = self.cost(machine)
+        row_of = {one.key: row for row in reversed(self._rows(found)) for one in row.moved}
+        made = trace_of(self.name, found.machine, self.source.timeline(found), self.source.kernels(found), row_of)
+        return _write(path, json.dumps(made, separators=(",", ":"), allow_nan=False))
 
     def _repr_html_(self) -> str | None:
         """The report in a frame, for notebooks; None, which shows the text, where there is no model of the devices."""
-        if unknown_devices(self.mesh) is not None:
+        try:
+            return framed(self.data(), self.name)
+        except MachineError:
             return None
-        return framed(self.data(), self.name)
 
     @with_tables
-    def format(self, tensors: int = 0, collectives: int = 12) -> str:
-        """The report as text, with at most so many rows of arguments and of values inside, and of collectives."""
-        whole, local = self.argument_bytes
-        lines = [
-            f"{self.name} on {self.mesh.size} devices ({self.mesh}), {self.equations} equations",
-            f"arguments: {format_bytes(whole)} in all, {format_bytes(local)} on each device",
-        ]
-        if self.by_bytes and (called := unknown_devices(self.mesh)) is not None:
-            lines.append(f"no model of {called}: planned by bytes")
+    def format(
+        self,
+        tensors: int = 0,
+        collectives: int = 12,
+        machine: Machine | str | None = None,
+        seconds: float = 0.0,
+    ) -> str:
+        """The report as text.
+
+        Args:
+            tensors, collectives: how many rows of arguments and of values inside, and of collectives, at most.
+            machine: whose times and verdict are shown; None takes the own ``machine``, and without one shows none.
+            seconds: as for ``verdict``.
+        """
+        source, (whole, local), on = self.source, self.argument_bytes, self.machine if machine is None else machine
+        found: Any = None if on is None else self.cost(on)
+        rows, lists = self._rows(found), listed_lines(source.lists)
+        of_all = "" if whole is None else f"{format_bytes(whole)} in all, "
+        shared = "; x1/2 is one message with arrays of 2 rows" * any(row.sharing > 1 for row in rows)
         own = [row for row in self.tensors if row.is_argument]
         inside = [row for row in self.tensors if not row.is_argument]
-        lines += tensor_lines("arguments", own, tensors) if tensors else []
-        lines += tensor_lines("values inside", inside, tensors) if tensors else []
-        lines += ["", f"collectives ({sum(r.times for r in self.collectives)} in one call)"]
-        lines += collective_lines(self.collectives, collectives)
-        lines.append(self._sent_line)
-        lines += lines_of_parts(self.collectives[:collectives], self.mesh)
-        lines += self.host.lines
-        lines += [] if self.plan.spared is None else ["", text_of_rings(self.plan, *self.plan.spared)]
-        if self.spmd.recomputed is not None:
-            lines += ["", str(self.spmd.recomputed)]
-        lists = [(title, texts) for _, title, _, texts in self.lists]
-        moved = tuple(map(str, moved_instead(self.plan)))
-        lists.insert(1, ("operands gathered because moving the larger arrays sends less", moved))
-        for title, texts in lists:
-            lines += ["", title, *(f"  {text}" for text in texts)] if texts else []
+        lines = [
+            f"{self.name} on {self.mesh.size} devices ({self.mesh}), {source.size}",
+            f"arguments: {of_all}{format_bytes(local)} on each device",
+            *source.notices,
+            *(lists if self.is_compiled else []),
+            *array_lines("arguments", own, tensors),
+            *array_lines("values inside", inside, tensors),
+            "",
+            f"collectives ({sum(self.times_by_kind.values()):,} in one call{shared})",
+            *collective_lines(rows, collectives),
+            self._sent_line,
+            *lines_of_parts(rows[:collectives], self.mesh),
+            *(held_lines(source.held(found), _HELD) if self.is_compiled or found is not None else []),
+            *source.remarks,
+            *([] if self.is_compiled else lists),
+            *([] if found is None else ["", str(self.verdict(on, seconds))]),
+        ]
         return "\n".join(lines)
 
+    @property
+    def _sent_line(self) -> str:
+        each = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in self.bytes_by_kind.items())
+        return f"  each device sends {format_bytes(self.total_bytes)} in one call{f': {each}' if each else ''}"
+
     def why(self, name: str) -> str:
-        """The chain of reasons for one tensor, from its sharding back to a mark.
+        """The chain of reasons for one tensor, from its sharding back to a mark, of what gshard partitions.
 
         Args:
             name: a printed name: an argument, ``params/up`` or ``params['up']``, ``%2`` for a value inside,
@@ -198,9 +354,9 @@ class Explanation(ExplainedPlan):
                 ``gradient of w``.
 
         Raises:
-            ArgumentError: there is no tensor of this name.
+            ArgumentError: there is no tensor of this name; or XLA compiled the program.
         """
-        row = self._row(name)
+        row = self._only(PlanSource, "why").row_called(name)
         return "\n".join([f"{row.name}: {row.sharding}", *(f"  {line}" for chain in row.why for line in chain)])
 
     @with_tables
@@ -215,7 +371,7 @@ class Explanation(ExplainedPlan):
             the fastest first; none for a value that has a mark already or enters a body.
 
         Raises:
-            ArgumentError: there is no tensor of this name.
+            ArgumentError: there is no tensor of this name; or XLA compiled the program.
             MachineError: no such machine, or not as many devices as the mesh.
 
         >>> import gshard, jax.numpy as jnp
@@ -224,13 +380,99 @@ class Explanation(ExplainedPlan):
         >>> [row.mark for row in found.instead("w", "h100")]
         ["gshard.shard(x, P('devices', None))", "gshard.shard(x, P(None, 'devices'))"]
         """
-        row = self._row(name)
-        return instead(self.plan, row.value, self.cost(machine), sorted(self.donated), self.marked)
+        source = self._only(PlanSource, "instead")
+        found: Any = self.cost(machine)
+        return instead(source.plan, source.row_called(name).value, found, sorted(source.donated), source.marked)
 
-    def _row(self, name: str) -> TensorRow:
-        return row_called(self.tensors, name, self.names, self.spmd.collectives)
+    def against_xla(self, machine: Machine | str | None = None) -> Difference:
+        """The difference from XLA's own partitioner, given the same marks, to this, as XLA compiles both, by line.
+
+        Args:
+            machine: as for ``cost``.
+
+        Raises:
+            MeshError: the mesh is abstract: XLA compiles for devices that exist. ArgumentError: it is XLA's program.
+        """
+        pair, on = self._only(PlanSource, "against_xla").against_xla(), self.cost(machine).machine
+        before, after = (read_compiled(compiled, self.mesh, on).data() for compiled in pair)
+        return difference(
+            before | {"name": f"{self.name} by XLA's partitioner"}, after | {"name": f"{self.name} by gshard"}
+        )
+
+    def try_shardings(self, seconds: float = SECONDS) -> Tried:
+        """Compiles the function with other shardings of its arguments, and tells which lower bytes, memory or time.
+
+        Each dimension of an argument that causes traffic, or that every device holds whole, is split over each axis of
+        the mesh. A change is kept if it lowers what each device sends, the peak of its memory or the modelled time, and
+        raises none of them.
+
+        Args:
+            seconds: how long to go on, about: each change is one compilation.
+
+        Returns:
+            the changes that help, the best first, each with what the program takes; print it.
+
+        Raises:
+            ArgumentError: this is a program that was compiled elsewhere: there is no function to compile again; or
+                gshard partitions it.
+        """
+        return self._only(CompiledSource, "try_shardings").try_shardings(self.machine, seconds)
+
+    def try_constraints(
+        self, seconds: float = SECONDS, progress: bool | Callable[[str], object] | None = False
+    ) -> Tried:
+        """Compiles the function with sharding constraints on values inside, and tells which lower time or bytes.
+
+        For the values that collectives move, and for the constraints that the function has, a few shardings are tried.
+        Each is put into the traced program as if you had written ``jax.lax.with_sharding_constraint`` there: on the
+        value of the expression, and on its cotangent in the gradient. A constraint helps if it lowers
+        the modelled time, or the bytes sent at no more time, and raises the peak of memory by 5 % at most. Without a
+        machine it helps if it lowers the bytes sent, and at most 2 % more is computed.
+
+        Args:
+            seconds: how long to go on, about: each constraint is one compilation. Planning with gshard, whose shardings
+                are among those that are tried, takes a quarter of it at most.
+            progress: False for none, True for a line on stderr for each constraint, None for such lines after two
+                seconds, or a function that takes each line.
+
+        Returns:
+            the constraints that help, the best first, each with what to write at which line and what the program then
+            takes; and what those that help together take, compiled together. Print it.
+
+        Raises:
+            ArgumentError: as for ``try_shardings``.
+        """
+        return self._only(CompiledSource, "try_constraints").try_constraints(self.machine, seconds, progress)
 
     def __str__(self) -> str:
         return self.format()
 
     __repr__ = __str__
+
+
+def read_compiled(
+    compiled: jax.stages.Compiled,
+    mesh: Mesh | None = None,
+    machine: str | Machine | None = None,
+    out_tree: Any = None,
+    names: Mapping[str, str] | None = None,
+) -> Explanation:
+    """Explains what JAX compiled; other arguments as for ``source_of``.
+
+    The default machine are the devices for which it was compiled, if gshard has a model of them.
+    """
+    source = source_of(compiled, mesh, out_tree, names)
+    on = source.mesh
+    if machine is None and on.devices is not None and kind_of_devices(on) is not None:
+        machine = machine_of(on)
+    return Explanation(source, None if machine is None else Machine.read(machine, on.size))
+
+
+def _data_of(side: Explanation | Mapping[str, Any], machine: Machine | str | None) -> Mapping[str, Any]:
+    """The data of an explanation, without other marks, which a difference does not show; data that is given stays."""
+    return side.data(machine, 0.0) if isinstance(side, Explanation) else side
+
+
+def _write(path: str | Path, text: str) -> Path:
+    Path(path).write_text(text, "utf-8")
+    return Path(path)

@@ -1,270 +1,247 @@
-"""Rows: one row for each array and for each kind of collective of an explanation, and their text."""
+"""Rows of an explanation and their text: one for each array, and for what collectives move for one reason."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
-from gshard.core.errors import ArgumentError, known_names
-from gshard.core.jax_adapter import scan_counts
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.number_text import format_ms, format_seconds, significant
-from gshard.core.plan import Plan, local_bytes
-from gshard.core.program import Block, Value, format_bytes
-from gshard.core.spmd import Collective, SpmdProgram
-from gshard.device.cost import Cost, origins, place_of
-from gshard.naming.argument_names import without_numbers
-from gshard.naming.array_names import ArrayNames
+from gshard.core.number_text import format_seconds
+from gshard.core.program import format_bytes
+from gshard.device.cost import PricedKernel
+from gshard.device.memory import MemoryTotals
+from gshard.explanation.places import Place
+from gshard.naming.argument_names import ArrayName, without_numbers
 
-_NAMED = 24  # names of arguments in a message
+HIDDEN = 0.005  # of the seconds of collectives: what passes beside kernels is not told if it is less
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TensorRow:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayRow:
     """One array of the program."""
 
     name: str  # ``params['up']`` of an argument, or ``%12`` with the primitive and line that made it
-    sharding: str  # text form
-    bytes: int  # of the whole array
+    short: ArrayName  # the path of an argument: ``params/blocks/3/up``; empty for other arrays
+    sharding: str  # type and sharding, as text
+    bytes: int | None  # of the whole array; None if the program does not tell
     local_bytes: int  # of one device's part
-    is_argument: bool  # whether the caller hands it in
-    plan: Plan = dataclasses.field(repr=False)  # the plan
-    value: Value = dataclasses.field(repr=False)  # the value in the plan
-    note: str = ""  # what to know of a value that no mark can split: one device's part, or what becomes of parts
-    short: str = ""  # the path of an argument: ``params/blocks/3/up``
-    alike: str = ""  # the same with ``*`` for the number of a layer, where there are several
+    is_argument: bool = True  # whether the caller hands it in
+    note: str = ""  # what to know of it where no mark splits it
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every device holds all of it."""
+        return self.bytes == self.local_bytes
 
     @property
     def why(self) -> tuple[tuple[str, ...], ...]:
-        """For each dimension that is split, the reasons from here back to a mark."""
-        return tuple((nearest, *self.plan.chain(self.value, d)[1:]) for d, nearest in self._nearest().items())
-
-    def _nearest(self) -> dict[int, str]:
-        """The nearest reason for each dimension that is split."""
-        split = [d for d in range(len(self.value.shape)) if (self.value, d) in self.plan.sources]
-        return {d: f"dimension {d}: {self.plan.reasons[self.value, d]}" for d in split}
+        """For each dimension that is split, the reasons from here back to a mark; none if the program does not tell."""
+        return ()
 
     @property
     def reason(self) -> str:
-        """For each dimension the nearest reason and the mark where the chain ends, in one line."""
-        texts = []
-        for d, nearest in self._nearest().items():
-            root = str(self.plan.roots[self.value, d])
-            texts.append(nearest if root in nearest else f"{nearest} <- {root}")
-        return "; ".join(texts) or self.note or "replicated: no mark splits it"
+        """Why it is split as it is, in one line, as far as the program tells."""
+        return self.note
 
 
-def row_called(rows: Sequence[TensorRow], name: str, names: ArrayNames, collectives: Sequence[Collective]) -> TensorRow:
-    """The first row with a printed name."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """One array that one collective moves."""
 
-    def is_called(row: TensorRow) -> bool:
-        if row.is_argument:
-            return name in (row.name, row.short)
-        return row.name == name or row.name.startswith(f"{name} ") or f" at {name} (" in row.name
-
-    moved = {
-        c.value for c in collectives if c.value and name in (names.array(c.value).text, names.array(c.value).alike)
-    }
-    if row := next(filter(is_called, rows), None) or next((row for row in rows if row.value in moved), None):
-        return row
-    arguments = [row.short for row in rows if row.is_argument][:_NAMED]
-    raise ArgumentError(
-        f"no tensor is called {name!r}.",
-        hint=known_names(name, arguments, "Arguments are")
-        + " The printed tables have the others: %2, train.py:9 for a line, or the array of a collective.",
-    )
+    kind: str  # all_gather, all_reduce, reduce_scatter, all_to_all or collective_permute; of XLA also a rarer one
+    axes: str  # names of mesh axes, or of their parts; of XLA also the devices of one group
+    times: int  # how often the collective runs in one call
+    bytes: int  # what each device sends of the array in all these runs
+    shape: str  # the local operand
+    line: str  # the user's source line; empty if the program does not tell
+    cause: Place | None  # the same line, with its path
+    # what is moved: a weight by its path, ``gradient of`` one, or the operation that makes it
+    array: ArrayName
+    module: ArrayName  # of what caused it, ``decoder/layers_0/mlp``; empty if nothing names it
+    why: ArrayName  # what needed it
+    exact: bool = True  # whether ``times`` is certain; False in a branch, and in a loop whose length depends on data
+    source: Any = dataclasses.field(repr=False)  # the collective; XLA lets one move several arrays
+    key: int  # the number under which ``Spent`` has the time of the collective
 
 
-def rows_of_tensors(plan: Plan, names: ArrayNames, notes: Mapping[Value, str]) -> tuple[TensorRow, ...]:
-    """All arrays of a plan, largest first."""
-    program = plan.program
-    called = dict(zip(program.block.inputs, program.names, strict=True))
-    for e in program.block.walk():
-        for v in e.outputs:
-            called.setdefault(v, f"%{v.index} {e.name}{f' at {e.line}' if e.line else ''}")
-        for block in e.blocks:
-            for v in block.inputs:
-                called.setdefault(v, f"%{v.index} in {e.name}")
-    notes = {**notes, **notes_of_parts(program.block)}
+Spent = Mapping[int, tuple[float, float]]
+"""Of collectives the seconds that the network takes in one call, and of these what the call waits for."""
 
-    def row(v: Value) -> TensorRow:
-        part, own = local_bytes(v, plan.shardings[v], plan.mesh), names.arguments.get(v)
-        short, alike = ("", "") if own is None else (own.text, own.alike)
-        sharding, note = plan.format(v), notes.get(v, "")
-        return TensorRow(called[v], sharding, v.bytes, part, own is not None, plan, v, note, short, alike)
 
-    return tuple(map(row, sorted(plan.shardings, key=lambda v: (-v.bytes, v.index))))
+@dataclasses.dataclass(frozen=True, slots=True)
+class TimedKernel:
+    """One kernel of a call."""
+
+    cost: PricedKernel  # what it takes
+    name: str  # what it computes, and its result
+    kind: str  # its row in the table of times: collectives by their own kinds
+    place: Place | None  # the line that causes it
+    key: int | None = None  # of a collective (``Moved.key``); None of other kernels
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeldRows:
+    """What a device holds in a call."""
+
+    totals: MemoryTotals
+    by: str  # what tells the totals
+    moments: Sequence[Any]  # the kernels in order, each with the ``bytes`` of temporaries while it runs;
+    named: Callable[[Any], tuple[str, Place | None]]  # and what each of them computes, with its line
+    # the temporaries at the peak: type, bytes, name, line, count; the largest first
+    alive: Sequence[tuple[str, int, str, Place | None, int]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Listed:
+    """A list of lines about a program."""
+
+    key: str  # its name in the data
+    title: str  # above it in the text; empty if it is shown on the page only
+    lines: tuple[str, ...]
+    heading: str = ""  # above it on the page, if that is another
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveRow:
-    """Collectives of one kind over the same axes for the same line."""
+    """Collectives of one kind over the same axes for the same line, and those of equal layers."""
 
-    kind: str  # all_gather, all_reduce, reduce_scatter, all_to_all or collective_permute; of XLA also a rarer one
-    axes: str  # names of mesh axes, or of their parts; of XLA also the devices of one group
+    kind: str  # kind, axes, shape, line: as of ``Moved``
+    axes: str
     times: int  # how many run in one call of the program
     bytes: int  # what each device sends in all of them
-    shape: str  # the local operand of the largest
-    line: str  # the user's source line; empty if the program does not tell
-    why: str  # what needed it
-    array: str  # what is moved: a weight by its path, ``gradient of`` one, or the operation that makes it
-    module: str  # of what caused it, ``decoder/layers_0/mlp``; empty if nothing names it
-    arrays: int = 1  # how many rows this one stands for: those of equal layers
-    exact: bool = True  # whether ``times`` is certain; False in a branch, and in a loop whose length depends on data
-    seconds: float = 0.0  # of the network, for all of them; 0 where they are not modelled
-    exposed: float = 0.0  # of these, what a call waits for
-    # how many rows have arrays in one of its messages, if XLA combined collectives; 1 if no other row has
-    sharing: int = 1
+    shape: str
+    line: str
+    why: str  # why, array, module: as of ``Moved``, with ``*`` where equal layers differ
+    array: str
+    module: str
+    arrays: int  # how many arrays in modules the row stands for: those of equal layers
+    exact: bool  # whether ``times`` is certain
+    seconds: float  # of the network, for all of them; 0 where they are not modelled
+    exposed: float  # of these, what a call waits for
+    sharing: int  # how many rows have arrays in one of its collectives, if XLA combined some; 1 if no other row has
+    moved: tuple[Moved, ...] = dataclasses.field(repr=False)  # what is moved, one by one
 
 
-def rows_of_collectives(collectives: Sequence[Collective], mesh: Mesh, names: ArrayNames) -> tuple[CollectiveRow, ...]:
-    """The collectives in a row for each array and module, most bytes first."""
-    rows = together(collectives, names, each=True)
-    return tuple(sorted((_row(same, mesh, names) for same in rows), key=lambda r: -r.bytes))
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayDetails:
+    """What the page alone shows of an array."""
+
+    dtype: str
+    shape: Sequence[int]
+    dims: Sequence[Sequence[str]] | None  # the atoms of the mesh that split each dimension; None if that is not known
+    spec: str  # the same as JAX writes it, of an argument; empty if it cannot
+    place: Place | None = None  # the line that makes it
+    read: Sequence[Place] = ()  # of an argument the lines that read it
+    # of each split dimension: its number, why, and the row and dimension that this came from, or -1
+    reasons: Sequence[tuple[int, str, int, int]] = ()
 
 
-def rows_of_equal_layers(collectives: Sequence[Collective], mesh: Mesh, names: ArrayNames) -> tuple[CollectiveRow, ...]:
-    """The same with one row for what equal layers have alike."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveDetails:
+    """What the page alone shows of a row of collectives."""
+
+    atoms: Atoms | None  # over which they run; None if their groups of devices lie along no axes
+    groups: Sequence[Sequence[int]]  # the devices that communicate
+    emitted: Place | None  # the line where they run
+    resharded: str = ""  # the shardings of the array before and after
+    advice: str = ""  # which marks lead here
+    pairs: Sequence[tuple[int, int]] = ()  # of permutations which position of a group sends to which;
+    over: Atoms = ()  # and the atoms that these groups are over
+
+
+def collective_rows(moved: Sequence[Moved], spent: Spent) -> tuple[CollectiveRow, ...]:
+    """The collectives, most bytes first; what differs in nothing but the layer is one row."""
+    together: dict[Hashable, list[int]] = {}
+    for i, one in enumerate(moved):
+        key = one.kind, one.axes, one.line, one.shape, one.array.alike, one.module.alike, one.why.alike
+        together.setdefault(key, []).append(i)
+    rows_with = Counter(which for same in together.values() for which in {id(moved[i].source) for i in same})
+    seconds = seconds_of(moved, spent)
     rows = []
-    for same in together(collectives, names):
-        arrays = len({(names.moved(c).text, names.module(c.cause).text) for c in same})
-        rows.append(dataclasses.replace(_row(same, mesh, names), arrays=arrays))
-    return tuple(sorted(rows, key=lambda r: -r.bytes))
+    for numbers in together.values():
+        same = [moved[i] for i in numbers]
+        first, times = same[0], {id(one.source): one.times for one in same}
+        words = zip(*(one.module.text.split("/") for one in same), strict=True)
+        taken, waited = (sum(seconds[i][k] for i in numbers) for k in (0, 1))
+        row = CollectiveRow(
+            kind=first.kind, axes=first.axes, times=sum(times.values()), bytes=sum(one.bytes for one in same),
+            shape=first.shape, line=first.line, why=_common([one.why for one in same]),
+            array=_common([one.array for one in same]), module="/".join(map(without_numbers, words)),
+            arrays=len({(one.array.text, one.module.text) for one in same}), exact=all(one.exact for one in same),
+            seconds=taken, exposed=waited, sharing=max(rows_with[which] for which in times), moved=tuple(same),
+        )  # fmt: skip
+        rows.append(row)
+    return tuple(sorted(rows, key=lambda row: -row.bytes))
 
 
-def together(collectives: Sequence[Collective], names: ArrayNames, *, each: bool = False) -> list[list[Collective]]:
-    """Collectives that differ in nothing but the layer, together; with ``each``, only what does not differ at all."""
-    rows: dict[Hashable, list[Collective]] = {}
-    for c in collectives:
-        array, module = names.moved(c), names.module(c.cause)
-        in_layer = names.is_named(c.value) and array.alike != array.text  # else only its position tells it apart
-        any_layer = re.sub(r"\d+", "*", module.text)
-        alike = (any_layer, _without_position(c, c.why)) if in_layer else (module.alike, c.why)
-        which = (array.text, module.text, c.why) if each else (array.alike, *alike)
-        rows.setdefault((c.kind, c.atoms, c.line, c.shape, *which), []).append(c)
-    return list(rows.values())
+def spent_by(kernels: Iterable[PricedKernel], keys: Iterable[int | None]) -> Spent:
+    """What the collectives among the kernels of a call take; ``keys`` has ``Moved.key`` of each, None of others."""
+    found: dict[int, tuple[float, float]] = {}
+    for k, key in zip(kernels, keys, strict=True):
+        if key is not None:
+            taken, waited = found.get(key, (0.0, 0.0))
+            found[key] = taken + (k.seconds + k.overlapped) * k.times, waited + k.total_seconds
+    return found
 
 
-def called(same: Sequence[Collective], names: ArrayNames) -> tuple[str, str, str]:
-    """What collectives that stand together move, in which module, and why: with ``*`` where they differ."""
-    arrays, modules = [names.moved(c) for c in same], [names.module(c.cause) for c in same]
-    array = arrays[0].text if len({x.text for x in arrays}) == 1 else arrays[0].alike
-    words = zip(*(x.text.split("/") for x in modules), strict=True)
-    module = "/".join(map(without_numbers, words))
-    why = same[0].why if len({c.why for c in same}) == 1 else _without_position(same[0], same[0].why)
-    return (
-        array,
-        module,
-        f"{why}, which loops over the split dimension: split another" if all(map(_is_looped, same)) else why,
-    )
+def seconds_of(moved: Sequence[Moved], spent: Spent) -> list[tuple[float, float]]:
+    """What moving each array takes, as in ``Spent``: arrays share the time of a collective as they share its bytes."""
+    sent, arrays = Counter[int](), Counter(one.key for one in moved)
+    for one in moved:
+        sent[one.key] += one.bytes
+    found = []
+    for one in moved:
+        share = one.bytes / sent[one.key] if sent[one.key] else 1 / arrays[one.key]
+        taken, waited = spent.get(one.key, (0.0, 0.0))
+        found.append((share * taken, share * waited))
+    return found
 
 
-def _is_looped(c: Collective) -> bool:
-    """Whether it moves what a scan reads a slice of in each iteration, because the dimension of the slices is split."""
-    position = re.match(r"operand (\d+) of scan$", c.why)
-    if position is None or c.cause is None or c.before is None:
-        return False
-    is_sliced = int(position[1]) >= sum(scan_counts(c.cause.params))
-    return is_sliced and not set(c.atoms).isdisjoint(c.before.dims[0])
-
-
-def _without_position(c: Collective, why: str) -> str:
-    """``operand 38 of scan`` as ``operand of scan``: equal layers have different ones."""
-    return re.sub(r"^(operand|result) \d+ of", r"\1 of", why) if c.cause is not None and c.cause.blocks else why
-
-
-def _row(same: Sequence[Collective], mesh: Mesh, names: ArrayNames) -> CollectiveRow:
-    c = same[0]
-    array, module, why = called(same, names)
-    times, sent = sum(c.times for c in same), sum(c.total_bytes for c in same)
-    return CollectiveRow(
-        kind=c.kind, axes=mesh.format_atoms(c.atoms), times=times, bytes=sent, shape=c.shape, line=c.line, why=why,
-        array=array, module=module,
-    )  # fmt: skip
-
-
-def text_of_rings(plan: Plan, without: float, taken: float, machine: str) -> str:
-    """What collective matmuls were chosen for: seconds of a call without them and with them, on a machine."""
-    what = f"{len(plan.rings)} product{'s' if len(plan.rings) > 1 else ''}"
-    return (
-        f"{what} computed as collective matmul, part by part while other parts are sent: a call on {machine} takes "
-        f"{significant(taken * 1e3, 4)} instead of {format_ms(without)}; collective_matmul=False prevents that"
-    )
-
-
-def notes_of_parts(block: Block) -> dict[Value, str]:
-    """What to know of values that an equation without a choice reads or makes."""
-    notes = {}
-    for e in block.walk():
-        if e.rule is not None and e.rule.fixed is not None:
-            note = f"{e.name}{f' at {e.line}' if e.line else ''} says how it is sharded there"
-            notes.update({v: note for v in (*e.inputs, *e.outputs) if isinstance(v, Value)})
-    return notes
+def _common(names: Sequence[ArrayName]) -> str:
+    return names[0].text if len({name.text for name in names}) == 1 else names[0].alike
 
 
 # Row text: prints the rows of an explanation, with one line for equal layers.
 
 
-class ArrayLine(NamedTuple):
-    """The parts of the line of an array."""
-
-    key: str  # arrays with the same key, sharding and note have one line
-    alike: str  # the name of several of them
-    name: str  # the name of one of them
-    sharding: str  # as text
-    bytes: int  # of one device's part
-    note: str  # the end of the line
-
-
-def array_lines(title: str, arrays: Sequence[ArrayLine], most: int) -> list[str]:
-    """At most so many lines, with a title; those of equal arrays as one."""
-    together: dict[tuple[str, str, str], list[ArrayLine]] = {}
-    for array in arrays:
-        together.setdefault((array.key, array.sharding, array.note), []).append(array)
-    shown = [(same[0], len(same)) for same in together.values()][:most]
-    names = [f"{first.alike}  x{n}" if n > 1 else first.name for first, n in shown]
-    wide, across = (max(map(len, texts), default=0) for texts in (names, [first.sharding for first, _ in shown]))
-    lines = [
-        f"  {name:<{wide}}  {first.sharding:<{across}}  {format_bytes(first.bytes):>10}  {first.note}"
-        for name, (first, _) in zip(names, shown, strict=True)
-    ]
-    title = f"{title} (the largest {sum(n for _, n in shown)} of {len(arrays)}; bytes of one device's part)"
-    return ["", title, *lines] if shown else []
-
-
-def tensor_lines(title: str, rows: Sequence[TensorRow], most: int) -> list[str]:
-    """At most so many lines; what equal layers have alike, in the same sharding for the same reason, in one.
+def array_lines(title: str, rows: Sequence[ArrayRow], most: int) -> list[str]:
+    """At most so many lines, with a title; what equal layers have alike in the same sharding, for one reason, in one.
 
     Of values inside the line has the number of the first, with which ``why`` finds it.
     """
-    arrays = [
-        ArrayLine(
-            row.alike or re.sub(r"^%\d+ ", "", row.name), row.alike or row.short or row.name, row.short or row.name,
-            row.sharding, row.local_bytes, row.reason,
-        )
-        for row in rows
-    ]  # fmt: skip
-    return array_lines(title, arrays, most)
+    together: dict[tuple[str, str, str], list[ArrayRow]] = {}
+    for row in rows if most else ():
+        key = row.short.alike or re.sub(r"^%\d+ ", "", row.name), row.sharding, row.reason
+        together.setdefault(key, []).append(row)
+    shown = [(same[0], len(same)) for same in together.values()][:most]
+    if not shown:
+        return []
+    names = [f"{row.short.alike or row.name}  x{n}" if n > 1 else row.short.text or row.name for row, n in shown]
+    wide, across = (max(map(len, texts)) for texts in (names, [row.sharding for row, _ in shown]))
+    lines = [
+        f"  {name:<{wide}}  {row.sharding:<{across}}  {format_bytes(row.local_bytes):>10}  {row.reason}".rstrip()
+        for name, (row, _) in zip(names, shown, strict=True)
+    ]
+    title = f"{title} (the largest {sum(n for _, n in shown)} of {len(rows)}; bytes of one device's part)"
+    return ["", title, *lines]
 
 
-def collective_lines(
-    rows: Sequence[CollectiveRow], most: int, columns: tuple[int, int] = (12, 24), no_line: str = ""
-) -> list[str]:
+def collective_lines(rows: Sequence[CollectiveRow], most: int) -> list[str]:
     """At most so many lines: bytes, axes, array, module, source line, reason, and where it is modelled the time."""
     shown, is_timed = rows[:most], any(row.seconds for row in rows)
     names = [f"{row.array}  x{row.arrays}" if row.arrays > 1 else row.array for row in shown]
     wide, modules = (max(map(len, texts), default=0) for texts in (names, [row.module for row in shown]))
-    across, shape = columns
     lines = []
     for row, name in zip(shown, names, strict=True):
         times = f"x{'' if row.exact else '~'}{row.times}{f'/{row.sharing}' if row.sharing > 1 else ''}"
         sent = f"{row.kind:<18} {times:<5} {format_bytes(row.bytes):>10}"
-        where = f"over {row.axes:<{across}} {row.shape:<{shape}}"
         taken = f"{format_seconds(row.seconds):>8}{_exposed(row):<13}  " if is_timed else ""
         module = f"{row.module:<{modules}}  " if modules else ""
-        lines.append(f"  {sent}  {where} {taken}{name:<{wide}}  {module}{row.line or no_line}  ({row.why})")
+        what = f"{name:<{wide}}  {module}{row.line or '(no line)'}  ({row.why})"
+        lines.append(f"  {sent}  over {row.axes:<12} {row.shape:<24} {taken}{what}")
     if rest := rows[most:]:
         lines.append(f"  ... and {len(rest)} more rows with {format_bytes(sum(row.bytes for row in rest))}")
     return lines
@@ -274,7 +251,7 @@ def _exposed(row: CollectiveRow) -> str:
     if not row.seconds:
         return ""
     hidden = 1 - row.exposed / row.seconds
-    return f" {100 * hidden:.0f} % hidden" if hidden > 0.005 else " exposed"
+    return f" {100 * hidden:.0f} % hidden" if hidden > HIDDEN else " exposed"
 
 
 def lines_of_parts(rows: Sequence[CollectiveRow], mesh: Mesh) -> list[str]:
@@ -287,49 +264,17 @@ def lines_of_parts(rows: Sequence[CollectiveRow], mesh: Mesh) -> list[str]:
     ]
 
 
-# Merged collectives: those that differ in nothing but the array (or the layer) are one row, with its modelled time.
+def listed_lines(lists: Iterable[Listed]) -> list[str]:
+    """The lists that are not empty, with their titles."""
+    shown = [one for one in lists if one.title and one.lines]
+    return [line for one in shown for line in ("", one.title, *(f"  {text}" for text in one.lines))]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MergedCollective:
-    """Collectives that differ in nothing but the array, as one."""
-
-    collective: Collective  # one of them, with the times of all
-    # of all runs, as modelled. Of equal ones in one place the compiler keeps one, and so does the model.
-    seconds: float
-    kernels: tuple[int, ...]  # their numbers among the costed kernels
-    # of permutations, which position of a group sends to which, in one of them or another
-    pairs: tuple[tuple[int, int], ...] = ()
-    over: Atoms = ()  # the atoms that these groups are over
-    every: tuple[Collective, ...] = dataclasses.field(default=(), repr=False)  # all of them
-
-
-def merged(spmd: SpmdProgram, found: Cost, names: ArrayNames | None = None) -> tuple[MergedCollective, ...]:
-    """The collectives of a program, those that send most first."""
-    kernels: dict[int, list[int]] = {}
-    for i, c in enumerate(origins(spmd, found)):
-        if c is not None:
-            kernels.setdefault(id(c), []).append(i)
-    rows = rows_of(spmd.collectives, names)
-    return tuple(_merge(same, [i for c in same for i in kernels.get(id(c), ())], found) for same in rows)
-
-
-def rows_of(collectives: Sequence[Collective], names: ArrayNames | None = None) -> list[list[Collective]]:
-    """The collectives that differ in nothing but the array, together; those that send most in all first."""
-    rows: dict[Hashable, list[Collective]] = {}
-    for i, alike in enumerate([collectives] if names is None else together(collectives, names)):
-        for c in alike:
-            places = (place_of(c.cause), place_of(c.emitted))
-            why = c.why if names is None else ""
-            rows.setdefault((i, c.kind, c.atoms, c.bytes, c.shape, c.line, why, places), []).append(c)
-    return sorted(rows.values(), key=lambda same: -sum(c.total_bytes for c in same))
-
-
-def _merge(same: list[Collective], kernels: list[int], found: Cost) -> MergedCollective:
-    times = sum(c.times for c in same)
-    costed = [found.kernels[i] for i in kernels]
-    seconds = sum(k.total_seconds for k in costed)
-    one = dataclasses.replace(same[0], times=times)
-    over = costed[0].axes if costed else one.atoms
-    pairs = {(int(a), int(b)) for k in costed if k.axes == over for a, b in k.equation.params.get("perm", ())}
-    return MergedCollective(one, seconds, tuple(kernels), tuple(sorted(pairs)), over, tuple(same))
+def held_lines(held: HeldRows, most: int) -> list[str]:
+    """The peak of a device, and the temporaries that make it, largest first."""
+    sizes = f"{format_bytes(held.totals.peak)} at the peak, temporaries {format_bytes(held.totals.temporaries)}"
+    lines = ["", f"memory of a device, {held.by}: {sizes}"]
+    for kind, size, name, place, count in held.alive[:most]:
+        at = "" if place is None else f"  {place.file or place.path.rpartition('/')[2]}:{place.line}"
+        lines.append(f"  {format_bytes(size):>10}  {kind}{f' x{count}' if count > 1 else ''}  {name}{at}")
+    return lines

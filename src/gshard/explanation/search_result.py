@@ -28,6 +28,7 @@ from gshard.device.cost import Cost
 from gshard.device.memory import held_at_peak
 from gshard.emit.partition import partition
 from gshard.explanation.explain import Explanation
+from gshard.explanation.plan_source import PlanSource
 from gshard.explanation.report.page import page
 from gshard.explanation.verdict import does_not_pay, headline
 from gshard.explanation.warnings import idle_devices
@@ -424,9 +425,8 @@ class SearchResult:
             return found.spmd
 
         spmd = run(Planned(self.plan), recomputes=self.best.chosen.recomputed)
-        return Explanation(
-            plan=self.plan, spmd=spmd, donated=frozenset(self.donated), marked=marked, machine=machine,
-        )  # fmt: skip
+        source = PlanSource(plan=self.plan, spmd=spmd, donated=frozenset(self.donated), marked=marked)
+        return Explanation(source, machine)
 
     def html(self, path: str | Path) -> Path:
         """Writes the report of the plan as one page, with what the search tells of it.

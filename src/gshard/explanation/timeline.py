@@ -1,19 +1,19 @@
-"""Timeline: the kernels of one call on one device in order, by the cost model.
+"""Timeline: the kernels of one call on one device in order, by the cost model. The end is ``CallTotals.seconds``.
 
-Kernels follow each other, collectives with what is waited for them, and the end is ``Cost.seconds``. Of a long loop the
-first rounds are drawn one by one, and the others as one event.
+Of a long loop the first rounds are drawn one by one, and the others as one event.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gshard.core.spmd import Collective
-from gshard.device.cost import Cost, KernelCost, cause_of
+from gshard.device.cost import Cost
 from gshard.device.fusion_model import COLLECTIVE, REGION, Kernels
 from gshard.device.machine import Machine
+from gshard.explanation.places import Places
+from gshard.explanation.rows import CollectiveRow, TimedKernel
 
 ROUNDS = 3000  # events that the rounds of one loop are drawn with
 FIRST = 2  # rounds that are drawn of a longer loop, at least
@@ -27,7 +27,7 @@ class Event:
     start: float  # seconds from the beginning of the call
     seconds: float  # how long
     kernel: int  # the number of the costed kernel that runs, -1 for a loop and for rounds that are not drawn
-    name: str  # what is shown
+    name: str  # what is shown of a loop, and of rounds that are not drawn
     depth: int = 0  # how many loops it is inside of
 
 
@@ -77,7 +77,7 @@ class Timeline:
         """Draws the rounds of loops one by one as long as they are few."""
         kernels, loops = list[Event](), list[Event]()
         _draw(call, 0.0, 0, kernels, loops)
-        return Timeline(tuple(kernels), tuple(loops))
+        return Timeline(*(tuple(sorted(own, key=lambda e: e.start)) for own in (kernels, loops)))
 
 
 def _draw(run: Run, at: float, depth: int, kernels: list[Event], loops: list[Event]) -> None:
@@ -101,7 +101,8 @@ def _draw(run: Run, at: float, depth: int, kernels: list[Event], loops: list[Eve
 
 
 def timeline(found: Cost) -> Timeline:
-    """Lays the kernels of a cost out in time."""
+    """Lays the kernels of a per-device program out in time: each follows the one before, and collectives take what a
+    call waits for them."""
     numbers = {id(k): i for i, k in enumerate(k for k, _ in found.program.walk() if k.kind != REGION)}
 
     def run(blocks: Iterable[Kernels]) -> Run:
@@ -112,35 +113,50 @@ def timeline(found: Cost) -> Timeline:
                 events.append(Loop(at, e.trip_count, run(kernel.bodies), e.name, e.line))
             else:
                 number = numbers[id(kernel)]
-                events.append(Event(at, found.kernels[number].seconds, number, found.kernels[number].name))
+                events.append(Event(at, found.kernels[number].seconds, number, ""))
             at += events[-1].seconds
         return Run(at, events)
 
     return Timeline.of(run([found.program]))
 
 
-def trace_of(found: Cost, origins: Sequence[Collective | None], name: str) -> dict[str, Any]:
-    """The timeline of a cost in the Trace Event Format."""
-    laid, rows = timeline(found), list[dict[str, Any]]()
-    for event in laid.kernels:
-        if event.kernel < 0:
-            rows.append(complete_event(event, LOOPS, "rounds", {}))
-            continue
-        k, c = found.kernels[event.kernel], origins[event.kernel]
-        track = NETWORK if k.kind == COLLECTIVE else COMPUTE
-        rows.append(complete_event(event, track, k.bound, _details(k, c)))
-    return trace_events(name, found.machine, laid.loops, rows)
-
-
-def trace_events(
-    name: str, machine: Machine, loops: Iterable[Event], events: Iterable[dict[str, Any]]
+def trace_of(
+    name: str, machine: Machine, laid: Timeline, kernels: Sequence[TimedKernel], row_of: Mapping[int, CollectiveRow]
 ) -> dict[str, Any]:
-    """A call in the Trace Event Format that Perfetto and chrome://tracing read."""
+    """A call in the Trace Event Format that Perfetto and chrome://tracing read; ``row_of`` is by ``Moved.key``."""
     titles = [("process_name", 0, f"one device of {machine.name}, modelled: {name}")]
     titles += [("thread_name", i, track) for i, track in enumerate(TRACKS)]
-    named = [{"ph": "M", "name": what, "pid": 0, "tid": i, "args": {"name": text}} for what, i, text in titles]
-    rows = [*named, *(complete_event(loop, LOOPS, "loop", {}) for loop in loops), *events]
+    rows: list[dict[str, Any]] = [
+        {"ph": "M", "name": what, "pid": 0, "tid": i, "args": {"name": text}} for what, i, text in titles
+    ]
+    rows += [_complete_event(loop, loop.name, LOOPS, "loop", {}) for loop in laid.loops]
+    places = Places()
+    for event in laid.kernels:
+        if event.kernel < 0:
+            rows.append(_complete_event(event, event.name, LOOPS, "rounds", {}))
+            continue
+        k = kernels[event.kernel]
+        told: dict[str, Any] = {"line": places.of(k.place), "bound by": k.cost.bound}
+        if k.key is None:
+            told |= {"FLOPs": k.cost.flops, "bytes read and written": k.cost.moved}
+        else:
+            row = row_of[k.key]
+            told |= {"array": row.array, "over": row.axes, "needed for": row.why, "bytes sent": k.cost.sent}
+            told |= {"of it beside kernels, in µs": k.cost.overlapped * 1e6} if k.cost.overlapped else {}
+        rows.append(_complete_event(event, k.name, track_of(k), k.cost.bound, told))
     return {"traceEvents": rows, "displayTimeUnit": "ms", "otherData": {"machine": str(machine)}}
+
+
+def track_of(k: TimedKernel) -> str:
+    """Where a kernel is drawn: what the network does has a lane of its own."""
+    return NETWORK if k.cost.kind == COLLECTIVE else COMPUTE
+
+
+def _complete_event(event: Event, name: str, track: str, category: str, details: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "ph": "X", "name": name, "cat": category, "pid": 0, "tid": TRACKS.index(track),
+        "ts": event.start * 1e6, "dur": event.seconds * 1e6, "args": details,
+    }  # fmt: skip
 
 
 def thinned(events: Sequence[Event], most: int) -> Iterator[tuple[Event, int]]:
@@ -162,21 +178,3 @@ def thinned(events: Sequence[Event], most: int) -> Iterator[tuple[Event, int]]:
         longest = max(longest, event, key=lambda e: e.seconds)
         end = event.start + event.seconds
     yield dataclasses.replace(longest, start=first.start, seconds=end - first.start), count
-
-
-def complete_event(event: Event, track: str, category: str, details: dict[str, Any]) -> dict[str, Any]:
-    """An event of a track, in the Trace Event Format."""
-    return {
-        "ph": "X", "name": event.name, "cat": category, "pid": 0, "tid": TRACKS.index(track),
-        "ts": event.start * 1e6, "dur": event.seconds * 1e6, "args": details,
-    }  # fmt: skip
-
-
-def _details(k: KernelCost, c: Collective | None) -> dict[str, Any]:
-    """What is shown of a kernel that is selected."""
-    told: dict[str, Any] = {"line": cause_of(k, c).line, "result": k.result, "bound by": k.bound}
-    if c is not None:
-        told |= {"emitted at": k.line, "needed for": c.why, "bytes sent": k.sent}
-    else:
-        told |= {"FLOPs": k.flops, "bytes read and written": k.moved}
-    return told

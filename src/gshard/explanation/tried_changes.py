@@ -18,7 +18,7 @@ from gshard.core.mark import axes_of_entry, spec_of_axes, text_of_spec
 from gshard.core.number_text import format_ms
 from gshard.core.program import format_bytes, format_flops
 from gshard.explanation.compiled_program import CompiledProgram
-from gshard.explanation.compiled_rows import Part
+from gshard.explanation.rows import Moved
 from gshard.explanation.traced_expressions import Constraint
 from gshard.search.moves import improve, tried
 
@@ -167,15 +167,15 @@ def sharding_helps(now: Figures, then: Figures) -> bool:
     return all(after <= _SAME * before for after, before in pairs) and any(a < _WORTH * b for a, b in pairs)
 
 
-def sharding_changes(program: CompiledProgram, moved: Sequence[Part], leaves: Sequence[Any]) -> Iterator[Change]:
+def sharding_changes(program: CompiledProgram, moved: Sequence[Moved], leaves: Sequence[Any]) -> Iterator[Change]:
     """Other shardings: of the arguments at which most bytes are at stake first, and of those that are held whole."""
     stake: dict[str, int] = {}
     for part in moved:
         name = part.array.alike.rpartition(" of ")[2]
-        stake[name] = stake.get(name, 0) + part.bytes * part.sent.collective.executions
+        stake[name] = stake.get(name, 0) + part.bytes
     groups: dict[tuple[str, str], list[int]] = {}
     for i, argument in enumerate(program.arguments):
-        groups.setdefault((argument.short.alike, argument.sharding), []).append(i)
+        groups.setdefault((argument.short.alike, argument.cut), []).append(i)
 
     def weight(group: tuple[tuple[str, str], list[int]]) -> int:
         (name, _), members = group

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from gshard.core.mesh import Mesh
 from gshard.core.number_text import format_seconds, significant
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
@@ -16,7 +15,7 @@ from gshard.device.cost import MOST, WORTH, CallTotals, Cost, cost_of_kernels
 from gshard.device.fusion_model import COLLECTIVE, PRODUCT, kernels_of, products_of
 from gshard.device.machine import Machine
 from gshard.device.roofline import dtype_of, repeats
-from gshard.explanation.rows import MergedCollective
+from gshard.explanation.rows import HIDDEN, CollectiveRow
 from gshard.explanation.trials import Proposal, Trials
 from gshard.planning.objective import BY_BYTES
 
@@ -42,22 +41,18 @@ def headline(found: CallTotals) -> str:
     return f"{bound}-bound: {format_seconds(found.seconds)} a call on {found.machine.name}, {parts}."
 
 
-def remedies(found: CallTotals) -> tuple[str, ...]:
-    """What makes a call shorter, a sentence for each of ``CallTotals.bounds``."""
-    return tuple(_remedy(what, found) for what in found.bounds) if found.seconds else ()
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What bounds one call of a program on a machine, as modelled."""
 
-
-class CallVerdict:
-    """What bounds one call of a program on a machine: of gshard's, or of one that XLA compiled."""
-
-    if TYPE_CHECKING:
-
-        @property
-        def cost(self) -> CallTotals: ...
-        @property
-        def ideal(self) -> float: ...
-        @property
-        def sentences(self) -> tuple[str, ...]: ...
+    cost: CallTotals  # what it was read from
+    ideal: float  # seconds that the products take at the machine's peak rate, those of a plan in even shares
+    sentences: tuple[str, ...]  # all but the first
+    # operations of products that a device computes, as a multiple of an even share; 1 if the program does not tell
+    work: float = 1.0
+    trials: Trials | None = None  # the changes of marks that were tried;
+    # those that lower the bytes sent, for each row of collectives, with what a call then takes
+    proposals: tuple[Proposal | None, ...] = ()
 
     @property
     def bounds(self) -> tuple[str, ...]:
@@ -88,19 +83,51 @@ class CallVerdict:
         """The first sentence."""
         return headline(self.cost)
 
+    @property
+    def proposal(self) -> Proposal | None:
+        """The change of marks that lowers the bytes sent most, of those with which a call takes no longer, if any."""
+        return best_proposal(self.proposals)
+
     def data(self) -> dict[str, Any]:
         """The same as JSON can hold it."""
         return {
             "headline": self.headline, "sentences": list(self.sentences), "shares": self.shares, "share": self.share,
+            "work": self.work,
         }  # fmt: skip
-
-    def _memory(self) -> str:
-        says = "it fits" if self.cost.fits else "it does not fit"
-        memory = format_bytes(self.cost.machine.memory)
-        return f"Peak memory of a device: {format_bytes(self.cost.peak)} of {memory}, {says}."
 
     def __str__(self) -> str:
         return "\n".join([self.headline, *self.sentences])
+
+
+def sentences_of(
+    found: CallTotals, rows: Sequence[CollectiveRow], of_work: Iterable[str], of_choice: Iterable[str]
+) -> tuple[str, ...]:
+    """What follows the headline, around what one kind of program alone tells of its work and of how it is split."""
+    says = "it fits" if found.fits else "it does not fit"
+    held = f"Peak memory of a device: {format_bytes(found.peak)} of {format_bytes(found.machine.memory)}, {says}."
+    remedies = tuple(_remedy(what, found) for what in found.bounds) if found.seconds else ()
+    return tuple(filter(None, (*remedies, *of_work, _network(found, rows), *of_choice, held)))
+
+
+def _network(found: CallTotals, rows: Sequence[CollectiveRow]) -> str:
+    """The collectives that send most, what of them passes beside kernels, and those that a call waits for longest."""
+    if not rows:
+        return "No device sends anything."
+    most, longest = rows[0], max(rows, key=lambda row: row.exposed)
+    sent, taken, hidden = sum(row.bytes for row in rows), sum(row.seconds for row in rows), found.overlapped
+    share = 100 * most.bytes / max(sent, 1)
+    text = f"Of {format_bytes(sent)} that each device sends, {share:.0f} % is the {_named(most)}."
+    if taken and hidden > HIDDEN * taken:
+        text += f" {100 * hidden / taken:.0f} % of the network's {format_seconds(taken)} passes while kernels run."
+    if longest is not most and longest.exposed:
+        text += f" The call waits longest, {format_seconds(longest.exposed)}, for the {_named(longest)}."
+    return text
+
+
+def _named(row: CollectiveRow) -> str:
+    times = f", {row.times} times" if row.times > 1 else ""
+    what = f"{row.kind} of {row.array or 'an array'} ({row.shape}) over {row.axes}{times}"
+    return f"{what}, {format_seconds(row.seconds)}, caused at {row.line or row.module or 'no known line'}"
 
 
 def _remedy(what: str, found: CallTotals) -> str:
@@ -173,170 +200,108 @@ _BYTES = (
 _TIME = "it prices each kernel and each collective by itself, and the change is priced in full"
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict(CallVerdict):
-    """What bounds one call of a program on a machine, as modelled."""
-
-    cost: Cost  # what it was read from
-    mesh: Mesh  # the devices
-    ideal: float  # seconds that an even share of all products takes at the machine's peak rate
-    work: float  # operations of products that a device computes, as a multiple of an even share
-    # the line whose products exceed their share most, and how many times it; None if none does
-    repeated: tuple[str, float] | None
-    sent: int  # bytes that each device sends
-    # the collectives of a kind at a line that send most and, if they are others, those that take longest
-    largest: tuple[MergedCollective, ...]
-    trials: Trials  # the changes of marks that were tried;
-    # those that lower the bytes sent, for each kind of collective, with what a call then takes
-    proposals: tuple[Proposal | None, ...]
-    gap: float | None = None  # gap, counted, is_limited: of the plan (``core.plan``)
-    counted: str = ""
-    is_limited: bool = False
-    by_bytes: bool = False  # whether the plan was made by bytes;
-    planned_for: Machine | None = None  # or for which machine; None if that is not known
-    alone: str = ""  # that a call is no faster than on one device, if so
-    unsplit: str = ""  # that a product is not split as its operand is, and what a call would take if it were, if so
-
-    @property
-    def proposal(self) -> Proposal | None:
-        """The change of marks that lowers the bytes sent most, of those with which a call takes no longer, if any."""
-        made = (p for p in self.proposals if p is not None)
-        return min(made, key=_rank, default=None)
-
-    @property
-    def sentences(self) -> tuple[str, ...]:
-        """The others."""
-        return tuple(
-            text
-            for text in (
-                *remedies(self.cost), self.alone, self._compute(), self._groups(), self.unsplit, self._network(),
-                self._hint(), self._choice(), self._memory(),
-            )
-            if text
-        )  # fmt: skip
-
-    def _compute(self) -> str:
-        if not self.ideal:
-            return "There is no matrix product."
-        text = f"Upper bound on MFU: {100 * self.share:.0f} % (perfectly divided matrix products would take "
-        text += f"{format_seconds(self.ideal)} at the peak rate). "
-        if self.repeated is None:
-            return text + "No product is computed by more than one device."
-        line, times = self.repeated
-        text += f"Each device computes {self.work:.2f} times its share"
-        return f"{text}, most at {line}: {significant(times, 3)} times."
-
-    def _groups(self) -> str:
-        """That a compiler multiplies all rows of a ragged product with the matrix of each group, if that takes long."""
-        rows = [(k, repeats(k.equation, self.cost.machine)) for k in self.cost.kernels if k.bound == "compute"]
-        extra = {k: k.total_seconds * (1 - 1 / times) for k, times in rows if times > 1}
-        if sum(extra.values()) <= (1 - WORTH) * self.cost.seconds:
-            return ""
-        taken, most = format_seconds(sum(extra.values())), max(extra, key=lambda k: extra[k])
-        return (
-            f"{taken} of a call are products of rows with the matrices of other groups, most at {most.line}: XLA for "
-            f"{self.cost.machine.kind} has no kernel for {most.name}. A kernel of your own (gshard.kernel) multiplies "
-            "each row once, as a TPU does."
-        )
-
-    def _network(self) -> str:
-        if not self.largest:
-            return "No device sends anything."
-        most, *longest = self.largest
-        share = 100 * most.collective.total_bytes / max(self.sent, 1)
-        text = f"Of {format_bytes(self.sent)} that each device sends, {share:.0f} % is the {self._named(most)}."
-        return text + "".join(f" In time the largest is the {self._named(c)}." for c in longest)
-
-    def _named(self, row: MergedCollective) -> str:
-        c = row.collective
-        times = f", {c.times} times" if c.times > 1 else ""
-        over = self.mesh.format_atoms(c.atoms)
-        taken, line = format_seconds(row.seconds), c.line or "a program result"
-        return f"{c.kind} of {c.shape} over {over}{times}, {taken}, caused at {line}"
-
-    def _hint(self) -> str:
-        """The change of marks that lowers the bytes sent most; else how many were tried without success."""
-        tried, p = self.trials, self.proposal
-        if p is not None:
-            slower = ", but slower" if p.is_slower else ""
-            text = f"Fewer bytes{slower}: {p.change}. {p.result[0].upper()}{p.result[1:]}"
-            others = sorted({q for q in self.proposals if q not in (None, p) and not q.is_slower}, key=_rank)[:ALSO]
-            also = "; ".join(f"{q.change} ({format_bytes(q.after)})" for q in others)
-            text += f" Each by itself sends less too: {also}." if also else ""
-            return text if tried.is_complete else f"{text} {tried}"
-        if not tried.changes:
-            return ""
-        if tried.is_complete:
-            return f"{tried} None of them lowers this."
-        more = "With more seconds, verdict(seconds=...), more are tried."
-        rest = tried.changes - tried.tried
-        lowers = (
-            f" None of these lowers this; {rest} {'was' if rest == 1 else 'were'} not tried." if tried.tried else ""
-        )
-        return f"{tried}{lowers} {more}"
-
-    def _choice(self) -> str:
-        """What the plan was made for, and how good it is among those that keep the marks."""
-        name, sentences = self.cost.machine.name, []
-        if self.by_bytes or self.planned_for not in (None, self.cost.machine):
-            made = "by bytes" if self.planned_for is None else f"for {self.planned_for.name}"
-            way = "pass machine= to gshard.jit or gshard.explain"
-            sentences.append(f"gshard planned {made}, not for {name}; to plan for {name}, {way}.")
-        elif self.planned_for is not None and self.counted == BY_BYTES:
-            sentences.append(f"Of the plans priced for {name}, the one planned by bytes is the fastest.")
-        if self.gap is not None:
-            by = "" if self.gap < PROVEN else f" by more than {significant(100 * self.gap, 2)} %"
-            model, p = f"By the planner's cost model ({self.counted})", self.proposal
-            if self.is_limited:
-                none = "none" if p is not None and not p.instead else "none that keeps the marks"
-                sentences.append(f"{model}, of the plans that were compared (not all were) {none} is cheaper{by}.")
-            elif p is None or p.instead:
-                has_parts = any(len(atoms) > 1 for atoms in self.mesh.atoms_of.values())
-                over = " over whole axes" if has_parts else ""
-                sentences.append(f"{model}, no plan{over} that keeps the marks is cheaper{by}.")
-            else:  # the program with one more mark has a plan that keeps the others
-                why = _BYTES if self.counted.startswith(BY_BYTES) else _TIME
-                sentences.append(f"{model}, a plan with this change is not cheaper{by}: {why}.")
-        return " ".join(sentences)
+# What the verdict says of a plan alone: the work of its products, changes of marks, and what the plan was made for.
 
 
-def verdict(
-    plan: Plan,
-    found: Cost,
-    rows: Sequence[MergedCollective],
-    tried: Trials,
-    by_bytes: bool = False,
-    planned_for: Machine | None = None,
-    unsplit: str = "",
-) -> Verdict:
-    """Reads the verdict off a cost."""
-    machine, devices = found.machine, plan.mesh.size
+def work_of_plan(plan: Plan, found: Cost) -> tuple[float, float, str]:
+    """Seconds of an even share of all products at the peak rate; the work of a device in shares; and a sentence."""
+    devices = plan.mesh.size
     whole: Counter[str] = Counter()
     ideal = 0.0
     for e, times in plan.program.block.runs():
         if products := products_of(e) * times:
             whole[e.line] += products
-            ideal += products / machine.peak(dtype_of(e)) / devices
+            ideal += products / found.machine.peak(dtype_of(e)) / devices
     own: Counter[str] = Counter()
     for k in found.kernels:
         if k.kind == PRODUCT:
             own[k.line] += products_of(k.equation) * k.times * devices
-    total = sum(whole.values())
+    if not ideal:
+        return 0.0, 1.0, "There is no matrix product."
+    text = f"Upper bound on MFU: {100 * ideal / found.seconds:.0f} % (perfectly divided matrix products would take "
+    text += f"{format_seconds(ideal)} at the peak rate). "
+    work = sum(own.values()) / sum(whole.values())
     extra = {line: n - whole[line] for line, n in own.items() if n > EVEN * whole[line] and whole[line]}
-    worst = max(extra, key=lambda line: extra[line], default=None)
-    repeated = None if worst is None else (worst, own[worst] / whole[worst])
-    work = sum(own.values()) / total if total else 1.0
-    proposals: list[Proposal | None] = [None] * len(rows)
+    line = max(extra, key=lambda line: extra[line], default=None)
+    if line is None:
+        return ideal, work, text + "No product is computed by more than one device."
+    most = significant(own[line] / whole[line], 3)
+    return ideal, work, f"{text}Each device computes {work:.2f} times its share, most at {line}: {most} times."
+
+
+def ragged_products(found: Cost) -> str:
+    """That a compiler multiplies all rows of a ragged product with the matrix of each group, if that takes long."""
+    rows = [(k, repeats(k.equation, found.machine)) for k in found.kernels if k.bound == "compute"]
+    extra = {k: k.total_seconds * (1 - 1 / times) for k, times in rows if times > 1}
+    if sum(extra.values()) <= (1 - WORTH) * found.seconds:
+        return ""
+    taken, most = format_seconds(sum(extra.values())), max(extra, key=lambda k: extra[k])
+    return (
+        f"{taken} of a call are products of rows with the matrices of other groups, most at {most.line}: XLA for "
+        f"{found.machine.kind} has no kernel for {most.name}. A kernel of your own (gshard.kernel) multiplies "
+        "each row once, as a TPU does."
+    )
+
+
+def proposals_on(found: Cost, tried: Trials, count: int) -> tuple[Proposal | None, ...]:
+    """For each row of collectives the best change of marks that was tried for it, with what a call then takes."""
+    proposals: list[Proposal | None] = [None] * count
     for p in tried.found:
-        proposals[p.row] = min(filter(None, (proposals[p.row], p.on(found))), key=_rank)
-    sent = sum(row.collective.total_bytes for row in rows)
-    longest = max(rows, key=lambda row: row.seconds, default=None)
-    largest = rows[:1] if longest is None or longest is rows[0] else (rows[0], longest)
-    return Verdict(
-        found, plan.mesh, ideal, work, repeated, sent, tuple(largest), tried, tuple(proposals), plan.gap, plan.counted,
-        plan.is_limited, by_bytes, planned_for, does_not_pay(plan, found), unsplit,
-    )  # fmt: skip
+        proposals[p.row] = best_proposal((proposals[p.row], p.on(found)))
+    return tuple(proposals)
+
+
+def best_proposal(proposals: Iterable[Proposal | None]) -> Proposal | None:
+    """The change that lowers the bytes sent most, of those with which a call takes no longer, if any."""
+    return min((p for p in proposals if p is not None), key=_rank, default=None)
 
 
 def _rank(proposal: Proposal) -> tuple[bool, int]:
     return proposal.is_slower, proposal.after
+
+
+def hint(tried: Trials, proposals: Sequence[Proposal | None]) -> str:
+    """The change of marks that lowers the bytes sent most; else how many were tried without success."""
+    p = best_proposal(proposals)
+    if p is not None:
+        slower = ", but slower" if p.is_slower else ""
+        text = f"Fewer bytes{slower}: {p.change}. {p.result[0].upper()}{p.result[1:]}"
+        others = sorted({q for q in proposals if q not in (None, p) and not q.is_slower}, key=_rank)[:ALSO]
+        also = "; ".join(f"{q.change} ({format_bytes(q.after)})" for q in others)
+        text += f" Each by itself sends less too: {also}." if also else ""
+        return text if tried.is_complete else f"{text} {tried}"
+    if not tried.changes:
+        return ""
+    if tried.is_complete:
+        return f"{tried} None of them lowers this."
+    more = "With more seconds, verdict(seconds=...), more are tried."
+    rest = tried.changes - tried.tried
+    lowers = f" None of these lowers this; {rest} {'was' if rest == 1 else 'were'} not tried." if tried.tried else ""
+    return f"{tried}{lowers} {more}"
+
+
+def how_chosen(
+    plan: Plan, found: Cost, by_bytes: bool, planned_for: Machine | None, proposals: Sequence[Proposal | None]
+) -> str:
+    """What the plan was made for, and how good it is among those that keep the marks."""
+    name, p, sentences = found.machine.name, best_proposal(proposals), []
+    if by_bytes or planned_for not in (None, found.machine):
+        made = "by bytes" if planned_for is None else f"for {planned_for.name}"
+        way = "pass machine= to gshard.jit or gshard.explain"
+        sentences.append(f"gshard planned {made}, not for {name}; to plan for {name}, {way}.")
+    elif planned_for is not None and plan.counted == BY_BYTES:
+        sentences.append(f"Of the plans priced for {name}, the one planned by bytes is the fastest.")
+    if plan.gap is not None:
+        by = "" if plan.gap < PROVEN else f" by more than {significant(100 * plan.gap, 2)} %"
+        model = f"By the planner's cost model ({plan.counted})"
+        if plan.is_limited:
+            none = "none" if p is not None and not p.instead else "none that keeps the marks"
+            sentences.append(f"{model}, of the plans that were compared (not all were) {none} is cheaper{by}.")
+        elif p is None or p.instead:
+            has_parts = any(len(atoms) > 1 for atoms in plan.mesh.atoms_of.values())
+            over = " over whole axes" if has_parts else ""
+            sentences.append(f"{model}, no plan{over} that keeps the marks is cheaper{by}.")
+        else:  # the program with one more mark has a plan that keeps the others
+            why = _BYTES if plan.counted.startswith(BY_BYTES) else _TIME
+            sentences.append(f"{model}, a plan with this change is not cheaper{by}: {why}.")
+    return " ".join(sentences)

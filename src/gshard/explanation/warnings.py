@@ -1,4 +1,4 @@
-"""Warnings about a plan: idle devices, repeated or unsplit work, results that JAX cannot hold, arrays moved instead."""
+"""Warnings about a plan: idle devices, repeated work, results that JAX cannot hold, marks without effect."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from gshard.core.errors import known_names, warn_once
 from gshard.core.jax_adapter import user_line
 from gshard.core.mark import Mark
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.number_text import format_seconds
 from gshard.core.plan import Plan, local_bytes
 from gshard.core.program import Block, Equation, Program, Value, format_bytes
 from gshard.core.rule import Rule, Split, operand_sharding, parts, result_sharding
 from gshard.core.sharding import Sharding
 from gshard.core.uneven import cut_evenly
-from gshard.device.cost import Cost, cost
-from gshard.device.fusion_model import PRODUCT, flops, is_product
-from gshard.explanation.trials import Planner, replanned
+from gshard.device.fusion_model import is_product
 from gshard.naming.array_names import ArrayNames
 from gshard.planning.propagated import Arrays, arrays_of, candidates
 
@@ -215,33 +212,6 @@ def _of_block(block: Block, plan: Plan, gave_up: Mapping[Equation, Replicated], 
                 notes[v] = f"computed whole by every device: what {e.name}{at} reads is gathered, which is cheapest"
 
 
-# Unsplit work: that a plan for a machine does not split products over an axis, and what splitting them would take.
-
-
-def unsplit_work(plan: Plan, found: Cost, names: ArrayNames, by_bytes: Planner | None) -> str:
-    """One sentence on the largest product that is not split as its operand is; empty if there is none."""
-    rows = replicated_work(plan)
-    made = replanned(by_bytes, plan.program) if rows and by_bytes is not None else None
-    if made is None:
-        return ""
-    captured = len(made.program.captured)
-    split = cost(made, found.machine, [i - captured for i in found.donated])
-    if _products(split) >= _products(found):
-        return ""
-    row = max(rows, key=lambda row: flops(row.equation))
-    what, at = names.array(row.operand).text or f"%{row.operand.index}", row.equation.line
-    return (
-        f"{what} is not split over {row.axes!r}{f' at {at}' if at else ''}: every device does all of that work "
-        f"({row.times} times its share). With the work split as planning by bytes splits it, a call would take "
-        f"{format_seconds(split.seconds)} instead of {format_seconds(found.seconds)}."
-    )
-
-
-def _products(found: Cost) -> int:
-    """Operations of the products of one device."""
-    return sum(k.flops * k.times for k in found.kernels if k.kind == PRODUCT)
-
-
 # Unexpected: one warning for a function whose program is split otherwise than its marks and its layout suggest.
 
 
@@ -281,83 +251,3 @@ def _mistaken_rows(program: Program) -> Iterator[str]:
     for row in unknown:
         if len(unknown) == len(rows) or difflib.get_close_matches(row.name, names, n=1):
             yield f"{row}: nothing is called {row.name!r}. {known_names(row.name, names, 'Names are')}"
-
-
-# Moved instead: operands that are gathered because moving the other arrays sends less.
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MovedInstead:
-    """The products of a line that gather their smaller operand over an axis and move other arrays over it."""
-
-    line: str  # the user's source line
-    operand: str  # type and shape of what is gathered, a weight as a rule
-    axes: str  # names of the mesh axes
-    times: int  # how many products run in one call
-    sent: int  # bytes that each device sends for them in one call
-    stayed: int  # bytes that it would send if the gathered operands stayed, each product by itself
-
-    def __str__(self) -> str:
-        products = f"{self.times} product{'s' if self.times > 1 else ''}"
-        return (
-            f"{self.line}: {products} with {self.operand}: it is gathered over {self.axes}, and the larger arrays are "
-            f"moved over {self.axes} by all-to-all: {format_bytes(self.sent)} instead of {format_bytes(self.stayed)} "
-            "to all-gather or reduce-scatter them"
-        )
-
-
-def moved_instead(plan: Plan) -> tuple[MovedInstead, ...]:
-    """The products of a plan that gather their smallest array and move others over the same axes, most bytes first.
-
-    Equal products of a line are one row. Products that would send as much or less if their operand stayed are left
-    out: what decides there is what else reads the same arrays.
-    """
-    rows: dict[tuple[str, str, str], MovedInstead] = {}
-    for e, times in plan.program.block.runs():
-        split = plan.splits.get(e)
-        if e.rule is None or split is None or not is_product(e.rule) or not e.rule.is_free:
-            continue
-        found = next(_alternatives(e, split, plan), None)
-        if found is not None and found[1] < found[2]:
-            (v, axes), sent, stayed = found
-            key = e.line, repr(v).partition(":")[2], axes
-            old = rows.get(key, MovedInstead(*key, 0, 0, 0))
-            sums = old.times + times, old.sent + times * sent, old.stayed + times * stayed
-            rows[key] = MovedInstead(*key, *sums)
-    return tuple(sorted(rows.values(), key=lambda row: -row.sent))
-
-
-def _alternatives(e: Equation, split: Split, plan: Plan) -> Iterator[tuple[tuple[Value, str], int, int]]:
-    """What is gathered while others move, and over which axes, with the bytes that are sent so and if it stayed."""
-    assert e.rule is not None
-    rule, mesh, arrays = e.rule, plan.mesh, arrays_of(e, plan.shardings)
-    used = {a for atoms in split.values() for a in atoms}
-    taken = [operand_sharding(rule, i, split).dims for i in range(len(rule.operands))]
-    taken += [result_sharding(rule, i, split).dims for i in range(len(rule.results))]
-    homes = [x.sharding.dims if x is not None else () for x in arrays]
-    smaller = min((x.bytes for x in arrays if x is not None), default=0)
-    for i, v in enumerate(e.inputs):
-        if not isinstance(v, Value) or v.bytes > smaller:
-            continue
-        for d, own in enumerate(homes[i]):
-            gathered = tuple(a for a in own if a in used and not any(a in dim for dim in taken[i]))
-            if not gathered or not any(_moves(homes[j], taken[j], gathered) for j in range(len(arrays)) if j != i):
-                continue
-            stays = [
-                other
-                for other in candidates(rule, arrays, mesh)
-                if parts(other, mesh) >= parts(split, mesh)
-                and set(gathered) <= set(operand_sharding(rule, i, other).dims[d])
-            ]
-            if stays:
-                least = min(sent_by(rule, other, arrays, mesh) for other in stays)
-                yield (v, mesh.format_atoms(gathered)), sent_by(rule, split, arrays, mesh), least
-
-
-def _moves(home: tuple[Atoms, ...], taken: tuple[Atoms, ...], atoms: Atoms) -> bool:
-    """Whether some of the atoms go from one dimension of an array to another."""
-    return any(
-        a in before and a not in after and any(a in other for other in taken)
-        for a in atoms
-        for before, after in zip(home, taken, strict=False)
-    )

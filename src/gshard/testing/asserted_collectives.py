@@ -29,9 +29,11 @@ from gshard.core.jax_adapter import user_line
 from gshard.core.keywords import keywords
 from gshard.core.mesh import MeshLike
 from gshard.core.program import format_bytes
-from gshard.explanation.compiled_explanation import CompiledExplanation
 from gshard.explanation.compiled_program import CompiledArgument, CompiledProgram
-from gshard.explanation.compiled_rows import CompiledRow, axes_text, collective_lines_of, memory_lines, whole_lines
+from gshard.explanation.compiled_rows import axes_text, whole_arguments_listed
+from gshard.explanation.compiled_source import CompiledSource
+from gshard.explanation.explain import Explanation
+from gshard.explanation.rows import CollectiveRow, collective_lines, held_lines, listed_lines
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 from gshard.xla.hlo_collectives import KINDS, Sent, pairs_of
 
@@ -70,7 +72,7 @@ class Exceeded:
     allowed: str  # allowed, found: as text
     found: str
     argument: str  # the argument of ``assert_collectives`` that allows what was found
-    rows: tuple[CompiledRow, ...] = ()  # the collectives that it limits
+    rows: tuple[CollectiveRow, ...] = ()  # the collectives that it limits
     cures: tuple[str, ...] = ()  # what to do, a sentence each
     arguments: tuple[CompiledArgument, ...] = ()  # the arguments of the program that are larger than allowed
     is_peak: bool = False  # whether memory is limited
@@ -92,9 +94,9 @@ class Limits:
         """Whether only memory is limited, which a program on one device has too."""
         return not (self.times or self.most_times or self.most_bytes) and self.whole is None
 
-    def exceeded(self, found: CompiledExplanation) -> list[Exceeded]:
+    def exceeded(self, found: Explanation) -> list[Exceeded]:
         """The limits that a program does not keep, in the order of the arguments."""
-        program = found.program
+        program = source_of(found).program
         if unknown := [axis for axis in self.over if axis not in dict(found.mesh.axes)]:
             raise MeshError(
                 f"the mesh has no axis {unknown[0]!r}.",
@@ -104,7 +106,7 @@ class Limits:
             )
         counted = [sent for sent in program.sent if not self.over or crosses(program, sent, self.over)]
         kept = {id(sent) for sent in counted}
-        rows = [row for row in found.collectives if id(row.parts[0].sent) in kept]
+        rows = [row for row in found.collectives if id(row.moved[0].source) in kept]
         times: Counter[str] = Counter()
         size: Counter[str] = Counter()
         for sent in counted:
@@ -129,7 +131,7 @@ class Limits:
                 wrong.append(_exceeded(what, _most(most), _exactly(n), argument, rows, kind))
         return [*wrong, *self._held(found)]
 
-    def _held(self, found: CompiledExplanation) -> list[Exceeded]:
+    def _held(self, found: Explanation) -> list[Exceeded]:
         """The limits of memory that a program does not keep."""
         wrong = []
         if self.peak is not None and found.peak > self.peak:
@@ -138,13 +140,13 @@ class Limits:
             wrong.append(Exceeded("peak memory", allowed, got, argument, cures=(PEAK_CURE,), is_peak=True))
         if self.whole is None or found.mesh.size == 1:
             return wrong
-        if found.arguments and all(a.bytes is None for a in found.arguments):
+        if found.tensors and all(a.bytes is None for a in found.tensors):
             raise ArgumentError(
                 "max_whole= limits arguments that each device holds whole, and this program does not tell them.",
                 user_line(),
                 hint="Give the function or what jax.jit compiled; a text that has no shardings does not tell.",
             )
-        large = tuple(a for a in found.arguments if a.is_whole and a.local_bytes > self.whole)
+        large = tuple(a for a in source_of(found).arrays if a.is_whole and a.local_bytes > self.whole)
         if large:
             allowed, argument = _most(self.whole), f"max_whole={large[0].local_bytes}"
             got, what = _exactly(large[0].local_bytes), "whole argument"
@@ -195,14 +197,14 @@ def crosses(program: CompiledProgram, sent: Sent, axes: Iterable[str]) -> bool:
     return any(a // strides[x][0] % strides[x][1] != b // strides[x][0] % strides[x][1] for x in axes for a, b in pairs)
 
 
-def cures_of(rows: Iterable[CompiledRow]) -> tuple[str, ...]:
+def cures_of(rows: Iterable[CollectiveRow]) -> tuple[str, ...]:
     """What to do against collectives, a sentence for each kind."""
     kinds = dict.fromkeys(row.kind for row in rows)
     return tuple(f"{kind}: {CURES[kind]}" for kind in kinds if kind in CURES)
 
 
 def _exceeded(
-    what: str, allowed: str, found: str, argument: str, rows: Sequence[CompiledRow], kind: str, is_less: bool = False
+    what: str, allowed: str, found: str, argument: str, rows: Sequence[CollectiveRow], kind: str, is_less: bool = False
 ) -> Exceeded:
     own = tuple(row for row in rows if kind in (row.kind, TOTAL))
     cures = (f"{what}: fewer run than the test states.",) if is_less else cures_of(own)
@@ -266,7 +268,7 @@ def _size(name: str, given: Size) -> int:
 
 def compiled_subject(
     f: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, mesh: MeshLike = None
-) -> CompiledExplanation:
+) -> Explanation:
     """Compiles a function and reads the program; reads a program that is compiled."""
     if isinstance(args, Mapping | str) or not isinstance(args, Sequence):
         raise ArgumentError(
@@ -293,7 +295,7 @@ def compiled_subject(
             got=f"mesh={mesh!r} for {told(f)}",
             hint="Place the arguments of jax.jit; give the mesh to gshard.jit.",
         )
-    if isinstance(f, CompiledExplanation):
+    if isinstance(f, Explanation) and f.is_compiled:
         return f
     if isinstance(f, Jitted):
         return _of_jitted(f, args, kwargs)
@@ -322,7 +324,7 @@ def _lowered(f: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> jax.stag
         ) from error
 
 
-def _of_jitted(f: Jitted, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CompiledExplanation:
+def _of_jitted(f: Jitted, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Explanation:
     mesh = f.options.mesh
     if mesh is not None and mesh.devices is None:
         f = f.on(mesh.on_first_devices())
@@ -359,7 +361,7 @@ def assert_collectives(
     max_whole: Size | None = None,
     over: str | Sequence[str] | None = None,
     mesh: MeshLike = None,
-) -> CompiledExplanation:
+) -> Explanation:
     """Checks how many collectives run in one call of a function, and what each device sends and holds.
 
     XLA compiles the function, and gshard reads the compiled program. So functions from ``jax.jit`` and ``gshard.jit``
@@ -423,7 +425,7 @@ def assert_collectives(
     return found
 
 
-def check_devices(found: CompiledExplanation, limits: Limits | None = None) -> None:
+def check_devices(found: Explanation, limits: Limits | None = None) -> None:
     """Refuses a program on one device, which sends nothing whatever its text."""
     if found.mesh.size == 1 and (limits is None or not limits.is_of_one_device):
         raise ArgumentError(
@@ -434,7 +436,7 @@ def check_devices(found: CompiledExplanation, limits: Limits | None = None) -> N
         )
 
 
-def message_of(found: CompiledExplanation, wrong: Sequence[Exceeded], limits: Limits) -> str:
+def message_of(found: Explanation, wrong: Sequence[Exceeded], limits: Limits) -> str:
     """What is allowed, what was found, what exceeds it, and what to do."""
     over = f", counted over {' and '.join(limits.over)}" if limits.over else ""
     lines = [f"{compiled(found)} exceeds what is allowed{over}", ""]
@@ -449,23 +451,30 @@ def message_of(found: CompiledExplanation, wrong: Sequence[Exceeded], limits: Li
     elif any(not (e.arguments or e.is_peak) for e in wrong):
         lines += ["", "there are no such collectives"]
     if any(e.is_peak for e in wrong):
-        lines += memory_lines(found.program, HELD)
-    lines += whole_lines([a for e in wrong for a in e.arguments])
+        lines += held_lines(source_of(found).held(), HELD)
+    lines += listed_lines([whole_arguments_listed([a for e in wrong for a in e.arguments])])
     lines += ["", *dict.fromkeys(cure for e in wrong for cure in e.cures)]
     lines.append(f"If this is meant, allow it: {', '.join(e.argument for e in wrong)}.")
     return "\n".join(line.rstrip() for line in lines)
 
 
-def compiled(found: CompiledExplanation) -> str:
+def source_of(found: Explanation) -> CompiledSource:
+    """The compiled program that was read."""
+    assert isinstance(found.source, CompiledSource), "it is compiled"
+    return found.source
+
+
+def compiled(found: Explanation) -> str:
     """A program in the first line of a message."""
-    by = f" for {found.program.platform}" if found.program.platform else ""
+    platform = source_of(found).program.platform
+    by = f" for {platform}" if platform else ""
     return f"{found.name}, compiled by XLA{by}, on {found.mesh.size} devices ({found.mesh}),"
 
 
-def row_lines(rows: Sequence[CompiledRow], most: int = ROWS) -> list[str]:
+def row_lines(rows: Sequence[CollectiveRow], most: int = ROWS) -> list[str]:
     """Collectives as an explanation prints them, without modelled times."""
-    lines = collective_lines_of([dataclasses.replace(row, seconds=0.0) for row in rows], most)
-    moved = [{id(part.sent) for part in row.parts} for row in rows[:most]]
+    lines = collective_lines([dataclasses.replace(row, seconds=0.0) for row in rows], most)
+    moved = [{id(one.source) for one in row.moved} for row in rows[:most]]
     if sum(map(len, moved)) > len(set().union(*moved)):
         lines.append("  a collective that moves several arrays has several rows, and counts once")
     if any(not row.exact for row in rows[:most]):
@@ -501,25 +510,26 @@ class SentRecord:
     platform: str  # what it was compiled for
 
     @staticmethod
-    def of(found: CompiledExplanation) -> SentRecord:
+    def of(found: Explanation) -> SentRecord:
         """Records a compiled program."""
         runs: dict[Key, dict[Sent, int]] = {}
         sizes: Counter[Key] = Counter()
         for row in found.collectives:
             key = as_recorded(row)
-            runs.setdefault(key, {}).update((part.sent, part.sent.collective.executions) for part in row.parts)
+            runs.setdefault(key, {}).update((one.source, one.times) for one in row.moved)
             sizes[key] += row.bytes
         rows = {key: (sum(times.values()), sizes[key]) for key, times in runs.items()}
         times_of: Counter[tuple[str, str]] = Counter()
         size_of: Counter[tuple[str, str]] = Counter()
-        for sent in found.program.sent:
-            where = sent.collective.kind, _word(axes_text(found.program, sent))
+        program = source_of(found).program
+        for sent in program.sent:
+            where = sent.collective.kind, _word(axes_text(program, sent))
             times_of[where] += sent.collective.executions
             size_of[where] += sent.collective.total_bytes
         sums = {where: (times_of[where], size_of[where]) for where in times_of}
         mesh = _word(" ".join(f"{name}={size}" for name, size in found.mesh.axes))
         return SentRecord(
-            found.name, mesh, found.peak, rows, sums, jax.__version__, found.program.platform or "unknown devices"
+            found.name, mesh, found.peak, rows, sums, jax.__version__, program.platform or "unknown devices"
         )
 
     def text(self) -> str:
@@ -596,7 +606,7 @@ class SentRecord:
         return {key for key, of in now.rows.items() if key[:2] in more and _is_more(of, self.rows.get(key, (0, 0)))}
 
 
-def as_recorded(row: CompiledRow) -> Key:
+def as_recorded(row: CollectiveRow) -> Key:
     """A collective without its lines, its shape and its reason."""
     return row.kind, _word(row.axes), _word(row.array) or _UNNAMED, _word(row.module)
 
@@ -625,7 +635,7 @@ def assert_no_more_collectives(
     tolerance: float = 0.02,
     update: bool = False,
     mesh: MeshLike = None,
-) -> CompiledExplanation:
+) -> Explanation:
     """Checks that a function sends and holds no more than a baseline file says.
 
     It fails if, of a kind of collective over an axis of the mesh, more run or send more bytes than in the file, if the
@@ -695,7 +705,7 @@ def _read(path: Path) -> SentRecord | None:
 
 
 def _message(
-    found: CompiledExplanation,
+    found: Explanation,
     path: Path,
     before: SentRecord,
     now: SentRecord,

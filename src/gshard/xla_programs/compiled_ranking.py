@@ -17,8 +17,7 @@ from gshard.core.planning_tables import with_tables
 from gshard.core.program import format_bytes
 from gshard.device.machine import Machine
 from gshard.emit.compile import compile_spmd
-from gshard.explanation.compiled_cost import CompiledCost
-from gshard.explanation.compiled_explanation import read_compiled
+from gshard.explanation.compiled_source import CompiledCost, compiled_cost, source_of
 from gshard.explanation.search_result import SearchResult
 from gshard.search.find import Best, axes_text
 from gshard.search.pipeline import Planned, PricedPlan, as_run
@@ -142,5 +141,5 @@ def _compiled(best: Best, priced: PricedPlan, donated: Sequence[int], devices: S
         compiled = compile_spmd(run.spmd, frozenset(donated)).compiled
     except jax.errors.JaxRuntimeError as error:
         return CompiledPlan(best, priced, None, refused=str(error).splitlines()[0])
-    found = read_compiled(compiled, Mesh.of(there.user_jax_mesh), machine)
-    return CompiledPlan(best, priced, found.cost(), estimated_cycles(found.program.module))
+    program = source_of(compiled, Mesh.of(there.user_jax_mesh)).program
+    return CompiledPlan(best, priced, compiled_cost(program, machine), estimated_cycles(program.module))

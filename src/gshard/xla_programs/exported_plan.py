@@ -35,8 +35,8 @@ from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.device.fusion_model import PRODUCT
 from gshard.emit.compile import named_sharding
-from gshard.explanation.compiled_cost import compiled_cost
-from gshard.explanation.compiled_explanation import CompiledExplanation, read_compiled
+from gshard.explanation.compiled_source import CompiledCost
+from gshard.explanation.explain import Explanation, read_compiled
 from gshard.explanation.search_result import SearchResult
 from gshard.language.mark_primitive import mark_p
 from gshard.planning.added_marks import spec_of_cut, with_marks
@@ -58,7 +58,7 @@ _WIDE, _SHOWN = 600, 24  # characters of shardings, and arguments, that are prin
 class _Tried:
     """A way to say the plan to XLA's partitioner, and what that compiles of it."""
 
-    compiled: CompiledExplanation
+    compiled: Explanation
     function: Callable[..., Any]
     constraints: tuple[FoundMark, ...]
     distance: float
@@ -106,7 +106,7 @@ class ExportedPlan:
         return min(self._ways, key=lambda way: self._ways[way].rank)
 
     @property
-    def compiled(self) -> CompiledExplanation:
+    def compiled(self) -> Explanation:
         """The program that XLA compiles with these shardings and constraints."""
         return self._ways[self._best].compiled
 
@@ -380,7 +380,7 @@ class PlanCompiler:
         function: Callable[..., Any] | None = None,
         ins: Sequence[NamedSharding] | None = None,
         outs: Sequence[NamedSharding | None] | None = None,
-    ) -> CompiledExplanation:
+    ) -> Explanation:
         """Compiles a function, and reads what XLA made of it."""
         function = xla_function(self.program, self.mesh) if function is None else function
         jitted = jax.jit(
@@ -390,39 +390,41 @@ class PlanCompiler:
         )
         return self.read(jitted.lower(*self.takes).compile())
 
-    def read(self, made: Any) -> CompiledExplanation:
+    def read(self, made: Any) -> Explanation:
         """What a compiled program (``jax.stages.Compiled``) sends and holds."""
         return read_compiled(made, Mesh.of(self.jax_mesh))
 
-    def ratio(self, made: CompiledExplanation) -> float:
+    def ratio(self, made: Explanation) -> float:
         """Bytes that a compiled program sends, as a multiple of the plan's; 1 if neither sends anything."""
         planned = self.planned_bytes
         return made.total_bytes / planned if planned else 1.0 + bool(made.total_bytes)
 
-    def products_ratio(self, made: CompiledExplanation) -> float:
+    def products_ratio(self, made: Explanation) -> float:
         """Operations of products that each device computes, as a multiple of the plan's; 1 if neither has any.
 
         It is above 1 where XLA repeats on several devices what the plan splits, which sends nothing.
         """
-        compiled = compiled_cost(made.program, self.found.cost.machine).products
+        cost = made.cost(self.found.cost.machine)
+        assert isinstance(cost, CompiledCost), "XLA compiled it"
+        compiled = cost.products
         return compiled / self._planned_products if self._planned_products else 1.0 + bool(compiled)
 
     @functools.cached_property
     def _planned_products(self) -> int:
         return sum(k.flops * k.times for k in self.found.cost.kernels if k.kind == PRODUCT)
 
-    def distance(self, made: CompiledExplanation) -> float:
+    def distance(self, made: Explanation) -> float:
         """The larger of both ratios, and 1 if neither is larger."""
         return max(1.0, self.ratio(made), self.products_ratio(made))
 
-    def told(self, made: CompiledExplanation) -> str:
+    def told(self, made: Explanation) -> str:
         """What a compiled program sends beside the plan, and how much more it computes, in half a line."""
         planned, products = format_bytes(self.planned_bytes), self.products_ratio(made)
         more = f", and computes {products:.2f} times its products" if products > NEAR else ""
         return f"XLA sends {format_bytes(made.total_bytes)}, {self.ratio(made):.2f} times the plan's {planned}{more}"
 
     @functools.cached_property
-    def as_written(self) -> CompiledExplanation | None:
+    def as_written(self) -> Explanation | None:
         """What XLA compiles from the function as written, with the shardings alone; None if that is known already.
 
         Otherwise the compiled program contains gshard's rewrites that move less.
@@ -451,7 +453,7 @@ class PlanCompiler:
             return [f"compiled with rewrites of gshard's, without which jax.jit may send more: {fired}"]
         return [f"without gshard's rewrites ({fired}), with the shardings alone: {self.told(self.as_written)}"]
 
-    def worse(self, made: CompiledExplanation) -> tuple[WorseLine, ...]:
+    def worse(self, made: Explanation) -> tuple[WorseLine, ...]:
         """The lines at which a compiled program sends more than the plan, the largest difference first.
 
         None if it does not send more in all: XLA and the plan may reduce the same array at different lines.
@@ -582,7 +584,7 @@ def less_split(made: PlanCompiler) -> Iterator[str]:
 # Exported module: the program of a plan as StableHLO with ``sdy`` shardings, through ``jax.export``.
 
 
-def exported_module(made: PlanCompiler, function: Callable[..., Any], compiled: CompiledExplanation) -> export.Exported:
+def exported_module(made: PlanCompiler, function: Callable[..., Any], compiled: Explanation) -> export.Exported:
     """The program as ``jax.export`` makes it, checked."""
     program, tree = made.program, made.found.in_tree
     first = len(program.captured)

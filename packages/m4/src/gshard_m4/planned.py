@@ -67,8 +67,8 @@ def plan_summary(model: moe.TransformerConfig, options: TrainConfig, batch: Mapp
     by = f"by {'a search that keeps ' if options.search else ''}the marks of its {model.moe_layers} MoE layers"
     lines = [
         f"\nthe training step, written for one device, on {devices_of(model)} devices "
-        f"({found.equations} operations, partitioned {by}):",
-        f"  each device holds {mib(local)} of the {mib(whole)} of state and batch; split over the devices are:",
+        f"({found.source.size}, partitioned {by}):",
+        f"  each device holds {mib(local)} of the {mib(whole or 0)} of state and batch; split over the devices are:",
     ]
     lines += [f"    {row.name:<60} {row.sharding}" for row in weights]
     lines.append(f"    and {len(split) - len(weights)} more: the batch, and the optimizer's state of these weights")

@@ -27,7 +27,7 @@ function about(c) {
   return el("div", {},
     el("p", { className: "m" }, c.moved || c.shape), el("p", {}, `Needed for: ${c.why}. Local operand ${c.shape}. `, c.advice),
     c.proposal ? el("p", {}, c.proposal) : null, c.layers.length ? layers(c) : null,
-    el("p", { className: "soft" }, `Caused at ${c.line || D.words["no line"]}${c.emitted && c.emitted !== c.cause ? `; emitted at ${c.emitted}, where what it makes is first used` : ""}.`),
+    el("p", { className: "soft" }, `Caused at ${c.line || "no known line"}${c.emitted && c.emitted !== c.cause ? `; emitted at ${c.emitted}, where what it makes is first used` : ""}.`),
     el("p", { className: "m soft" }, D.groups[c.group]));
 }
 

@@ -23,7 +23,7 @@ const short = place => D.files.length === 1 ? place.replace(/^.*:/, "line ") : p
 
 // A place in the source, as a button that chooses it.
 function placeLink(place, text) {
-  if (!place) return el("span", { className: "soft" }, text || D.words["no line"]);
+  if (!place) return el("span", { className: "soft" }, text || "no known line");
   const link = el("button", { className: "link m place", title: `show ${place}` }, text || short(place));
   link.onclick = event => { event.stopPropagation(); choose("line", place); shown(place); };
   return link;

@@ -7,7 +7,7 @@ function memory() {
   svg("rect", { x: 0, y: fixed, width: W, height: H - fixed, fill: "var(--compute)", opacity: 0.35 }, picture);
   svg("polygon", { points: `0,${fixed} ${line} ${W},${fixed}`, fill: "var(--memory)", opacity: 0.7 }, picture);
   const bar = svg("rect", { y: 0, width: 1, height: H, fill: "var(--ink)", opacity: 0 }, picture);
-  const told = el("p", { className: "soft" }, `Arguments and results ${bytes(M.fixed)} (${bytes(M.arguments)} + ${bytes(M.results)}, ${bytes(M.shared)} shared), temporaries up to ${bytes(M.temporaries)}: peak ${bytes(M.fixed + M.temporaries)}${D.machine ? ` of ${bytes(D.machine.memory)}` : ""}. ${D.words.memory}`);
+  const told = el("p", { className: "soft" }, `Arguments and results ${bytes(M.fixed)} (${bytes(M.arguments)} + ${bytes(M.results)}, ${bytes(M.shared)} shared), temporaries up to ${bytes(M.temporaries)}: peak ${bytes(M.fixed + M.temporaries)}${D.machine ? ` of ${bytes(D.machine.memory)}` : ""}. Totals ${M.by}; the curve and the arrays as scheduled.`);
   const now = el("p", { className: "m soft" }, "Point at the curve to see what runs.");
   let at = 0;
   const show = i => { at = Math.max(0, Math.min(n - 1, i)); const m = M.curve[at]; if (m) { now.textContent = `${bytes(M.fixed + m[0])} at ${m[1]}`; bar.setAttribute("x", x(at + 0.5)); bar.setAttribute("opacity", 0.6); } };

@@ -14,7 +14,7 @@ function chain(row, dim) {
 }
 
 function reasons(t) {
-  if (!t.reasons.length) return el("p", {}, t.note || D.words.whole);
+  if (!t.reasons.length) return el("p", {}, t.note || "No mark and no neighbour asks to split it: every device holds all of it.");
   return el("div", {}, ...t.reasons.flatMap(r => [el("span", { className: "soft" }, `dimension ${r[0]}`), chain(t.i, r[0])]));
 }
 
@@ -26,7 +26,7 @@ function argumentTable() {
   table("argument-table", [
     { name: "name", kind: "m", cell: t => el("span", { title: t.name }, t.short), sort: t => t.short }, { name: "shape", kind: "m", cell: t => `${t.dtype}[${t.shape.join(",")}]`, sort: t => t.shape.length },
     { name: "PartitionSpec", kind: "m", cell: t => t.spec, sort: t => t.spec }, { name: "bytes", kind: "n", cell: t => bytes(t.bytes), sort: t => t.bytes },
-    { name: "per device", kind: "n", cell: t => bytes(t.local), sort: t => t.local }, { name: D.words.reason, cell: why, sort: why }],
+    { name: "per device", kind: "n", cell: t => bytes(t.local), sort: t => t.local }, { name: "reason", cell: why, sort: why }],
     rows, { ...picks, show: 30, empty: chosen.line && !chosen.query ? `${chosen.line} reads no argument itself` : "nothing here" });
 }
 

@@ -12,14 +12,14 @@ function verdict() {
   document.title = `${D.name} on ${D.mesh.size} devices: gshard explain`;
   $("title").textContent = `${D.name} on ${D.mesh.size} device${D.mesh.size > 1 ? "s" : ""}`;
   const machine = D.machine && `${D.machine.measured ? "measured" : "modelled"} machine ${D.machine.text}`;
-  $("subtitle").textContent = [`mesh ${axes}`, D.words.program, machine, D.words.by].filter(Boolean).join(" · ");
+  $("subtitle").textContent = [`mesh ${axes}`, D.program, machine, D.jax && `jax ${D.jax}`].filter(Boolean).join(" · ");
   const shares = el("div", { className: "shares", role: "img", "aria-label": V.headline });
   const key = el("div", { className: "key soft" });
   for (const [what, name] of Object.entries(BOUNDS)) {
     shares.append(el("i", { className: what, style: { width: `${100 * V.shares[what]}%` }, title: `${name} ${percent(V.shares[what])}` }));
     key.append(el("span", {}, el("i", { className: what }), `${name} ${percent(V.shares[what])}`));
   }
-  key.append(el("span", { className: "said" }, D.words.overlap));
+  key.append(el("span", { className: "said" }, D.overlap));
   $("verdict").replaceChildren(el("h2", {}, V.headline), ...(D.machine ? [shares, key] : []), el("ul", {}, ...V.sentences.map(text => el("li", {}, ...linked(text)))));
   const [whole, local] = T.arguments;
   const timed = D.machine ? [
@@ -29,8 +29,8 @@ function verdict() {
     ["sent by each device", bytes(T.sent)], ...timed,
     whole === null ? ["arguments per device", bytes(local)] : ["arguments: total / per device", pair(whole, local)], ["FLOPs per device", flop(T.flops)]];
   $("tiles").replaceChildren(...tiles.map(([name, value, over]) => el("div", { className: over ? "tile over" : "tile" }, el("b", {}, value), el("span", { className: "soft" }, name))));
-  $("notes").replaceChildren(...D.notes.map(([name, rows]) =>
-    el("details", { open: rows.length < 4 }, el("summary", {}, `${name} (${rows.length})`), el("ul", {}, ...rows.map(row => el("li", {}, row))))));
+  $("notes").replaceChildren(...D.lists.map(([, name, rows]) =>
+    el("details", { open: rows.length < 4 }, el("summary", {}, `${name[0].toUpperCase()}${name.slice(1)} (${rows.length})`), el("ul", {}, ...rows.map(row => el("li", {}, row))))));
   if (D.searched) { $("searched").hidden = false; $("searched").querySelector("pre").textContent = D.searched; }
 }
 

@@ -1,0 +1,504 @@
+"""Compiled source: the rows, kernels and lists of an explanation, read from a program that XLA compiled.
+
+Everything is read from the text of the compiled program, so it is the same for programs of XLA's partitioner, of
+``jax.shard_map`` and of gshard, and for CPU, GPU and TPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+from jax.sharding import NamedSharding
+
+from gshard.core.errors import ArgumentError
+from gshard.core.jax_adapter import user_line
+from gshard.core.mark import text_of_spec
+from gshard.core.mesh import Mesh
+from gshard.core.number_text import format_seconds
+from gshard.core.paths import path_of
+from gshard.device.cost import CallTotals
+from gshard.device.fusion_model import COLLECTIVE, FUSED, OPERATOR
+from gshard.device.machine import COMPILERS, Machine, MachineError
+from gshard.device.network import groups, permutation_seconds, seconds, seconds_among
+from gshard.explanation.compiled_program import CompiledArgument, CompiledProgram, memory_figures, read_program
+from gshard.explanation.compiled_rows import (
+    atoms_of,
+    moved_by,
+    regathered_lines,
+    whole_arguments,
+    whole_arguments_listed,
+)
+from gshard.explanation.constraint_candidates import Planned, constraints_to_try
+from gshard.explanation.places import Place
+from gshard.explanation.rows import (
+    ArrayDetails,
+    CollectiveDetails,
+    CollectiveRow,
+    HeldRows,
+    Listed,
+    Moved,
+    TimedKernel,
+    collective_rows,
+    spent_by,
+)
+from gshard.explanation.timeline import Event, Loop, Run, Timeline
+from gshard.explanation.traced_expressions import TracedProgram
+from gshard.explanation.tried_changes import (
+    Change,
+    Figures,
+    Specs,
+    Tried,
+    constraint_helps,
+    sharding_changes,
+    sharding_helps,
+    try_changes,
+)
+from gshard.explanation.verdict import Verdict, sentences_of
+from gshard.naming.argument_names import equal_layers
+from gshard.search.time_budget import Progress
+from gshard.xla.dataflow import Array
+from gshard.xla.hlo_collectives import CompiledCollective, Sent, pairs_of
+from gshard.xla.hlo_parser import Instruction, Origin, arrays_of, origin_of
+from gshard.xla.kernels import Elapsed, Ran, elapsed
+
+# The cost of a compiled program: the modelled time, FLOPs, bytes and memory of one call.
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledCost(CallTotals):
+    """What one call of a compiled program takes on each device, as modelled."""
+
+    machine: Machine  # what was assumed
+    kernels: tuple[Ran, ...]  # the instructions that take time, in order
+    peak: int  # the most bytes that a device holds
+    unknown: tuple[str, ...] = ()  # custom calls whose operations the text does not tell: they count by their bytes
+    elapsed: Elapsed = dataclasses.field(default=Elapsed(0.0), repr=False)  # one call in time
+
+    @property
+    def products(self) -> int:
+        """Operations of products in one call."""
+        return sum(k.work.products * k.times for k in self.kernels if k.work is not None)
+
+    @property
+    def network(self) -> float:
+        """Seconds of all collectives in one call, those that pass while other instructions run included."""
+        return sum(k.duration * k.times for k in self.kernels if k.collective is not None)
+
+
+def compiled_cost(program: CompiledProgram, machine: Machine) -> CompiledCost:
+    """Prices a compiled program."""
+    mesh = program.mesh
+    if machine.size != mesh.size:
+        raise MachineError(
+            f"{machine.name} has {machine.size} devices, and the program runs on {mesh.size}.", got=f"mesh: {mesh}"
+        )
+    by_made = {id(sent.itself): sent for sent in program.sent}
+
+    def network(collective: CompiledCollective, made: Instruction) -> float:
+        return _network_seconds(program, by_made[id(made)], collective, made, mesh, machine)
+
+    call = elapsed(program.module, machine, network)
+    kernels = tuple(call.ran())
+    unknown = {
+        row.made.attributes.partition('custom_call_target="')[2].partition('"')[0]
+        for row in kernels
+        if row.work is not None and not row.work.is_known
+    }
+    return CompiledCost(machine, kernels, program.peak, tuple(sorted(unknown)), call)
+
+
+def _network_seconds(
+    program: CompiledProgram, sent: Sent, read: CompiledCollective, made: Instruction, mesh: Mesh, machine: Machine
+) -> float:
+    """Seconds of one run of a collective, by the links of its groups."""
+    # A ragged exchange is priced as a full one, and a broadcast as a gather.
+    kind = "all_to_all" if read.kind.endswith("all_to_all") else read.kind.replace("collective_broadcast", "all_gather")
+    if kind == "collective_permute":
+        pairs = [(a, b) for a, b in pairs_of(made) if a != b]
+        size = min(read.operand_bytes, read.bytes_moved)
+        there = [(mesh.order[a], mesh.order[b]) if mesh.order else (a, b) for a, b in pairs]
+        return permutation_seconds(size, there, machine) if there else 0.0
+    if read.group_size < 2:
+        return 0.0
+    atoms = atoms_of(program, sent)
+    if atoms is not None:
+        return seconds(kind, read.operand_bytes, mesh, machine, atoms)
+    return max(
+        seconds_among(kind, read.operand_bytes, sorted(mesh.order[d] if mesh.order else d for d in group), machine)
+        for group in read.groups
+    )
+
+
+# Source.
+
+_READERS = 40  # lines that read an argument, at most
+# What JAX and XLA raise for a program with a sharding that they do not support, or that jax.jit was given otherwise.
+_REFUSED = (jax.errors.JaxRuntimeError, ValueError, TypeError, NotImplementedError)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CompiledAgain:
+    """What compiles an explained function once more, with other shardings or constraints."""
+
+    # for each argument of the program the array that the user gives, as ``jax.ShapeDtypeStruct`` with its sharding;
+    # None if it is not known
+    leaves: tuple[Any, ...]
+    traced: Callable[[], Any]  # the jaxpr of the function
+    # compiles and explains a jaxpr in its place, with other shardings of some arguments
+    instead: Callable[[Any, Specs], CompiledSource]
+    # the sharding that gshard plans for each value; it takes the seconds after which it gives up
+    planned: Callable[[float], Planned]
+
+    def compiled(self, specs: Specs, changed: Callable[[Any], Any] = lambda jaxpr: jaxpr) -> CompiledSource | None:
+        """Compiles the function with other shardings and a changed jaxpr; None if JAX or XLA refuses it."""
+        jaxpr = self.traced()
+        try:
+            return self.instead(changed(jaxpr), specs)
+        except _REFUSED:
+            return None
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class CompiledSource:
+    """A compiled program, as an explanation reads it."""
+
+    program: CompiledProgram  # what was read
+    # what compiles the function again, with other shardings or constraints; None for a program compiled elsewhere
+    again: CompiledAgain | None = None
+
+    @property
+    def name(self) -> str:
+        """The function."""
+        return self.program.name
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        return self.program.mesh
+
+    @property
+    def size(self) -> str:
+        """How many instructions it has, and what they are for."""
+        by = f" for {self.program.platform}" if self.program.platform else ""
+        return f"{self.program.instructions:,} instructions, compiled by XLA{by}"
+
+    @functools.cached_property
+    def arrays(self) -> tuple[CompiledArgument, ...]:
+        """The arguments, largest first."""
+        return tuple(sorted(self.program.arguments, key=lambda a: -(a.bytes or a.local_bytes)))
+
+    @functools.cached_property
+    def moved(self) -> tuple[Moved, ...]:
+        """The arrays that collectives move, one by one, in the order of the program."""
+        return moved_by(self.program)
+
+    @property
+    def argument_bytes(self) -> tuple[int | None, int]:
+        """Bytes of all arguments, whole (None if the program does not tell) and on one device."""
+        sizes = [a.bytes for a in self.program.arguments]
+        whole = None if None in sizes else sum(size for size in sizes if size is not None)
+        return whole, sum(a.local_bytes for a in self.program.arguments)
+
+    @functools.cached_property
+    def lists(self) -> tuple[Listed, ...]:
+        """The lists of lines; some may be empty."""
+        return (
+            whole_arguments_listed(whole_arguments(self.program)),
+            Listed(
+                "regathered",
+                "gathered on every device, which then keeps a part only: sharding constraints disagree here",
+                regathered_lines(self.program, self.moved),
+            ),
+        )
+
+    jax: ClassVar[str] = ""  # what traced it: a text does not tell
+    notices: ClassVar[list[str]] = []  # what the text says first,
+    remarks: ClassVar[list[str]] = []  # and below the collectives
+
+    @property
+    def _held_by(self) -> str:
+        return "as the compiler reports" if self.program.memory is not None else "as read from the schedule"
+
+    def machine(self) -> None:
+        """None: the text alone does not tell on which devices it runs."""
+
+    def cost(self, machine: Machine) -> CompiledCost:
+        """What a call takes."""
+        return compiled_cost(self.program, machine)
+
+    def keys(self, found: CompiledCost) -> list[int | None]:
+        """For each kernel ``Moved.key`` of the collective that it runs; None for other kernels."""
+        return [None if k.collective is None else id(k.collective.itself) for k in found.kernels]
+
+    def kernels(self, found: CompiledCost) -> tuple[TimedKernel, ...]:
+        """The kernels of a cost, in order; a collective has the line of the first array that it moves."""
+        first: dict[int, Place | None] = {}
+        for one in self.moved:
+            first.setdefault(one.key, one.cause)
+        rows = []
+        for k in found.kernels:
+            sent, kind = k.collective, k.kind
+            name, made = (self._called(k.made), k.made) if sent is None else (sent.collective.kind, sent.itself)
+            result = arrays_of(made.type)
+            place = self._line_near(k.computation, k.made) if sent is None else first.get(id(sent.itself))
+            if kind == COLLECTIVE and sent is not None:
+                kind = sent.collective.kind
+            elif kind == OPERATOR and k.made.opcode.startswith("fusion"):
+                kind = FUSED
+            key = None if sent is None else id(sent.itself)
+            rows.append(TimedKernel(k, f"{name} {result[0]}" if result else name, kind, place, key))
+        return tuple(rows)
+
+    def timeline(self, found: CompiledCost) -> Timeline:
+        """A cost in time; what the network does may run beside kernels."""
+        numbers = {id(k): i for i, k in enumerate(found.kernels)}
+
+        def run(calls: Iterable[Elapsed]) -> Run:
+            at, events = 0.0, list[Event | Loop]()
+            for call in calls:
+                for one in call.in_order():
+                    if isinstance(one, Ran):
+                        events.append(Event(at + one.start, one.duration, numbers[id(one)], ""))
+                    else:
+                        line = self.program.module.line_of(one.made)
+                        events.append(Loop(at + one.start, one.rounds, run(one.bodies), one.made.opcode, line))
+                at += call.seconds
+            return Run(at, events)
+
+        return Timeline.of(run([found.elapsed]))
+
+    def held(self, found: CompiledCost | None = None) -> HeldRows:
+        """What a device holds, on any machine: the compiler's totals where it tells, the rest as it is scheduled."""
+        held = self.program.held
+        computations = self.program.module.computations
+        made = [computations[one.array.computation].instructions[one.array.name] for one in held.alive]
+        modules = [self._origin(m).module for m in made]
+        # A layer is one if something is inside: here the array.
+        paths = {(*module.split("/"), "array"): None for module in modules if module}
+        layers = equal_layers(paths, same_inside=False).items()
+        folded = {"/".join(own[:-1]): "/".join(alike[:-1]) for own, alike in layers}
+        sizes, counts = Counter[tuple[str, str, Place | None]](), Counter[tuple[str, str, Place | None]]()
+        for one, m, module in zip(held.alive, made, modules, strict=True):
+            key = one.type, self._described(m, folded.get(module, module)), self.program.place_of(self._told(m))
+            sizes[key] += one.bytes
+            counts[key] += 1
+        alive = [(kind, size, what, at, counts[kind, what, at]) for (kind, what, at), size in sizes.most_common()]
+
+        def named(moment: Any) -> tuple[str, Place | None]:
+            m = computations[moment.computation].instructions[moment.name]
+            return self._described(m, self._origin(m).module), self.program.place_of(self._told(m))
+
+        return HeldRows(self.program.totals, self._held_by, held.moments, named, alive)
+
+    def verdict(
+        self, found: CompiledCost, rows: Sequence[CollectiveRow], planned_for: Machine | None, seconds: float
+    ) -> Verdict:
+        """What bounds a call. No other shardings are tried, whatever the seconds: ``try_shardings`` does that."""
+        works = ((k.work, k.times) for k in found.kernels)
+        ideal = sum(w.products * times / found.machine.peak(w.dtype) for w, times in works if w is not None)
+        share = 100 * ideal / found.seconds if found.seconds else 0.0
+        products = (
+            f"The products of a device would take {format_seconds(ideal)} at the peak rate: {share:.0f} % of the call."
+            if ideal
+            else "There is no matrix product whose operations are known."
+        )
+        unknown = ", ".join(found.unknown)
+        others = f"Kernels whose operations are not known count by their bytes only: {unknown}." if unknown else ""
+        of_work, of_choice = (products, others), (self._compiled_for_others(found.machine),)
+        return Verdict(found, ideal, sentences_of(found, rows, of_work, of_choice))
+
+    def _compiled_for_others(self, machine: Machine) -> str:
+        platform = self.program.platform
+        if not platform or machine.compiler == COMPILERS.get(platform, machine.compiler):
+            return ""
+        return (
+            f"XLA compiled this program for {platform}. For {machine.kind or machine.name} it fuses and combines "
+            "otherwise, and may choose other collectives: compile for the devices themselves to see those."
+        )
+
+    def details_of_row(self, row: CollectiveRow, kernels: Sequence[TimedKernel]) -> CollectiveDetails:
+        """What the page alone shows of a row of collectives."""
+        sent, mesh = row.moved[0].source, self.mesh
+        atoms = atoms_of(self.program, sent)
+        is_permutation = row.kind == "collective_permute"
+        return CollectiveDetails(
+            atoms=atoms, groups=sent.collective.groups if atoms is None else groups(mesh, atoms),
+            emitted=row.moved[0].cause, pairs=pairs_of(sent.itself) if is_permutation else (),
+            over=tuple(mesh.atoms) if is_permutation else (),
+        )  # fmt: skip
+
+    @property
+    def details_of_arrays(self) -> list[ArrayDetails]:
+        """What the page alone shows of each argument."""
+        program = self.program
+        entry = program.module.computations[program.module.entry]
+        names = {made.number: made.name for made in entry.instructions.values() if made.opcode == "parameter"}
+        number_of = {id(a): number for number, a in enumerate(program.arguments)}
+        rows = []
+        for a in self.arrays:
+            local = next(iter(arrays_of(a.type)), None)
+            shape = () if local is None else local.shape
+            parts = a.parts if len(a.parts) == len(shape) else (1,) * len(shape)
+            dims = ((),) * len(shape) if a.is_whole else a.dims if a.dims and len(a.dims) == len(shape) else None
+            spec = None if dims is None else self.mesh.spec_of(dims)
+            readers = program.flow.readers(Array(program.module.entry, names[number_of[id(a)]]))
+            read = (program.place_of(self._told(made)) for _, made in itertools.islice(readers, _READERS))
+            rows.append(
+                ArrayDetails(
+                    dtype="" if local is None else local.dtype, dims=dims,
+                    shape=[n * k for n, k in zip(shape, parts, strict=True)],
+                    spec="P()" if a.is_whole else "" if spec is None else text_of_spec(spec),
+                    read=[place for place in read if place is not None],
+                )
+            )  # fmt: skip
+        return rows
+
+    # What instructions compute, and their lines.
+
+    def _told(self, made: Instruction) -> Instruction:
+        """The instruction whose metadata tell of one: of a fusion without any the first inside that has some."""
+        if self.program.place_of(made) or not made.opcode.startswith("fusion"):
+            return made
+        inside = (
+            part
+            for name in made.called("calls")
+            for part in self.program.module.computations[name].instructions.values()
+            if self.program.place_of(part)
+        )
+        return next(inside, made)
+
+    def _line_near(self, computation: str, made: Instruction) -> Place | None:
+        """The line of an instruction; of a copy that the compiler made, of what is copied, or else of what reads it."""
+        array, flow = Array(computation, made.name), self.program.flow
+
+        def near() -> Iterator[Instruction]:
+            yield made
+            if (copied := flow.made(flow.source(array))) is not None:
+                yield copied
+            yield from (reader for _, reader in itertools.islice(flow.readers(array), 1))
+
+        return next(filter(None, (self.program.place_of(self._told(one)) for one in near())), None)
+
+    def _origin(self, made: Instruction) -> Origin:
+        """The operator that an instruction comes from."""
+        name = self._told(made).op_name
+        if name not in self._origins:
+            self._origins[name] = origin_of(name)
+        return self._origins[name]
+
+    @functools.cached_property
+    def _origins(self) -> dict[str, Origin]:
+        return {}
+
+    def _called(self, made: Instruction) -> str:
+        """What an instruction computes: the operator, or what XLA calls it."""
+        return self._origin(made).operation or self._told(made).opcode
+
+    def _described(self, made: Instruction, module: str) -> str:
+        return f"{self._called(made)} in {module}" if module else self._called(made)
+
+    # Compiles the function again with changes.
+
+    def try_shardings(self, machine: Machine | None, seconds: float) -> Tried:
+        """Compiles the function with other shardings of its arguments, and tells which lower bytes, memory or time."""
+        again = self._again("other shardings")
+
+        def compiled(changes: Sequence[Change]) -> Figures | None:
+            specs = {i: change.spec for change in changes for i in change.arguments if change.spec is not None}
+            made = again.compiled(specs)
+            return None if made is None else made.figures(machine)
+
+        changes = list(sharding_changes(self.program, self.moved, again.leaves)) if seconds > 0 else []
+        before = self.figures(machine)
+        return try_changes(before, "other shardings of arguments", changes, compiled, sharding_helps, seconds)
+
+    def try_constraints(
+        self, machine: Machine | None, seconds: float, progress: bool | Callable[[str], object] | None
+    ) -> Tried:
+        """Compiles the function with sharding constraints on values inside, and tells which lower time or bytes."""
+        again, began = self._again("sharding constraints"), time.monotonic()
+        mesh, before = self.mesh.user_jax_mesh, self.figures(machine)
+        assert isinstance(mesh, jax.sharding.Mesh), "it was compiled for devices"
+        if seconds <= 0:
+            return try_changes(before, "sharding constraints inside", (), lambda _: None, sharding_helps, seconds)
+        program = TracedProgram(again.traced())
+        planned = again.planned(seconds / 4)
+        cost = None if machine is None else self.cost(machine)
+        rows = collective_rows(self.moved, {} if cost is None else spent_by(cost.kernels, self.keys(cost)))
+        found, notes = constraints_to_try(rows, program, mesh, planned)
+        changes = [Change(f"{c.text}  ({c.expression.type})", c.spec, constraint=c) for c in found]
+        shown = dataclasses.replace(Progress.of(progress), name="gshard.explain")
+        numbers = itertools.count(1)
+
+        def compiled(some: Sequence[Change]) -> Figures | None:
+            first = f"a constraint, {next(numbers)} of {len(changes)}: {some[0].text}" if len(some) == 1 else ""
+            shown.step(f"compiling with {first or f'{len(some)} constraints'}")
+            constraints = [change.constraint for change in some if change.constraint is not None]
+            made = again.compiled({}, lambda _: program.with_constraints(constraints, mesh))
+            return None if made is None else made.figures(machine)
+
+        left = max(seconds - (time.monotonic() - began), 1e-3)
+        return try_changes(
+            before, "sharding constraints inside", changes, compiled,
+            lambda now, then: constraint_helps(now, then, before.peak), left, notes,
+        )  # fmt: skip
+
+    def _again(self, what: str) -> CompiledAgain:
+        if self.again is None:
+            raise ArgumentError(
+                f"a program that was compiled elsewhere cannot be compiled with {what}.",
+                hint="Give gshard.explain the function from jax.jit and its arguments.",
+            )
+        return self.again
+
+    def figures(self, machine: Machine | None) -> Figures:
+        """What the program takes; without a machine its operations and no time."""
+        found = self.cost(Machine.read("cpu", self.mesh.size) if machine is None else machine)
+        messages = sum(sent.collective.executions for sent in self.program.sent)
+        sent = sum(sent.collective.total_bytes for sent in self.program.sent)
+        return Figures(sent, found.peak, 0.0 if machine is None else found.seconds, messages, found.flops)
+
+
+# Reads compiled programs with what JAX tells of them.
+
+
+def source_of(
+    compiled: jax.stages.Compiled,
+    mesh: Mesh | None = None,
+    out_tree: Any = None,
+    names: Mapping[str, str] | None = None,
+) -> CompiledSource:
+    """Reads what JAX compiled; the default mesh is that of the shardings, the default tree of results its own."""
+    text = compiled.as_text()
+    if not text:
+        raise ArgumentError("this compiled program has no text.", user_line(), hint="Its backend does not give one.")
+    shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda s: isinstance(s, jax.sharding.Sharding))
+    on = mesh or _mesh_of([*shardings, *jax.tree.leaves(compiled.output_shardings)])
+    return CompiledSource(
+        read_program(
+            text, on, results=_results(compiled.out_tree if out_tree is None else out_tree),
+            platform=str(on.devices[0].platform) if on is not None and on.devices else "",
+            memory=memory_figures(compiled), names=names,
+        )
+    )  # fmt: skip
+
+
+def _mesh_of(shardings: Sequence[Any]) -> Mesh | None:
+    """The mesh of shardings: the largest, with the names of its axes; else the devices in their order."""
+    named = [s.mesh for s in shardings if isinstance(s, NamedSharding) and isinstance(s.mesh, jax.sharding.Mesh)]
+    if named:
+        return Mesh.of(max(named, key=lambda mesh: mesh.size))
+    devices = max((getattr(s, "_device_assignment", ()) for s in shardings), key=len, default=())
+    return Mesh.of(list(devices)) if devices else None
+
+
+def _results(tree: Any) -> list[str]:
+    paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))[0]
+    return [path_of("result", path) for path, _ in paths]

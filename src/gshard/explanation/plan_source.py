@@ -1,0 +1,690 @@
+"""Plan source: the rows, kernels and lists of an explanation, read from a plan and its per-device program."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+
+from gshard.core.errors import ArgumentError, MeshError, PlanError, counted, known_names
+from gshard.core.jax_adapter import is_transposed, scan_counts, user_place
+from gshard.core.layout import Named
+from gshard.core.mark import text_of_spec
+from gshard.core.memory_kinds import is_host_kind, shape_in_memory
+from gshard.core.mesh import Mesh
+from gshard.core.number_text import format_ms, significant
+from gshard.core.plan import Plan, local_bytes
+from gshard.core.planning_tables import with_tables
+from gshard.core.program import Block, Constant, Equation, Program, Value, format_bytes, itemsize, type_text
+from gshard.core.sharding import Sharding
+from gshard.core.spmd import Collective, SpmdProgram
+from gshard.device.cost import Cost, KernelCost, cause_of, cost, origins
+from gshard.device.fusion_model import COLLECTIVE, device_program, is_product
+from gshard.device.machine import Machine, machine_of, unknown_devices
+from gshard.device.memory import held_at_peak
+from gshard.device.network import groups
+from gshard.emit.compile import compile_spmd, named_sharding
+from gshard.explanation.advice import advice
+from gshard.explanation.places import Place
+from gshard.explanation.rows import (
+    ArrayDetails,
+    ArrayRow,
+    CollectiveDetails,
+    CollectiveRow,
+    HeldRows,
+    Listed,
+    Moved,
+    TimedKernel,
+)
+from gshard.explanation.timeline import Timeline, timeline
+from gshard.explanation.trials import Trials, trials
+from gshard.explanation.verdict import (
+    Verdict,
+    does_not_pay,
+    hint,
+    how_chosen,
+    proposals_on,
+    ragged_products,
+    sentences_of,
+    work_of_plan,
+)
+from gshard.explanation.warnings import (
+    Replicated,
+    idle_devices,
+    notes_of_whole_values,
+    replicated_work,
+    returned_in_fewer_shards,
+)
+from gshard.language.mark_primitive import bound_text
+from gshard.language.transfer import Transfer, changes_memory, transfers_of
+from gshard.naming.argument_names import ArrayName
+from gshard.naming.array_names import UPDATE, ArrayNames
+from gshard.planning.demands import demands
+from gshard.xla.peer import xla_function
+
+# Host memory: the arrays that a program keeps in host memory, and the transfers of a call.
+
+_SHOWN = 12  # rows of what moves
+
+
+@dataclasses.dataclass(frozen=True)
+class HostMemory:
+    """What of a program is in the memory of the host."""
+
+    arguments: tuple[int, int]  # bytes of the arguments there, whole and for each device
+    results: tuple[int, int]  # the same of the results
+    transfers: tuple[Transfer, ...]  # what moves between the memory of a device and that of the host
+    # constraints that name the memory of the host; JAX and gshard read their shardings alone
+    without_effect: tuple[str, ...] = ()
+
+    @property
+    def to_host(self) -> int:
+        """Bytes that each device sends to the host in one call."""
+        return sum(t.total_bytes for t in self.transfers if t.to_host)
+
+    @property
+    def from_host(self) -> int:
+        """Bytes that each device fetches from the host in one call."""
+        return sum(t.total_bytes for t in self.transfers if not t.to_host)
+
+    @functools.cached_property
+    def lines(self) -> tuple[str, ...]:
+        """The report as text; no line where nothing is on the host."""
+        if not (self.transfers or self.arguments[0] or self.results[0] or self.without_effect):
+            return ()
+        (whole, local), (left, left_local) = self.arguments, self.results
+        lines = []
+        for what, every, own in (("arguments", whole, local), ("results", left, left_local)):
+            lines.append(f"{what}: {format_bytes(every)} in all, {format_bytes(own)} for each device")
+        moved = f"fetches {format_bytes(self.from_host)} from the host and sends {format_bytes(self.to_host)} to it"
+        lines.append(f"each device {moved} in one call")
+        rows: dict[tuple[str, str, str, str], tuple[int, int]] = {}
+        for t in self.transfers:
+            key = ("to host" if t.to_host else "from host", t.shape, t.array, t.line)
+            times, sent = rows.get(key, (0, 0))
+            rows[key] = times + t.times, sent + t.total_bytes
+        ordered = sorted(rows.items(), key=lambda row: -row[1][1])
+        wide = max((len(array) for (*_, array, _), _ in ordered[:_SHOWN]), default=0)
+        for (way, shape, array, line), (times, sent) in ordered[:_SHOWN]:
+            lines.append(f"{way:<18} x{times:<4} {format_bytes(sent):>10}  {shape:<24} {array:<{wide}}  {line}")
+        if rest := ordered[_SHOWN:]:
+            lines.append(f"... and {len(rest)} more rows with {format_bytes(sum(sent for _, (_, sent) in rest))}")
+        return (*lines, *self.without_effect)
+
+
+def host_memory(spmd: SpmdProgram, names: ArrayNames) -> HostMemory:
+    """Reads off a per-device program what it keeps on the host."""
+    program, mesh = spmd.program, spmd.mesh
+    inputs, results = program.block.inputs, program.block.outputs
+    come = [i for i in range(len(inputs)) if is_host_kind(program.input_memory(i))]
+    leave = [i for i in range(len(results)) if is_host_kind(program.output_memory(i))]
+    arguments = [(inputs[i], spmd.in_shardings[i]) for i in come]
+    left = [(results[i], spmd.out_shardings[i]) for i in leave]
+    moved = tuple(transfers_of(spmd.jaxpr))
+    if moved:
+        block = device_program(spmd).block
+        own = ArrayNames.of_devices(block, program, names)
+        values = [v for e in block.walk() if changes_memory(e) for v in e.inputs[:1] if isinstance(v, Value)]
+        if [type_text(v) for v in values] == [t.shape for t in moved]:
+            moved = tuple(dataclasses.replace(t, array=own.array(v).alike) for t, v in zip(moved, values, strict=True))
+    return HostMemory(_bytes(arguments, mesh), _bytes(left, mesh), moved, tuple(_without_effect(program.block)))
+
+
+def _without_effect(block: Block) -> Iterator[str]:
+    """The constraints of JAX's that name a memory in which their value is not."""
+    for e in block.walk():
+        kind = getattr(e.params.get("sharding"), "memory_kind", None)
+        if e.mark is not None and is_host_kind(kind) and not e.outputs[0].on_host:
+            yield (
+                f"{e.name} at {e.line} names memory {kind!r}, which has no effect, as in JAX: move the value with "
+                "jax.device_put"
+            )
+
+
+def _bytes(arrays: Sequence[tuple[Value | Constant, Sharding]], mesh: Mesh) -> tuple[int, int]:
+    """Bytes of some arrays, whole and of one device's parts."""
+    whole = sum(math.prod(v.shape) * itemsize(v.dtype) for v, _ in arrays)
+    return whole, sum(math.prod(s.local_shape(mesh, v.shape)) * itemsize(v.dtype) for v, s in arrays)
+
+
+# Layout usage: the values that each row of a layout applies to, and the rows that are unused.
+
+SHOWN = 8  # names
+
+
+def uses_of_layout(program: Program) -> tuple[str, ...]:
+    """How many values each row of the layout applies to, and which names are open."""
+    layout = program.layout
+    if layout is None:
+        return ()
+    used: Counter[str] = Counter()
+    left: dict[str, None] = {}
+    for named in _under(program):
+        rows = layout.rows_of(named.names)
+        used.update(dict.fromkeys((str(row) for row in rows if row is not None), 1))
+        left |= dict.fromkeys(n for n, row in zip(named.names.dims, rows, strict=True) if n is not None and row is None)
+    lines = [f"{row}: {counted(used[row], 'value')}" for row in dict.fromkeys(map(str, layout.rows)) if used[row]]
+    if left:
+        rest = ", ..." if len(left) > SHOWN else ""
+        lines.append(f"open, since no row mentions them: {', '.join(list(left)[:SHOWN])}{rest}")
+    return tuple(lines)
+
+
+def unused_of_layout(program: Program, mesh: Mesh) -> tuple[str, ...]:
+    """Rows that apply to nothing, and axes of the mesh that neither the layout nor any mark uses."""
+    layout = program.layout
+    if layout is None:
+        return ()
+    names = {name for named in _under(program) for name in named.names.dims}
+    used = {row for named in _under(program) for row in layout.rows_of(named.names) if row is not None}
+    found = []
+    for row in dict.fromkeys(layout.rows):
+        if row.name not in names:
+            found.append(f"{row}: nothing is called {row.name!r}")
+        elif row not in used:
+            where = f"no argument below {row.at!r} has that name" if row.at else "another row goes before it everywhere"
+            found.append(f"{row}: never applies, {where}")
+    asked = {atom for _, demand, _ in demands(program, mesh) for atoms in demand.dims for atom in atoms}
+    for axis, atoms in mesh.atoms_of.items():
+        if mesh.count(atoms) > 1 and not asked & set(atoms):
+            found.append(f"axis {axis!r} of the mesh: no row and no mark of this program uses it")
+    return tuple(dict.fromkeys(found))
+
+
+def refuse_unused(program: Program, mesh: Mesh) -> None:
+    """Refuses a program that does not use all of its marks and all of its layout."""
+    if program.unread_marks:
+        where, _, what = program.unread_marks[0].partition(": ")
+        hint = "A mark is about the value that it returns. Use that value, or allow it with strict=False."
+        raise PlanError(f"a mark of {program.name} has no effect.", where, what, hint)
+    if found := unused_of_layout(program, mesh):
+        raise PlanError(
+            f"{program.name} does not use all of its layout.",
+            None,
+            "\n  ".join([*found, f"mesh: {mesh}; {program.layout}"]),
+            "Correct the names, leave out the rows, or allow it with strict=False.",
+        )
+
+
+def _under(program: Program) -> list[Named]:
+    """The values for which the program's own layout says what their names mean."""
+    return [named for named in program.named if named.layout == program.layout]
+
+
+# Lists the marked arrays that devices send in low precision, with the error bound (``send=`` of the marks).
+
+
+def sent_narrow(program: Program, names: ArrayNames) -> tuple[str, ...]:
+    """For each line of a mark with ``send`` the arrays that it rounds, the dtype, and the error bound."""
+    arrays: dict[tuple[str, str], dict[str, None]] = {}
+    for e in program.block.walk():
+        if e.mark is None or not e.mark.send or not isinstance(e.inputs[0], Value):
+            continue
+        send = e.mark.send
+        scales = ", with a float32 scale for each row" if send == "int8" else ""
+        bound = f"{send}{scales}: the error is at most {bound_text(e.mark.wide, send)}"
+        name = names.array(e.inputs[0]).alike if names.is_named(e.inputs[0]) else ""
+        arrays.setdefault((e.line, bound), {}).setdefault(name or e.mark.leaf or "an array", None)
+    return tuple(f"{line}: {', '.join(called)} as {bound}" for (line, bound), called in arrays.items())
+
+
+# Purposes: what the collectives of a program are for, in the terms of data, fully sharded and tensor parallelism.
+
+_PRODUCT = "sums partial results of products (tensor parallelism: row-parallel forward, column-parallel backward)"
+_SCATTERED = f"{_PRODUCT[:-1]}, with sequence parallelism)"
+_OTHER = {
+    "all_gather": "gathers an array",
+    "all_reduce": "combines partial results of a reduction (a norm, a loss, a maximum)",
+    "reduce_scatter": "combines partial results of a reduction, and splits the result",
+    "all_to_all": "moves a split from one dimension of an activation to another",
+    "collective_permute": "sends shards or edges of shards to other devices",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Purpose:
+    """Collectives of one kind over the same axes with one purpose."""
+
+    kind: str  # kind, axes: as of a row of ``Explanation.collectives``
+    axes: str
+    times: int  # how many run in one call of the program
+    bytes: int  # what each device sends in all of them
+    purpose: str  # what they are for
+
+    def __str__(self) -> str:
+        return f"{self.kind:<18} over {self.axes:<12} x{self.times:<4} {format_bytes(self.bytes):>10}  {self.purpose}"
+
+
+def purposes_of(plan: Plan, collectives: tuple[Collective, ...], names: ArrayNames) -> list[Purpose]:
+    """What the collectives of a plan's per-device program are for."""
+    program = plan.program
+    state = {i for i, _ in program.state(range(len(program.block.inputs)))}
+    data = {names.arguments[v].text: v for i, v in enumerate(program.block.inputs) if i not in state}
+    atoms_of_data = {a for v in data.values() for a in plan.shardings[v].atoms}
+    producers = {v: e for e in program.block.walk() for v in e.outputs}
+    sums: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for c in collectives:
+        key = c.kind, plan.mesh.format_atoms(c.atoms), _purpose(c, names, plan, producers, data, atoms_of_data)
+        times, sent = sums.get(key, (0, 0))
+        sums[key] = times + c.times, sent + c.total_bytes
+    rows = [Purpose(kind, axes, times, sent, purpose) for (kind, axes, purpose), (times, sent) in sums.items()]
+    return sorted(rows, key=lambda row: -row.bytes)
+
+
+def _purpose(
+    c: Collective,
+    names: ArrayNames,
+    plan: Plan,
+    producers: Mapping[Value, Equation],
+    data: Collection[str],
+    atoms_of_data: set[str],
+) -> str:
+    name = names.array(c.value).text
+    if names.is_gradient(c.value):
+        if c.kind == "reduce_scatter" and atoms_of_data.isdisjoint(c.atoms):
+            return "sums gradients of weights that products gathered over an axis that splits no input"
+        if c.kind == "reduce_scatter":
+            return "sums gradients of weights, one shard for each device (FSDP, ZeRO)"
+        if c.kind == "all_reduce":
+            return "sums gradients of weights (data parallelism)"
+        return "moves gradients of weights"
+    if name.startswith(UPDATE):
+        return "gathers updated weights (ZeRO-1)" if c.kind == "all_gather" else "moves updated weights"
+    is_read = c.cause is not None and c.cause.rule is not None and is_product(c.cause.rule)
+    if c.kind == "all_gather":
+        if name in data:
+            return "gathers an input"
+        if names.is_named(c.value):
+            if atoms_of_data.isdisjoint(c.atoms):
+                return "gathers weights over an axis that splits no input: this costs less than moving activations"
+            return "gathers weights for products (FSDP, ZeRO-3)" if is_read else "gathers weights"
+        return "gathers activations for products (sequence parallelism)" if is_read else "gathers activations"
+    if c.kind in ("all_reduce", "reduce_scatter") and c.value is not None and _sums_product(c.value, plan, producers):
+        if atoms_of_data.isdisjoint(c.atoms):
+            return _PRODUCT if c.kind == "all_reduce" else _SCATTERED
+        if c.cause is not None and is_transposed(c.cause.source_info):
+            return "sums gradients over the batch (data parallelism)"
+        return "sums partial results of products whose summed dimension is split"
+    if c.kind == "all_to_all" and c.value is None and c.cause is not None:
+        return f"sends elements to other devices inside {c.cause.name}"
+    return _OTHER[c.kind]
+
+
+def _sums_product(v: Value, plan: Plan, producers: Mapping[Value, Equation]) -> bool:
+    """Whether a value is made of partial results of a product, through equations that keep parts of sums."""
+    open_values, seen = [v], set[Value]()
+    while open_values:
+        value = open_values.pop()
+        e = producers.get(value)
+        if value in seen or e is None:
+            continue
+        seen.add(value)
+        if e.rule is not None and is_product(e.rule):
+            return True
+        open_values += [x for x in e.inputs if isinstance(x, Value) and plan.shardings[x].unreduced]
+    return False
+
+
+# Arrays: a row for each, with the reasons for its sharding.
+
+_NAMED = 24  # names of arguments in a message
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRow(ArrayRow):
+    """One array of a plan."""
+
+    plan: Plan = dataclasses.field(repr=False)  # the plan
+    value: Value = dataclasses.field(repr=False)  # the value in the plan
+
+    @property
+    def why(self) -> tuple[tuple[str, ...], ...]:
+        """For each dimension that is split, the reasons from here back to a mark."""
+        return tuple((nearest, *self.plan.chain(self.value, d)[1:]) for d, nearest in self._nearest().items())
+
+    def _nearest(self) -> dict[int, str]:
+        """The nearest reason for each dimension that is split."""
+        split = [d for d in range(len(self.value.shape)) if (self.value, d) in self.plan.sources]
+        return {d: f"dimension {d}: {self.plan.reasons[self.value, d]}" for d in split}
+
+    @property
+    def reason(self) -> str:
+        """For each dimension the nearest reason and the mark where the chain ends, in one line."""
+        texts = []
+        for d, nearest in self._nearest().items():
+            root = str(self.plan.roots[self.value, d])
+            texts.append(nearest if root in nearest else f"{nearest} <- {root}")
+        return "; ".join(texts) or self.note or "replicated: no mark splits it"
+
+
+def rows_of_tensors(plan: Plan, names: ArrayNames, notes: Mapping[Value, str]) -> tuple[TensorRow, ...]:
+    """All arrays of a plan, largest first."""
+    program = plan.program
+    called, notes = dict(zip(program.block.inputs, program.names, strict=True)), dict(notes)
+    for e in program.block.walk():
+        at = f" at {e.line}" if e.line else ""
+        for v in e.outputs:
+            called.setdefault(v, f"%{v.index} {e.name}{at}")
+        for block in e.blocks:
+            for v in block.inputs:
+                called.setdefault(v, f"%{v.index} in {e.name}")
+        if e.rule is not None and e.rule.fixed is not None:
+            note = f"{e.name}{at} says how it is sharded there"
+            notes |= {v: note for v in (*e.inputs, *e.outputs) if isinstance(v, Value)}
+    return tuple(
+        TensorRow(
+            name=called[v], short=names.arguments.get(v, ArrayName()), sharding=plan.format(v), bytes=v.bytes,
+            local_bytes=local_bytes(v, plan.shardings[v], plan.mesh), is_argument=v in names.arguments,
+            note=notes.get(v, ""), plan=plan, value=v,
+        )
+        for v in sorted(plan.shardings, key=lambda v: (-v.bytes, v.index))
+    )  # fmt: skip
+
+
+def place_of(e: Equation | None) -> Place | None:
+    """The user's line of an equation; None if JAX kept none."""
+    found = None if e is None else user_place(e.source_info)
+    return None if e is None or found is None else Place(*found, e.file)
+
+
+# Collectives: what each moves, and what it is called.
+
+
+def moved_by(collectives: Sequence[Collective], mesh: Mesh, names: ArrayNames) -> tuple[Moved, ...]:
+    """The arrays that the collectives of a per-device program move."""
+    return tuple(_moved(c, mesh, names) for c in collectives)
+
+
+def _moved(c: Collective, mesh: Mesh, names: ArrayNames) -> Moved:
+    array, module, alike = names.moved(c), names.module(c.cause), c.why
+    if names.is_named(c.value) and array.alike != array.text:  # else only its position tells a layer apart
+        module = ArrayName(module.text, re.sub(r"\d+", "*", module.text))
+        if c.cause is not None and c.cause.blocks:  # equal layers are different operands of a loop
+            alike = re.sub(r"^(operand|result) \d+ of", r"\1 of", c.why)
+    loops = ", which loops over the split dimension: split another" * _is_looped(c)
+    return Moved(
+        kind=c.kind, axes=mesh.format_atoms(c.atoms), times=c.times, bytes=c.total_bytes, shape=c.shape, line=c.line,
+        cause=place_of(c.cause), array=array, module=module, why=ArrayName(c.why + loops, alike + loops), source=c,
+        key=id(c),
+    )  # fmt: skip
+
+
+def _is_looped(c: Collective) -> bool:
+    """Whether it moves what a scan reads a slice of in each iteration, because the dimension of the slices is split."""
+    position = re.match(r"operand (\d+) of scan$", c.why)
+    if position is None or c.cause is None or c.before is None:
+        return False
+    is_sliced = int(position[1]) >= sum(scan_counts(c.cause.params))
+    return is_sliced and not set(c.atoms).isdisjoint(c.before.dims[0])
+
+
+def text_of_rings(plan: Plan, without: float, taken: float, machine: str) -> str:
+    """What collective matmuls were chosen for: seconds of a call without them and with them, on a machine."""
+    what = f"{len(plan.rings)} product{'s' if len(plan.rings) > 1 else ''}"
+    return (
+        f"{what} computed as collective matmul, part by part while other parts are sent: a call on {machine} takes "
+        f"{significant(taken * 1e3, 4)} instead of {format_ms(without)}; collective_matmul=False prevents that"
+    )
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False, kw_only=True)
+class PlanSource:
+    """A plan and its per-device program, as an explanation reads them."""
+
+    jax: ClassVar[str] = jax.__version__  # what traced it
+    plan: Plan  # the sharding of every value
+    spmd: SpmdProgram  # the per-device program
+    donated: frozenset[int] = frozenset()  # arguments whose memory results may take
+    # what all devices would run if the program had other marks, also planned by bytes
+    marked: Callable[..., SpmdProgram]
+    by_bytes: bool = False  # whether it is the plan that sends least
+    # what planning took, and with other marks takes about again; 0 if not measured
+    planning_seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return self.plan.program.name
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        return self.plan.mesh
+
+    @functools.cached_property
+    def size(self) -> str:
+        """How many equations it has, bodies included."""
+        return f"{sum(1 for _ in self.plan.program.block.walk()):,} equations"
+
+    @functools.cached_property
+    def names(self) -> ArrayNames:
+        """What its arrays are called, and in which module each operation is."""
+        return ArrayNames(self.plan.program)
+
+    @functools.cached_property
+    def arrays(self) -> tuple[TensorRow, ...]:
+        """All arrays, largest first."""
+        return rows_of_tensors(self.plan, self.names, notes_of_whole_values(self.plan, self._replicated_work))
+
+    @functools.cached_property
+    def moved(self) -> tuple[Moved, ...]:
+        """The arrays that collectives move."""
+        return moved_by(self.spmd.collectives, self.mesh, self.names)
+
+    @property
+    def argument_bytes(self) -> tuple[int, int]:
+        """Bytes of all arguments in the memory of the devices, whole and on one device."""
+        program = self.plan.program
+        held = [v for i, v in enumerate(program.block.inputs) if not is_host_kind(program.input_memory(i))]
+        return sum(v.bytes for v in held), sum(local_bytes(v, self.plan.shardings[v], self.mesh) for v in held)
+
+    @functools.cached_property
+    def host(self) -> HostMemory:
+        """What is in the memory of the host, and what moves between host and device in one call."""
+        return host_memory(self.spmd, self.names)
+
+    @property
+    def purposes(self) -> list[Purpose]:
+        """What the collectives are for, most bytes first."""
+        return purposes_of(self.plan, self.spmd.collectives, self.names)
+
+    @functools.cached_property
+    @with_tables
+    def _replicated_work(self) -> tuple[Replicated, ...]:
+        return replicated_work(self.plan)
+
+    @functools.cached_property
+    def lists(self) -> tuple[Listed, ...]:
+        """The lists of lines; some may be empty."""
+        plan, program = self.plan, self.plan.program
+        repeated = *idle_devices(plan, self.names), *map(str, self._replicated_work)
+        return (
+            Listed("purposes", "", tuple(map(str, self.purposes)), "what the collectives are for"),
+            Listed("host", "host memory", self.host.lines),
+            Listed("replicated", "work that every device repeats, and devices without work", repeated),
+            Listed("pipelines", "loops that run as pipelines", program.pipelines),
+            Listed("batches", "equal functions of separate arrays, computed in one batch", program.batches),
+            Listed(
+                "returned",
+                "results returned in fewer shards than they have inside: a jax.Array cannot have these",
+                returned_in_fewer_shards(plan, self.names),
+                "results returned in fewer shards than they have inside",
+            ),
+            Listed("low_precision", "arrays in low precision, by marks with send=", sent_narrow(program, self.names)),
+            Listed("layout", "layout", uses_of_layout(program)),
+            Listed(
+                "unused",
+                "marks and rows of the layout without effect, probably by mistake (strict=True refuses them)",
+                (*program.unread_marks, *unused_of_layout(program, self.mesh)),
+                "marks and rows of the layout without effect",
+            ),
+            Listed(
+                "gathered",
+                "operators without a rule: gshard gathers their operands, and every device repeats the work",
+                tuple(plan.gathered_text()),
+                "no rule, so operands are gathered",
+            ),
+            Listed(
+                "dropped",
+                "features of the program that gshard drops (strict=True refuses them)",
+                tuple(map(str, program.dropped)),
+                "said by the program and not kept",
+            ),
+        )
+
+    @property
+    def notices(self) -> list[str]:
+        """What the text says first: that the plan was made by bytes because there is no model of the devices."""
+        unknown = unknown_devices(self.mesh) if self.by_bytes else None
+        return [] if unknown is None else [f"no model of {unknown}: planned by bytes"]
+
+    @property
+    def remarks(self) -> list[str]:
+        """What the text says below the collectives: of collective matmuls, recomputation."""
+        rings = None if self.plan.spared is None else text_of_rings(self.plan, *self.plan.spared)
+        later = (str(one) for one in (rings, self.spmd.recomputed) if one is not None)
+        return [line for one in later for line in ("", one)]
+
+    def machine(self) -> Machine | None:
+        """The devices of the mesh, and CPUs for an abstract one."""
+        return machine_of(self.mesh)
+
+    def cost(self, machine: Machine) -> Cost:
+        """What a call takes."""
+        return cost(self.spmd, machine, self.donated)
+
+    def keys(self, found: Cost) -> list[int | None]:
+        """For each kernel ``Moved.key`` of the collective that it runs; None for other kernels."""
+        return [None if c is None else id(c) for c in origins(self.spmd, found)]
+
+    def kernels(self, found: Cost) -> tuple[TimedKernel, ...]:
+        """The kernels of a cost, in order."""
+        return tuple(
+            TimedKernel(
+                k, f"{k.name} {k.result}", k.name if k.kind == COLLECTIVE else k.kind, place_of(cause_of(k, c)),
+                None if c is None else id(c),
+            )
+            for k, c in zip(found.kernels, origins(self.spmd, found), strict=True)
+        )  # fmt: skip
+
+    def timeline(self, found: Cost) -> Timeline:
+        """A cost in time."""
+        return timeline(found)
+
+    def held(self, found: Cost) -> HeldRows:
+        """What a device holds."""
+        rows = held_at_peak(found.memory, found.program.block, self.plan.program, self.names)
+        alive = [(h.type, h.bytes, h.name, place_of(h.equation), h.count) for h in rows]
+        return HeldRows(
+            found.memory, "as modelled", found.memory.moments, lambda m: (m.equation.name, place_of(m.equation)), alive
+        )
+
+    def trials(self, rows: Sequence[CollectiveRow], seconds: float) -> Trials:
+        """What other marks bring, as far as they are tried in so many seconds."""
+        if seconds not in self._tried:
+            moved = [[one.source for one in row.moved] for row in rows]
+            self._tried[seconds] = trials(moved, self.plan, self.marked, seconds=seconds, one=self.planning_seconds)
+        return self._tried[seconds]
+
+    @functools.cached_property
+    def _tried(self) -> dict[float, Trials]:
+        return {}
+
+    def verdict(
+        self, found: Cost, rows: Sequence[CollectiveRow], planned_for: Machine | None, seconds: float
+    ) -> Verdict:
+        """What bounds a call, with the marks that would lower what is sent, found in so many seconds."""
+        tried = self.trials(rows, seconds)
+        proposals = proposals_on(found, tried, len(rows))
+        ideal, work, text = work_of_plan(self.plan, found)
+        of_work = does_not_pay(self.plan, found), text, ragged_products(found)
+        of_choice = hint(tried, proposals), how_chosen(self.plan, found, self.by_bytes, planned_for, proposals)
+        return Verdict(found, ideal, sentences_of(found, rows, of_work, of_choice), work, tried, proposals)
+
+    def details_of_row(self, row: CollectiveRow, kernels: Sequence[TimedKernel]) -> CollectiveDetails:
+        """What the page alone shows of a row of collectives."""
+        c, mesh, keys = row.moved[0].source, self.mesh, {one.key for one in row.moved}
+        costed = [k.cost for k in kernels if k.key in keys and isinstance(k.cost, KernelCost)]
+        over = costed[0].axes if costed else c.atoms
+        pairs = {(int(a), int(b)) for k in costed if k.axes == over for a, b in k.equation.params.get("perm", ())}
+        resharded = ""
+        if c.value is not None and c.before is not None and c.after is not None:
+            resharded = " → ".join(s.format(mesh, c.value.shape, c.value.dtype_name) for s in (c.before, c.after))
+        return CollectiveDetails(
+            atoms=c.atoms, groups=groups(mesh, c.atoms), emitted=place_of(c.emitted), resharded=resharded,
+            advice=advice(c, self.plan, self._producers), pairs=tuple(sorted(pairs)), over=over,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def _producers(self) -> dict[Value, Equation]:
+        return {v: e for e in self.plan.program.block.walk() for v in e.outputs}
+
+    @property
+    def details_of_arrays(self) -> list[ArrayDetails]:
+        """What the page alone shows of each array."""
+        plan = self.plan
+        number = {row.value: i for i, row in enumerate(self.arrays)}
+        read: dict[Value, list[Place]] = {v: [] for v in plan.program.block.inputs}
+        for e in plan.program.block.walk():
+            place = place_of(e)
+            for v in e.inputs if place is not None else ():
+                if isinstance(v, Value) and v in read and place is not None:
+                    read[v].append(place)
+        rows = []
+        for row in self.arrays:
+            v, dims, reasons = row.value, plan.shardings[row.value].dims, []
+            for d, atoms in enumerate(dims):
+                if atoms and (reason := plan.reasons.get((v, d))):
+                    source = plan.sources[v, d]
+                    reasons.append((d, str(reason), *((-1, -1) if source is None else (number[source[0]], source[1]))))
+            spec = plan.mesh.spec_of(dims) if row.is_argument else None
+            rows.append(
+                ArrayDetails(
+                    dtype=v.dtype_name, shape=v.shape, dims=dims, spec="" if spec is None else text_of_spec(spec),
+                    place=place_of(self._producers.get(v)), read=read.get(v, ()), reasons=reasons,
+                )
+            )  # fmt: skip
+        return rows
+
+    def row_called(self, name: str) -> TensorRow:
+        """The first row with a printed name."""
+
+        def is_called(row: TensorRow) -> bool:
+            if row.is_argument:
+                return name in (row.name, row.short.text)
+            return row.name == name or row.name.startswith(f"{name} ") or f" at {name} (" in row.name
+
+        rows = self.arrays
+        moved = {one.source.value for one in self.moved if name in (one.array.text, one.array.alike)} - {None}
+        if row := next(filter(is_called, rows), None) or next((row for row in rows if row.value in moved), None):
+            return row
+        arguments = [row.short.text for row in rows if row.is_argument][:_NAMED]
+        raise ArgumentError(
+            f"no tensor is called {name!r}.",
+            hint=known_names(name, arguments, "Arguments are")
+            + " The printed tables have the others: %2, train.py:9 for a line, or the array of a collective.",
+        )
+
+    def against_xla(self) -> tuple[Any, Any]:
+        """What XLA compiles of the program with its own partitioner, given the same marks, and of gshard's."""
+        if self.mesh.devices is None:
+            raise MeshError(
+                "XLA cannot compile for an abstract mesh.",
+                got=f"mesh: {self.mesh}",
+                hint="Explain for devices that exist: mesh=8, with "
+                "XLA_FLAGS=--xla_force_host_platform_device_count=8 on one CPU.",
+            )
+        program = self.plan.program
+        shardings = [
+            named_sharding(self.mesh, s, program.input_memory(i)) for i, s in enumerate(self.spmd.in_shardings)
+        ]
+        donated = tuple(len(program.captured) + i for i in self.donated)
+        theirs = jax.jit(xla_function(program, self.mesh), in_shardings=shardings, donate_argnums=donated)
+        takes = [shape_in_memory(v.shape, v.dtype, on_host=v.on_host) for v in program.block.inputs]
+        return theirs.lower(*takes).compile(), compile_spmd(self.spmd, self.donated).compiled
