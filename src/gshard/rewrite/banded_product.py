@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -24,10 +24,10 @@ import numpy as np
 from jax import lax
 
 from gshard.core.planning_tables import tabulated
-from gshard.core.program import Block, Constant, Equation, Program, Value
-from gshard.language.region import REGIONS, Interpreter, value_of
+from gshard.core.program import Constant, Equation, Program, Value
+from gshard.language.region import Interpreter, value_of
 from gshard.rewrite.driver import Split, where_split
-from gshard.rewrite.equation_graph import Others, is_removable, written
+from gshard.rewrite.equation_graph import Others, is_removable, without_dead_code, written
 from gshard.rules.banded import MOST, Band, banded_p
 
 _LARGEST = 1 << 26  # largest number of elements of a table to compute
@@ -82,12 +82,39 @@ class Product:
 
 
 def _products(program: Program) -> list[Product]:
-    """The products of a program, also inside of loops, whose tables depend on positions only."""
-    captured = zip(program.block.inputs, program.captured, strict=False)
-    known = _Known({v: x for v, x in captured if _is_here(x)})
+    """The products of a program, also inside of loops, whose tables depend on positions and captured arrays only."""
+    captured = {v: x for v, x in zip(program.block.inputs, program.captured, strict=False) if _is_here(x)}
     found: list[Product] = []
-    known.read(program.block, found)
+    for block in program.block.blocks():
+        known: set[Any] = {*captured}  # values that can be computed before the program runs
+        equations: list[Equation] = []  # those that compute them
+        for e in block.equations:
+            found += _product(e, known, functools.partial(_table, equations, captured))
+            if not e.blocks and is_removable(e) and all(isinstance(x, Constant) or x in known for x in e.inputs):
+                known.update(e.outputs)
+                equations.append(e)
     return found
+
+
+def _product(e: Equation, known: Set[Any], table_of: Callable[[Any], Any]) -> Iterator[Product]:
+    """The product that an equation is, if it is one of an array with a known table."""
+    if e.name != "dot_general" or not _is_exact(e):
+        return
+    sums, batch = e.params["dimension_numbers"]
+    if any(batch) or len(sums[0]) != 1 or 0 in e.outputs[0].shape:
+        return
+    for operand in (0, 1):
+        x, table = e.inputs[operand], e.inputs[1 - operand]
+        is_known = isinstance(table, Constant) or table in known
+        if len(table.shape) == 2 and 0 < math.prod(table.shape) <= _LARGEST and is_known and isinstance(x, Value):
+            yield Product(e, operand, sums[operand][0], functools.partial(table_of, table))
+            return
+
+
+def _table(equations: Sequence[Equation], captured: Mapping[Value, Any], x: Value | Constant) -> Any:
+    env: dict[Any, Any] = dict(captured)
+    Interpreter().evaluate(without_dead_code(equations, [x], lambda e: True), env)
+    return jnp.asarray(value_of(x, env))
 
 
 @where_split(_products)
@@ -133,72 +160,6 @@ def _separate_starts(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, int
     nearest = np.maximum.accumulate(np.where(has_elements, np.arange(low.size), -1))
     starts = low[np.where(nearest < 0, has_elements.argmax(), nearest)]
     return starts, int((high - low)[has_elements].max()) + 1
-
-
-class _Known:
-    """The values of a program that can be computed before it runs, and the equations that compute them."""
-
-    def __init__(self, captured: Mapping[Value, Any]):
-        self.captured = captured
-        self.producers: dict[Value, Equation] = {}  # of values that can be computed
-        self.same: dict[Value, Value | Constant] = {}  # the value outside for a value inside of a body
-        self.order: dict[Equation, int] = {}
-
-    def read(self, block: Block, found: list[Product]) -> None:
-        """Adds the known values of a block, and appends its products to ``found``."""
-        for e in block.equations:
-            product = self._product(e)
-            if product is not None:
-                found.append(product)
-            same = REGIONS[e.name].same(e.params) if e.blocks else ()
-            for body, positions in zip(e.blocks, same, strict=False):
-                self.same.update(zip(body.inputs, (e.inputs[i] for i in positions), strict=False))
-            for body in e.blocks:
-                self.read(body, found)
-            if not e.blocks and is_removable(e) and all(map(self._is_known, e.inputs)):
-                self.producers.update(dict.fromkeys(e.outputs, e))
-                self.order[e] = len(self.order)
-
-    def _is_known(self, x: Value | Constant) -> bool:
-        x = self._outside(x)
-        return isinstance(x, Constant) or x in self.producers or x in self.captured
-
-    def _outside(self, x: Value | Constant) -> Value | Constant:
-        while isinstance(x, Value) and x in self.same:
-            x = self.same[x]
-        return x
-
-    def _product(self, e: Equation) -> Product | None:
-        if e.name != "dot_general" or not _is_exact(e):
-            return None
-        sums, batch = e.params["dimension_numbers"]
-        if any(batch) or len(sums[0]) != 1 or 0 in e.outputs[0].shape:
-            return None
-        for operand in (0, 1):
-            x, table = e.inputs[operand], e.inputs[1 - operand]
-            (dim,) = sums[operand]
-            if len(table.shape) == 2 and 0 < math.prod(table.shape) <= _LARGEST and self._is_known(table):
-                if isinstance(x, Value):
-                    return Product(e, operand, dim, functools.partial(self._array, table, self._equations_of(table)))
-        return None
-
-    def _equations_of(self, x: Value | Constant) -> tuple[Equation, ...]:
-        """The equations that compute an array, in order."""
-        equations: set[Equation] = set()
-        pending = [x]
-        while pending:
-            e = self.producers.get(self._outside(pending.pop()))  # type: ignore[arg-type]
-            if e is not None and e not in equations:
-                equations.add(e)
-                pending += e.inputs
-        return tuple(sorted(equations, key=self.order.__getitem__))
-
-    def _array(self, x: Value | Constant, equations: Sequence[Equation]) -> Any:
-        env: dict[Any, Any] = dict(self.captured)
-        for e in equations:
-            env.update((y, value_of(self._outside(y), env)) for y in e.inputs if isinstance(y, Value))
-            Interpreter().evaluate([e], env)
-        return jnp.asarray(value_of(self._outside(x), env))
 
 
 def _is_here(x: Any) -> bool:

@@ -78,13 +78,11 @@ class Source:
     low: int = 0  # low, high: the numbers of elements at the ends of the window that are filled with a number
     high: int = 0
     number: int = 0  # the operand that is this number
-    # the elements of the operand's frame that are cut out; None if the frame is kept
-    cut: tuple[int, int] | None = None
 
     @property
     def is_as_it_was(self) -> bool:
         """Whether the piece is an unchanged piece of the operand."""
-        return self.part is not None and not self.low and not self.high and self.cut is None
+        return self.part is not None and not self.low and not self.high
 
 
 def spans_along(e: Equation, dim: int) -> list[Sequence[Span]] | None:
@@ -112,9 +110,10 @@ def sources_of(spans: Sequence[Span], layouts: Sequence[Layout | None]) -> list[
             if high > low:
                 window = Piece(piece.size, piece.start + low, piece.start + high)
                 sources.append(Source(window, span.operand, k))
-    sources = _cut_from_large_frames(_filled(sources))
-    frames = [(s.operand, s.part) for s in sources if s.part is not None and s.cut is None]
-    return sources if 0 < len(sources) <= _MOST and len(set(frames)) == len(frames) else None
+    sources = _filled(sources)
+    frames = [(s.operand, s.part) for s in sources if s.part is not None]
+    is_too_large = any(s.piece.size > _TIMES * s.piece.length for s in sources)
+    return sources if 0 < len(sources) <= _MOST and len(set(frames)) == len(frames) and not is_too_large else None
 
 
 def _filled(sources: Sequence[Source]) -> list[Source]:
@@ -134,21 +133,6 @@ def _filled(sources: Sequence[Source]) -> list[Source]:
             continue
         filled.append(s)
     return filled
-
-
-def _cut_from_large_frames(sources: Sequence[Source]) -> list[Source]:
-    """The sources, in which pieces are cut out of frames that are much larger. Their filled ends become numbers."""
-    result: list[Source] = []
-    for s in sources:
-        p = s.piece
-        if p.size <= _TIMES * p.length:
-            result.append(s)
-            continue
-        start, end = p.start + s.low, p.end - s.high
-        low, high = (Source(Piece(n, 0, n), s.number, None) for n in (s.low, s.high))
-        window = Source(Piece(end - start, 0, end - start), s.operand, s.part, cut=(start, end))
-        result += [q for q in (low, window, high) if q.piece.length]
-    return result
 
 
 # Computes an equation on arrays in pieces.
@@ -206,8 +190,6 @@ def may_be_in_pieces(t: Touch, layout: Layout) -> bool:
     if e.name.startswith("scatter"):
         if _is_written_to(t):
             return drops(e.params) or e.inputs[1].shape[-1] == 1
-        if t.kind == REDUCE:
-            return t.operands[0] is None and all(p.is_whole for p in layout)
         # If a part of each window is written, the updates have another factor.
         return t.kind == PARALLEL and t.operands[2] is not None
     if t.kind == COMMUNICATE:
@@ -228,8 +210,8 @@ def in_pieces(t: Touch, layout: Layout) -> Callable[[Sequence[Any]], list[Any]]:
     e = t.equation
     if e.name == "gather" and _is_looked_up(t):
         return functools.partial(_looked_up, t, layout)
-    if e.name.startswith("scatter") and (_is_written_to(t) or t.kind == REDUCE):
-        return functools.partial(_written if _is_written_to(t) else _in_turn, t, layout)
+    if e.name.startswith("scatter") and _is_written_to(t):
+        return functools.partial(_written, t, layout)
     if t.kind == COMMUNICATE:
         return functools.partial(_extreme, t, layout)
     return functools.partial(_each, t, layout)
@@ -242,8 +224,6 @@ def moved(e: Equation, dim: int, source: Source, operands: Sequence[Any]) -> Any
     if part is None:
         shape = [piece.length if d == dim else n for d, n in enumerate(like.shape)]
         result = lax.full(shape, operands[source.operand], like.dtype)
-    elif source.cut is not None:
-        result = lax.slice_in_dim(operands[source.operand][part], *source.cut, axis=dim)
     else:
         unfilled = Piece(piece.size, piece.start + source.low, piece.end - source.high)
         unfilled = unfilled if source.low or source.high else Piece(piece.size, 0, piece.size)
@@ -378,17 +358,6 @@ def _written(t: Touch, layout: Layout, operands: Sequence[Any]) -> list[Any]:
     return [[_bind(e, x, at, updates, **changes)[0] for x, (_, at) in zip(parts, places, strict=True)]]
 
 
-def _in_turn(t: Touch, layout: Layout, operands: Sequence[Any]) -> list[Any]:
-    """Computes a scatter whose updates are in pieces: applies the updates of one piece after the other."""
-    x, indices, updates = operands
-    for k in range(len(layout)):
-        of_piece = [
-            parts if d is None else parts[k] for d, parts in zip(t.operands[1:], (indices, updates), strict=True)
-        ]
-        (x,) = _bind(t.equation, x, *of_piece, indices_are_sorted=False, unique_indices=False)
-    return [x]
-
-
 def _extreme(t: Touch, layout: Layout, operands: Sequence[Any]) -> list[Any]:
     """Computes the position of the first extreme element. NaN counts as the extreme, as in JAX."""
     e, dim = t.equation, t.operands[0]
@@ -482,7 +451,7 @@ def _moving(e: Equation, dim: int, split: PartsOf) -> list[Value]:
         sources = sources_of(spans, layouts) or ()
         for s, start in zip(sources, starts_of(tuple(s.piece for s in sources)), strict=True):
             x = e.inputs[s.operand]
-            if s.part is None or s.cut is not None or not isinstance(x, Value) or (parts := split(x, dim)) == 1:
+            if s.part is None or not isinstance(x, Value) or (parts := split(x, dim)) == 1:
                 continue
             if start != s.piece.start or -(-result.shape[dim] // parts) != -(-x.shape[dim] // parts):
                 moving.append(x)
