@@ -22,7 +22,7 @@ from gshard.core.sharding import Sharding
 from gshard.device.async_overlap import product_seconds
 from gshard.device.cost import cost, kernel_cost
 from gshard.device.fusion_model import PRODUCT, device_program, kernels_of
-from gshard.device.machine import Machine
+from gshard.device.machine import COMPILERS, Machine
 from gshard.device.memory import memory_of
 from gshard.device.network import StepTimes
 from gshard.device.roofline import INDICES, copy_seconds, launch_seconds, roofline
@@ -314,7 +314,7 @@ X, W, V = (jnp.ones(shape) for shape in ((8 * N, M), (M, H), (H, M)))
 
 def temporaries(f, *args):
     spmd = gshard.jit(f, mesh=gshard.Mesh.abstract(a=4, b=2)).lower(*args).spmd
-    return [memory_of(device_program(spmd), keeps_low_precision_copies=tpu).temporaries for tpu in (False, True)]
+    return [memory_of(device_program(spmd), (), COMPILERS[name]).temporaries for name in ("cpu", "tpu")]
 
 
 def rows(x):

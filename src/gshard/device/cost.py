@@ -162,9 +162,7 @@ class Cost(CallTotals):
     @functools.cached_property
     def memory(self) -> Memory:
         """The memory of a device at each moment."""
-        return memory_of(
-            self.program, self.donated, keeps_low_precision_copies=self.machine.compiler.keeps_low_precision_copies
-        )
+        return memory_of(self.program, self.donated, self.machine.compiler)
 
     @property
     def peak(self) -> int:
@@ -213,30 +211,31 @@ def cost_of_kernels(program: Kernels, mesh: Mesh, machine: Machine, donated: Ite
 def kernel_cost(kernel: Kernel, times: int, mesh: Mesh, machine: Machine) -> KernelCost:
     """Prices one kernel that is not a region."""
     e = kernel.equation
-    result = ", ".join(map(type_text, e.outputs))
-    row = functools.partial(KernelCost, line=e.line, result=result, times=times, equation=e)
-    parts: tuple[tuple[str, float], ...]
     copied = (*kernel.copied, *(piece.value.bytes for piece in kernel.slices if piece.copied))
     filled = sum(piece.value.bytes for piece in kernel.slices if piece.filled)
-    starts = sum((launch_seconds(machine, 2 * array) for array in copied), 0.0)
-    copies = sum(copy_seconds(machine, array) for array in copied) - starts + filled / machine.memory_bandwidth
-    beside = ("memory", copies), ("launch", starts)
-    moved = kernel.moved + 2 * sum(copied) + filled
-    if kernel.kind == COLLECTIVE:
-        name, atoms, sent, seconds_of_message, latency_seconds = _collective(kernel, mesh, machine)
-        parts = ("network", seconds_of_message - latency_seconds), ("latency", latency_seconds), *beside
-        taken = seconds_of_message + copies + starts
-        return row(name=name, kind=COLLECTIVE, axes=atoms, moved=moved, sent=sent, seconds=taken, parts=parts)
-    if changes_memory(e) and machine.host_link:
-        spent, launch = host_seconds(machine, sum(v.bytes for v in e.outputs)), launch_seconds(machine, kernel.moved)
-        parts = ("host", spent), ("launch", launch)
-        return row(name=e.name, kind=kernel.kind, moved=kernel.moved, seconds=spent + launch, parts=parts)
-    products, others = kernel.product_flops, kernel.vector_flops
-    time = kernel_roofline(machine, e, products, others, kernel.moved, returns=kernel.starts)
-    starts += time.launch
-    parts = (time.bound, time.work), ("memory", copies), ("launch", starts)
-    kind, flops = PRODUCT if products else kernel.kind, products + others
-    return row(name=e.name, kind=kind, flops=flops, moved=moved, seconds=time.work + copies + starts, parts=parts)
+    launches = sum((launch_seconds(machine, 2 * array) for array in copied), 0.0)
+    copies = sum(copy_seconds(machine, array) for array in copied) - launches + filled / machine.memory_bandwidth
+    atoms: Atoms = ()
+    name, kind, flops, sent = e.name, kernel.kind, 0, 0
+    if kind == COLLECTIVE:
+        name, atoms, sent, message, latency_seconds = _collective(kernel, mesh, machine)
+        work = ("network", message - latency_seconds), ("latency", latency_seconds)
+    elif changes_memory(e) and machine.host_link:
+        array = sum(v.bytes for v in e.outputs)
+        work = ("host", host_seconds(machine, array)), ("launch", launch_seconds(machine, kernel.moved))
+    else:
+        products, others = kernel.product_flops, kernel.vector_flops
+        time = kernel_roofline(machine, e, products, others, kernel.moved, returns=kernel.starts)
+        work = (time.bound, time.work), ("launch", time.launch)
+        kind, flops = PRODUCT if products else kind, products + others
+    parts: dict[str, float] = {}
+    for what, spent in (*work, ("memory", copies), ("launch", launches)):
+        parts[what] = parts.get(what, 0.0) + spent
+    return KernelCost(
+        name=name, kind=kind, line=e.line, result=", ".join(map(type_text, e.outputs)), times=times, equation=e,
+        axes=atoms, flops=flops, moved=kernel.moved + 2 * sum(copied) + filled, sent=sent,
+        seconds=sum(parts.values()), parts=tuple(parts.items()),
+    )  # fmt: skip
 
 
 def sent_by(e: Equation) -> tuple[str, Atoms, Sequence[int]]:

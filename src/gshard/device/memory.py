@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 
 import jax
@@ -27,73 +26,54 @@ from gshard.device.fusion_model import (
     moves_elements,
     only_moves,
 )
+from gshard.device.machine import COMPILERS, Compiler
 from gshard.naming.array_names import ArrayNames
 
-# Models the float32 values that the TPU compiler stores in bfloat16 between kernels, because only products read them.
+# Models the float32 values that the TPU compiler stores in bfloat16 between kernels.
 
-_WIDE = "float32"
-_BF16 = "bfloat16"
 _MOVING = ("all_to_all", "collective_permute", "all_gather")
 
 
-def narrow_bytes(program: Kernels) -> dict[Value, int]:
-    """The float32 values of a block that are stored in smaller types, with the bytes that they take."""
+def stored_in_bfloat16(program: Kernels) -> set[Value]:
+    """The float32 values of a block that only products and conversions to smaller types read, perhaps moved."""
     buffers = Buffers(program)
-    narrow: dict[Value, int] = {}
-    types_of: dict[Value, set[str] | None] = {}  # narrow forms; None if some reader needs float32
+    narrow: set[Value] = set()
     for v in (v for kernel in reversed(program.kernels) for v in kernel.writes):
-        if v in buffers.kept or str(v.dtype) != _WIDE or v not in buffers.users:
-            continue
-        read_as = [_read_as(kernel, v, program.home, types_of) for kernel in buffers.readers(v)]
-        types_of[v] = None if None in read_as else {name for form in read_as if form is not None for name in form}
-        elements = math.prod(v.shape)
-        bytes_of_types = [itemsize(jax.numpy.dtype(form)) * elements for form in types_of[v] or ()]
-        if bytes_of_types and sum(bytes_of_types) < v.bytes:
-            narrow[v] = sum(bytes_of_types)
+        if v.dtype == "float32" and v not in buffers.kept and v in buffers.users:
+            if all(_reads_bfloat16(kernel, v, program.home, narrow) for kernel in buffers.readers(v)):
+                narrow.add(v)
     return narrow
 
 
-def _read_as(
-    kernel: Kernel, v: Value, home: Mapping[Value, Value], forms: Mapping[Value, set[str] | None]
-) -> set[str] | None:
-    """The narrow types in which a kernel can read a value; None if it needs float32."""
-    equations = (*kernel.fused, kernel.equation)
-    types: set[str] = set()
+def _reads_bfloat16(kernel: Kernel, v: Value, home: Mapping[Value, Value], narrow: Set[Value]) -> bool:
+    """Whether a kernel can read a value in bfloat16, if it writes those of ``narrow`` so."""
     pending = [v]
-    seen: set[Value] = set()
+    seen = {v}
     while pending:
         x = pending.pop()
-        if x in seen:
-            continue
-        seen.add(x)
-        for e in equations:
+        for e in (*kernel.fused, kernel.equation):
             if not any(isinstance(y, Value) and home.get(y, y) is x for y in e.inputs):
                 continue
-            form = _form(e, kernel, forms)
-            if form is None:
-                return None
-            if form:
-                types |= form
-            else:
-                pending += e.outputs
-    return types or None
+            if e is kernel.equation:
+                if not _ends_in_bfloat16(kernel, narrow):
+                    return False
+            elif only_moves(e):
+                pending += [y for y in e.outputs if y not in seen]
+                seen.update(e.outputs)
+            elif len(e.inputs) != 1 or itemsize(e.outputs[0].dtype) >= 4:
+                return False
+    return True
 
 
-def _form(e: Equation, kernel: Kernel, forms: Mapping[Value, set[str] | None]) -> set[str] | None:
-    """The types in which an equation can read an operand: empty for those of its result, None for float32."""
-    if e is kernel.equation:
-        if kernel.kind == PRODUCT:
-            precision = e.params.get("precision")
-            every = precision if isinstance(precision, tuple) else (precision,)
-            return {_BF16} if all(p is None or p == jax.lax.Precision.DEFAULT for p in every) else None
-        if KINDS[e.name] in _MOVING if kernel.kind == COLLECTIVE else only_moves(e):
-            return forms.get(e.outputs[0])
-        return None
-    if only_moves(e):
-        return set()
-    if len(e.inputs) == 1 and itemsize(e.outputs[0].dtype) < 4:
-        return {str(e.outputs[0].dtype)}
-    return None
+def _ends_in_bfloat16(kernel: Kernel, narrow: Set[Value]) -> bool:
+    """Whether the last equation of a kernel reads float32 operands in bfloat16."""
+    e = kernel.equation
+    if kernel.kind == PRODUCT:
+        precision = e.params.get("precision")
+        every = precision if isinstance(precision, tuple) else (precision,)
+        return all(p is None or p == jax.lax.Precision.DEFAULT for p in every)
+    moves = KINDS[e.name] in _MOVING if kernel.kind == COLLECTIVE else only_moves(e)
+    return moves and e.outputs[0] in narrow
 
 
 def _with_epilogues(program: Kernels) -> list[Kernel]:
@@ -153,7 +133,7 @@ class Memory(MemoryTotals):
 
 
 @with_tables
-def memory_of(program: Kernels, donated: Iterable[int] = (), *, keeps_low_precision_copies: bool = False) -> Memory:
+def memory_of(program: Kernels, donated: Iterable[int] = (), compiler: Compiler = COMPILERS["cpu"]) -> Memory:
     """Computes the memory of a per-device program."""
     block = program.block
     results = [v for v in dict.fromkeys(block.outputs) if isinstance(v, Value)]
@@ -167,7 +147,7 @@ def memory_of(program: Kernels, donated: Iterable[int] = (), *, keeps_low_precis
     own_results = [program.home.get(v, v) for v in results if v not in block.inputs and v not in in_donated]
     elsewhere = program.results | _in_places(program, own_results)
     moments: list[Moment] = []
-    peak, alive, path = _follow(program, elsewhere, 0, moments, keeps_low_precision_copies)
+    peak, alive, path = _follow(program, elsewhere, 0, moments, compiler)
     return Memory(
         sum(map(_on_device, block.inputs)), sum(map(_on_device, results)), shared, peak, tuple(moments),
         tuple(sorted(alive, key=lambda pair: -_on_device(pair[0]))), path,
@@ -202,13 +182,14 @@ def _follow(
     elsewhere: frozenset[Value],
     below: int,
     moments: list[Moment],
-    keeps_low_precision_copies: bool,
+    compiler: Compiler,
     carried: Mapping[Value, Equation] = MappingProxyType({}),
 ) -> _Peak:
     """The most bytes of temporaries on top of ``below``, the arrays, and the path to the kernel."""
-    copies = _low_precision_copies(program) if keeps_low_precision_copies else []
-    narrow = narrow_bytes(program) if keeps_low_precision_copies else {}
-    kernels = _with_epilogues(program) if keeps_low_precision_copies else program.kernels
+    narrows = compiler.keeps_low_precision_copies
+    copies = _low_precision_copies(program) if narrows else []
+    narrow = stored_in_bfloat16(program) if narrows else set()
+    kernels = _with_epilogues(program) if narrows else program.kernels
     last = Buffers(program, kernels).last
     elsewhere = _overwritten(kernels, last, elsewhere)
     bytes_held = {v: _on_device(v) for v in carried}
@@ -218,7 +199,7 @@ def _follow(
     path: tuple[tuple[Kernels, int], ...] = ()
     for i, kernel in enumerate(kernels):
         written = [v for v in kernel.writes if v not in elsewhere]
-        bytes_held.update((v, narrow.get(v, _on_device(v))) for v in written)
+        bytes_held.update((v, _on_device(v) // (2 if v in narrow else 1)) for v in written)
         dying = [v for v in kernel.reads if last[v] == i and v in alive_values]
         growth = sum(bytes_held[v] for v in written)
         if _may_overwrite(kernel):
@@ -231,9 +212,7 @@ def _follow(
                 bytes_held[after] for before, after in _carried(kernel) if before in dying and after in written
             )
         growth += sum(n for first, end, n in copies if first <= i <= end)
-        inner, inner_alive, inner_path = _bodies(
-            kernel, below + bytes_now + growth, moments, keeps_low_precision_copies
-        )
+        inner, inner_alive, inner_path = _bodies(kernel, below + bytes_now + growth, moments, compiler)
         total = bytes_now + growth + inner
         moments.append(Moment(kernel.equation, below + total))
         for v in written:
@@ -304,7 +283,7 @@ def _held(e: Equation, body: Block) -> dict[Value, Value]:
     return {edge.outer: edge.inner for edge in e.edges if edge.outer in inputs and edge.inner in outputs}
 
 
-def _bodies(kernel: Kernel, below: int, moments: list[Moment], keeps_low_precision_copies: bool) -> _Peak:
+def _bodies(kernel: Kernel, below: int, moments: list[Moment], compiler: Compiler) -> _Peak:
     """The temporaries of a region's bodies: of branches the largest, of a loop those of one iteration.
 
     An iteration takes a slice of stacked operands. Carried values use the memory of the loop's results.
@@ -314,7 +293,7 @@ def _bodies(kernel: Kernel, below: int, moments: list[Moment], keeps_low_precisi
     for body in kernel.bodies:
         held = dict.fromkeys(_held(e, body.block), e)
         place = sum(map(_on_device, held))
-        inner, alive, path = _follow(body, frozenset(), below - place, moments, keeps_low_precision_copies, held)
+        inner, alive, path = _follow(body, frozenset(), below - place, moments, compiler, held)
         alive = [x for x in alive if x[0] not in held]
         found = max(found, (inner - place, alive, path), key=lambda peak: peak[0])
     return found

@@ -413,34 +413,24 @@ def rematerialise(spmd: SpmdProgram, limit: int, machine: Machine, donated: Iter
     """Makes a per-device program fit into memory by computing some values twice."""
     before = device_program(spmd)
     lent = [len(spmd.program.captured) + i for i in donated]
-    keeps_copies = machine.compiler.keeps_low_precision_copies
-    first_peak = memory_of(before, lent, keeps_low_precision_copies=keeps_copies).peak
+    first_peak = memory_of(before, lent, machine.compiler).peak
     flops_before = _flops(before)
     target = limit
     while True:
         search = _Search(before, target, machine, spmd.mesh, lent)
-        try:
-            block, reached = search.run()
-        except _StuckError as error:
-            raise _does_not_fit(error.memory, error.block, spmd.program, limit) from None
+        block, reached = search.run()
+        if reached.peak > target:
+            raise _does_not_fit(reached, block, spmd.program, limit)
         if block is before.block:
             return spmd
         program = replayed(spmd, before, block)
         after = device_program(program)
-        memory = memory_of(after, lent, keeps_low_precision_copies=keeps_copies)
+        memory = memory_of(after, lent, machine.compiler)
         if memory.peak <= limit:
             extra_flops = max(0, _flops(after) - flops_before)
             report = Recomputed(limit, first_peak, memory.peak, flops_before, extra_flops, tuple(search.chosen))
             return dataclasses.replace(program, recomputed=report)
-        target = limit - (memory.peak - reached)  # the difference is copies that replace barriers on CPU
-
-
-class _StuckError(Exception):
-    """The search finds no further value to drop."""
-
-    def __init__(self, memory: Memory, block: Block):
-        super().__init__()
-        self.memory, self.block = memory, block
+        target = limit - (memory.peak - reached.peak)  # the difference is copies that replace barriers on CPU
 
 
 def _flops(kernels: Kernels) -> int:
@@ -457,18 +447,12 @@ class _Search:
         self.refused: set[tuple[Value, ...]] = set()
         self.chosen: list[Recomputation] = []
 
-    def run(self) -> tuple[Block, int]:
-        """The block that fits, and its peak in bytes."""
-        program = self.program
-        memory = memory_of(
-            program, self.donated, keeps_low_precision_copies=self.machine.compiler.keeps_low_precision_copies
-        )
-        while memory.peak > self.limit:
-            step = self._step(program, memory)
-            if step is None:
-                raise _StuckError(memory, program.block)
+    def run(self) -> tuple[Block, Memory]:
+        """The block that fits, or the best one that was found, and its memory."""
+        program, memory = self.program, memory_of(self.program, self.donated, self.machine.compiler)
+        while memory.peak > self.limit and (step := self._step(program, memory)) is not None:
             program, memory = step
-        return program.block, memory.peak
+        return program.block, memory
 
     def _step(self, program: Kernels, memory: Memory) -> tuple[Kernels, Memory] | None:
         """Lowers the peak by values of one kind in one block; None if there are no such values."""
@@ -483,9 +467,7 @@ class _Search:
                 ):
                     block = _with_body(kernels, kernels.kernels[at].equation, below.block, block)
                 changed = kernels_of(block)
-                after = memory_of(
-                    changed, self.donated, keeps_low_precision_copies=self.machine.compiler.keeps_low_precision_copies
-                )
+                after = memory_of(changed, self.donated, self.machine.compiler)
                 if _is_less(after, memory):
                     self.chosen += [_noted(item, liveness) for item in batch]
                     return changed, after

@@ -117,9 +117,7 @@ class _Recomputing:
             self.fresh: list[Equation] = []
             self.hidden: dict[Value, Value] = {}
             self.here: dict[tuple[Value, bool], Value] = {}
-            for x in operands_first(e.inputs, self._read_for):
-                self._read(x)  # finds what it reads among the values before
-            inputs = tuple(map(self._read, e.inputs))
+            inputs = self._read_all(e, False)
             if self.hidden:
                 late = self._late()
                 if late is not None:
@@ -131,68 +129,56 @@ class _Recomputing:
             equations.append(dataclasses.replace(e, inputs=inputs) if changed else e)
         return without_dead_code(Block(block.inputs, tuple(equations), block.outputs))
 
-    def _read_for(self, x: Value | Constant) -> Sequence[Value | Constant]:
+    def _needed(self, x: Value | Constant, is_source: bool) -> Sequence[Value | Constant]:
         """The values that ``_read`` reads for a value."""
-        if isinstance(x, Constant) or self.liveness.is_buffer(x) or (x, False) in self.here:
-            return ()
-        return _passed(self.liveness.producer[x], x)
-
-    def _sources_of(self, x: Value | Constant) -> Sequence[Value | Constant]:
-        """The values that ``_source`` reads for a value."""
         liveness = self.liveness
-        if isinstance(x, Constant) or (x, True) in self.here or x in self.recomputed:
+        if isinstance(x, Constant) or (x, is_source) in self.here or (is_source and x in self.recomputed):
             return ()
-        if liveness.is_buffer(x) and x not in self.dropped and liveness.available(x, self.at, self.peak):
+        if liveness.is_buffer(x) and not (is_source and self._is_gone(x)):
             return ()
         return _passed(liveness.producer[x], x)
 
-    def _read(self, x: Value | Constant) -> Value | Constant:
-        """The value that a reader after the peak reads instead of ``x``."""
-        liveness = self.liveness
-        if isinstance(x, Constant) or (x in self.dropped and x not in liveness.made):
-            return x
-        if liveness.is_buffer(x):
-            return self._recompute(x) if x in self.dropped else x
-        if (x, False) in self.here:
-            return self.here[x, False]
-        e = liveness.producer[x]
-        operands = _passed(e, x)
-        inputs = tuple(map(self._read, operands))
-        if all(a is b for a, b in zip(inputs, operands, strict=True)):
-            self.here[x, False] = x
-        elif kind_of(e) == PASSING:
-            (self.here[x, False],) = inputs  # type: ignore[assignment]
-        else:
-            self._clone(e, inputs, x, False)
-        return self.here[x, False]
+    def _is_gone(self, x: Value) -> bool:
+        """Whether a recomputation cannot read a buffer."""
+        return x in self.dropped or not self.liveness.available(x, self.at, self.peak)
 
-    def _source(self, x: Value | Constant) -> Value | Constant:
-        """The value that a recomputation reads instead of ``x``."""
+    def _read(self, x: Value | Constant, is_source: bool) -> Value | Constant:
+        """The value that a reader after the peak reads instead of ``x``, or a recomputation (``is_source``)."""
         liveness = self.liveness
-        if isinstance(x, Constant):
+        if isinstance(x, Constant) or (not is_source and x in self.dropped and x not in liveness.made):
             return x
         if liveness.is_buffer(x):
             if x in self.dropped:
                 before = x in self.recomputed
                 found = self._recompute(x)
-                return self._hide(found) if before and (x, True) not in self.here else found
-            if liveness.available(x, self.at, self.peak):
+                return self._hide(found) if is_source and before and (x, True) not in self.here else found
+            if not is_source:
+                return x
+            if not self._is_gone(x):
                 return self._hide(x)
-        if (x, True) in self.here:
-            return self.here[x, True]
+        if (x, is_source) in self.here:
+            return self.here[x, is_source]
         e = liveness.producer[x]
-        inputs = tuple(map(self._source, _passed(e, x)))
-        if kind_of(e) != PASSING:
-            return self._clone(e, inputs, x, True)
-        (self.here[x, True],) = inputs  # type: ignore[assignment]
-        return self.here[x, True]
+        operands = _passed(e, x)
+        inputs = tuple(self._read(y, is_source) for y in operands)
+        if not is_source and all(a is b for a, b in zip(inputs, operands, strict=True)):
+            self.here[x, False] = x
+        elif kind_of(e) == PASSING:
+            (self.here[x, is_source],) = inputs  # type: ignore[assignment]
+        else:
+            self._clone(e, inputs, x, is_source)
+        return self.here[x, is_source]
+
+    def _read_all(self, e: Equation, is_source: bool) -> tuple[Value | Constant, ...]:
+        """What an equation reads instead of its operands."""
+        for x in operands_first(e.inputs, lambda x: self._needed(x, is_source)):
+            self._read(x, is_source)  # finds what it reads among the values before: no deep recursion
+        return tuple(self._read(x, is_source) for x in e.inputs)
 
     def _recompute(self, x: Value) -> Value:
         if x not in self.recomputed:
             e = self.liveness.producer[x]
-            for y in operands_first(e.inputs, self._sources_of):
-                self._source(y)
-            self.recomputed[x] = self._clone(e, tuple(map(self._source, e.inputs)), x, True)
+            self.recomputed[x] = self._clone(e, self._read_all(e, True), x, True)
         return self.recomputed[x]
 
     def _clone(self, e: Equation, inputs: tuple[Value | Constant, ...], x: Value, is_source: bool) -> Value:

@@ -221,8 +221,9 @@ def _section(text: str, title: str) -> str:
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
     """How often the body of a ``while`` runs, or None where only the data tell.
 
-    XLA notes the count where it knows it. Else a loop counts if its condition compares one element of the state
-    with a constant, its body adds a constant to that element, and the state starts with a constant there.
+    XLA for CPU and GPU notes the count where it knows it, libtpu does not. Else a loop counts if its condition compares
+    one element of the state with a constant, its body adds a constant to that element, and the state starts with a
+    constant there.
     """
     if noted := re.search(r'known_trip_count"?[:=]\s*\{"?n"?[:=]\s*"?(\d+)', loop.attributes):
         return int(noted[1])
