@@ -173,11 +173,12 @@ class ConfigureRun:
         program, devices, first = lowered.program, self.machine.size, len(lowered.program.captured)
         donated = [first + i for i in lowered.donated]
         whole = cost_of_kernels(kernels_of(program.block), self.meshes[0], self.machine, donated)
-        memory, each = whole.memory, [whole.seconds, whole.peak, 0.0]
+        memory, kept = whole.memory, 0
         if all(e.rule is None or e.rule.is_free for e in program.block.walk()):
-            each[2] = memory.arguments + memory.results - memory.shared
+            kept = memory.arguments + memory.results - memory.shared
         # Other parts are written for one device: they run once on each.
-        return EstimatedStep(built, searched, self.limit, *(n / devices for n in each)), lowered
+        seconds, peak, least_bytes = (n / devices for n in (whole.seconds, whole.peak, kept))
+        return EstimatedStep(built, searched, self.limit, seconds, peak, least_bytes), lowered
 
     def _can_offload(self, built: BuiltStep, searched: Any) -> bool:
         """Whether the state may be on the host; a note tells why not."""
@@ -344,7 +345,6 @@ class ConfigureRun:
 def configure(
     step_builder: Callable[..., Any],
     *,
-    devices: int | None = None,
     mesh: Any = None,
     machine: str | Machine | None = None,
     global_batch: int | None = None,
@@ -371,9 +371,9 @@ def configure(
             values: those of ``choices``; those of an annotation ``Literal[...]`` or ``bool``; ``micro_batches`` the
             divisors of ``global_batch``; ``recompute`` four names in ``jax.checkpoint_policies``, from
             ``everything_saveable`` to ``nothing_saveable``; ``global_batch`` that number. Others keep their default.
-        devices: the number of devices: every mesh shape with up to two axes is tried, and for the best configuration
-            meshes with three axes, near its plans on meshes with two. By default those of ``machine``.
-        mesh: instead of ``devices``, a mesh or a list of meshes to choose from, as for ``gshard.search``.
+        mesh: as for ``gshard.search``; a number of devices tries every mesh shape with up to two axes, and for the best
+            configuration meshes with three axes, near its plans on meshes with two. By default the number is that of
+            ``machine``.
         machine: what the devices are, such as ``"h100:8x8"``; by default what the mesh's devices are.
         global_batch: examples of one step, in all micro-batches together.
         choices: for keywords of the builder, the values to choose from.
@@ -405,7 +405,7 @@ def configure(
     ...         add = lambda total, part: (total + jnp.mean(part @ w), None)
     ...         return jax.lax.scan(add, 0.0, rounds)[0]
     ...     return step, jax.ShapeDtypeStruct((1024, 4096), "float32"), jax.ShapeDtypeStruct((64, 1024), "float32")
-    >>> found = configure(build, devices=8, machine="h100:1x8", global_batch=64, choices={"micro_batches": [1, 4]})
+    >>> found = configure(build, mesh=8, machine="h100:1x8", global_batch=64, choices={"micro_batches": [1, 4]})
     >>> found.best.keywords
     {'micro_batches': 1}
     """
@@ -416,8 +416,11 @@ def configure(
         "static_argnums": static_argnums, "static_argnames": static_argnames,
         "donate_argnums": donate_argnums, "donate_argnames": donate_argnames,
     }  # fmt: skip
-    meshes = _meshes(devices, mesh, machine)
-    any_shape = mesh is None or is_number_of_devices(mesh)
+    if mesh is None and machine is not None:
+        mesh = (machine if isinstance(machine, Machine) else Machine.of(machine)).size
+    if mesh is None:
+        raise ArgumentError("gshard.configure needs the number of devices.", user_line(), hint="Give mesh=64.")
+    meshes, any_shape = list(meshes_to_try(mesh)), is_number_of_devices(mesh)
     on = Machine.read(machine_of(meshes[0]) if machine is None else machine, meshes[0].size)
     limit = float(on.memory if memory_limit is None else bytes_of(memory_limit))
     run = ConfigureRun(
@@ -425,21 +428,3 @@ def configure(
         None if global_batch is None else int(global_batch), offload, configure, budget,
     )  # fmt: skip
     return until_stopped(run.search, run.result)
-
-
-def _meshes(devices: int | None, mesh: Any, machine: str | Machine | None) -> list[Mesh]:
-    """The meshes to try."""
-    if devices is not None and mesh is not None:
-        raise ArgumentError(
-            "gshard.configure takes devices= or mesh=, not both.",
-            user_line(),
-            f"devices={devices!r}, mesh={mesh!r}",
-            "Give devices= to try all mesh shapes, or mesh= to use that mesh.",
-        )
-    if devices is None and mesh is None:
-        if machine is None:
-            raise ArgumentError(
-                "gshard.configure needs the number of devices.", user_line(), hint="Give devices=64, or a mesh."
-            )
-        devices = (machine if isinstance(machine, Machine) else Machine.of(machine)).size
-    return list(meshes_to_try(devices if mesh is None else mesh))

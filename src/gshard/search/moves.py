@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-M, P = TypeVar("M"), TypeVar("P")  # a move; what the program takes with it
+M = TypeVar("M")  # a move
+P = TypeVar("P")  # what the program takes with it
 
 
 def tried(
