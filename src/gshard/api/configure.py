@@ -32,7 +32,7 @@ from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.memory_kinds import PINNED_HOST
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import with_tables
-from gshard.core.program import format_bytes
+from gshard.core.program import Program, format_bytes
 from gshard.device.cost import cost_of_kernels
 from gshard.device.fusion_model import kernels_of
 from gshard.device.machine import Machine, machine_of
@@ -42,6 +42,21 @@ from gshard.search.find import MeshSearch
 from gshard.search.pipeline import PricedPlan
 from gshard.search.state_on_host import state_to_offload
 from gshard.search.time_budget import TimeBudget, in_a_line, seconds_of, until_stopped
+
+
+@with_tables
+def estimated(program: Program, mesh: Mesh, machine: Machine, donated: Iterable[int]) -> tuple[float, float, float]:
+    """What one device would take if all work and all arrays were shared evenly, and nothing were sent.
+
+    Seconds of a call, bytes at the peak, and bytes of arguments and results that every plan holds at least.
+    """
+    devices, first = machine.size, len(program.captured)
+    whole = cost_of_kernels(kernels_of(program.block), mesh, machine, [first + i for i in donated])
+    kept = whole.memory.arguments + whole.memory.results - whole.memory.shared
+    if not all(e.rule is None or e.rule.is_free for e in program.block.walk()):
+        kept = 0  # parts that are written for one device run once on each
+    return whole.seconds / devices, whole.peak / devices, kept / devices
+
 
 _RECOMPUTES = 4 / 3  # of the time of a step whose estimate does not fit: a second forward pass, at most
 
@@ -53,9 +68,7 @@ class EstimatedStep:
     built: BuiltStep
     searched: Searched
     limit: float
-    # of one device, if all work and all arrays were shared evenly, and nothing were sent: seconds of a call, bytes at
-    # the peak, and bytes of arguments and results that every plan holds at least
-    seconds: float
+    seconds: float  # seconds, peak, least_bytes: as ``estimated``
     peak: float
     least_bytes: float
     run: SearchRun | None = None
@@ -165,20 +178,12 @@ class ConfigureRun:
             self.others[text_of(keywords)] = self._failed(error)
         return True
 
-    @with_tables
     def _traced(self, built: BuiltStep) -> tuple[EstimatedStep, Lowered]:
         own = {key: value for key, value in self.own.items() if key != "finite"}
         searched = searched_of(built.step, built.arguments, {}, own, self.own["finite"], self.caller)
         lowered = searched.lower(self.meshes[0])
-        program, devices, first = lowered.program, self.machine.size, len(lowered.program.captured)
-        donated = [first + i for i in lowered.donated]
-        whole = cost_of_kernels(kernels_of(program.block), self.meshes[0], self.machine, donated)
-        memory, kept = whole.memory, 0
-        if all(e.rule is None or e.rule.is_free for e in program.block.walk()):
-            kept = memory.arguments + memory.results - memory.shared
-        # Other parts are written for one device: they run once on each.
-        seconds, peak, least_bytes = (n / devices for n in (whole.seconds, whole.peak, kept))
-        return EstimatedStep(built, searched, self.limit, seconds, peak, least_bytes), lowered
+        figures = estimated(lowered.program, self.meshes[0], self.machine, lowered.donated)
+        return EstimatedStep(built, searched, self.limit, *figures), lowered
 
     def _can_offload(self, built: BuiltStep, searched: Any) -> bool:
         """Whether the state may be on the host; a note tells why not."""
