@@ -101,7 +101,7 @@ def main() -> None:
         print(row(name, found), flush=True)
     wall, processor = time.perf_counter(), time.process_time()
     result = gshard.configure(
-        build, devices=64, machine=MACHINE, global_batch=BATCH, donate_argnums=0,
+        build, mesh=64, machine=MACHINE, global_batch=BATCH, donate_argnums=0,
         choices={"recompute": ["", "products", "full"]}, budget_seconds=options.budget_seconds, progress=True,
     )  # fmt: skip
     wall, processor = time.perf_counter() - wall, time.process_time() - processor

@@ -153,8 +153,7 @@ def _add_search(command: argparse.ArgumentParser) -> None:
 def _add_configure(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("target", help="module:builder or file.py:builder: a function of keywords that returns (step, *arguments)")
-    add("--devices", type=int, help="how many, in any mesh of up to two axes (default: those of --machine)")
-    add("--mesh", help="data=8,model=8: this mesh only, instead of --devices")
+    add("--mesh", help="64: any mesh of up to two axes; data=8,model=8: this mesh (default: the devices of --machine)")
     add("--machine", help=_MACHINES)
     add("--global-batch", type=int, metavar="512", help="examples of a step, in all micro-batches")
     add(

@@ -376,14 +376,13 @@ def over_baseline(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 def run_configure(options: argparse.Namespace) -> None:
     """Runs ``gshard configure`` with the options of the command line."""
     choices = choices_of_options(options.choice)
-    is_mesh = options.mesh or options.devices is None
-    size = _mesh(options.mesh, options.machine).size if is_mesh else options.devices
+    size = _mesh(options.mesh, options.machine).size
     play_devices(max(8, size))
     builder = named(options.target)
-    meshes: dict[str, Any] = {"mesh": mesh_of(options.mesh)} if options.mesh else {"devices": size}
     try:
         found = configure(
             builder,
+            mesh=mesh_of(options.mesh) if "=" in (options.mesh or "") else size,
             machine=options.machine,
             global_batch=options.global_batch,
             choices=choices,
@@ -393,7 +392,6 @@ def run_configure(options: argparse.Namespace) -> None:
             finite=options.finite,
             progress=True,
             **{name: getattr(options, name) for name in TOLD},
-            **meshes,
         )
     except MemoryLimitError as error:
         if not error.needed:

@@ -239,12 +239,10 @@ def test_builders_that_make_no_step():
 
 
 def test_mistakes_about_devices():
-    with pytest.raises(gshard.ArgumentError, match="devices= or mesh="):
-        configured(devices=8)
     with pytest.raises(gshard.ArgumentError, match="needs the number of devices"):
         configured(mesh=None, machine=None)
     with pytest.raises(gshard.stages.MachineError):
-        configured(mesh=None, devices=16)
+        configured(mesh=16)
 
 
 def test_places_to_run_on(found, rng):

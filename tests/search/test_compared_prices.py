@@ -135,8 +135,6 @@ BOUNDED = {
     "step": lambda w, x: w - 0.1 * jax.grad(products)(w, x),
     "looped": lambda w, x: jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=5)[0],
     "attended": attended,
-    # Products with tables become other operations.
-    "resized": lambda w, x: jax.image.resize(x @ w, (2 * x.shape[0], w.shape[1]), "linear"),
 }
 
 
@@ -144,17 +142,15 @@ BOUNDED = {
     ("name", "machine"),
     crossed(list(BOUNDED), ["h100:1x8", "v5e:2x4", "cpu:8"], one_in=4),
 )
-def test_no_plan_is_below_the_bounds(name, machine):
+def test_no_plan_holds_less_than_the_least(name, machine):
     f = BOUNDED[name]
     w, x = ARRAY((256, 256), "float32"), ARRAY((512, 256), "float32")
     found = gshard.search(f, w, x, mesh=Mesh.abstract(a=2, b=4), machine=machine, progress=False)
     program = gshard.jit(f, mesh=Mesh.abstract(a=8)).lower(w, x).program
-    estimate = estimated(program, Mesh.abstract(a=8), Machine.of(machine), ())
-    assert 0 <= estimate.least_seconds <= found.bound * (1 + 1e-9)
-    assert estimate.least_seconds > 0 or name == "resized"
+    *_, least_bytes = estimated(program, Mesh.abstract(a=8), Machine.of(machine), ())
     for plan in (found.best.chosen, *found.best.others):
         memory = plan.cost.memory
-        assert memory.arguments + memory.results - memory.shared >= estimate.least_bytes * (1 - 1e-9)
+        assert memory.arguments + memory.results - memory.shared >= least_bytes * (1 - 1e-9)
 
 
 def test_an_even_share():
@@ -162,17 +158,16 @@ def test_an_even_share():
     program = gshard.jit(lambda w, x: x @ w, mesh=Mesh.abstract(a=8)).lower(w, x).program
     estimate = estimated(program, Mesh.abstract(a=8), Machine.of("h100:1x8"), ())
     alone = estimated(program, Mesh.abstract(a=1), Machine.of("h100:1x1"), ())
-    assert estimate.seconds == pytest.approx(alone.seconds / 8)
-    assert estimate.peak == pytest.approx(alone.peak / 8)
-    assert estimate.least_bytes == pytest.approx(4 * (2048**2 + 2 * 4096 * 2048) / 8)
+    assert estimate == pytest.approx([figure / 8 for figure in alone])
+    assert estimate[2] == pytest.approx(4 * (2048**2 + 2 * 4096 * 2048) / 8)
 
 
-def test_parts_for_one_device_have_no_bound(rng):
+def test_parts_for_one_device_have_no_least_bytes(rng):
     mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     part = jax.shard_map(lambda x: x @ x.T, mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P("a"))
     program = gshard.jit(part, mesh=mesh).lower(ARRAY((64, 8), "float32")).program
-    estimate = estimated(program, gshard.Mesh.of(mesh), Machine.of("cpu:8"), ())
-    assert (estimate.least_seconds, estimate.least_bytes) == (0, 0)
+    *_, least_bytes = estimated(program, gshard.Mesh.of(mesh), Machine.of("cpu:8"), ())
+    assert least_bytes == 0
 
 
 MACHINE = Machine.of("h100:1x8")

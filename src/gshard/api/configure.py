@@ -32,7 +32,7 @@ from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.memory_kinds import PINNED_HOST
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import with_tables
-from gshard.core.program import format_bytes
+from gshard.core.program import Program, format_bytes
 from gshard.device.cost import cost_of_kernels
 from gshard.device.fusion_model import kernels_of
 from gshard.device.machine import Machine, machine_of
@@ -42,6 +42,21 @@ from gshard.search.find import MeshSearch
 from gshard.search.pipeline import PricedPlan
 from gshard.search.state_on_host import state_to_offload
 from gshard.search.time_budget import TimeBudget, in_a_line, seconds_of, until_stopped
+
+
+@with_tables
+def estimated(program: Program, mesh: Mesh, machine: Machine, donated: Iterable[int]) -> tuple[float, float, float]:
+    """What one device would take if all work and all arrays were shared evenly, and nothing were sent.
+
+    Seconds of a call, bytes at the peak, and bytes of arguments and results that every plan holds at least.
+    """
+    devices, first = machine.size, len(program.captured)
+    whole = cost_of_kernels(kernels_of(program.block), mesh, machine, [first + i for i in donated])
+    kept = whole.memory.arguments + whole.memory.results - whole.memory.shared
+    if not all(e.rule is None or e.rule.is_free for e in program.block.walk()):
+        kept = 0  # parts that are written for one device run once on each
+    return whole.seconds / devices, whole.peak / devices, kept / devices
+
 
 _RECOMPUTES = 4 / 3  # of the time of a step whose estimate does not fit: a second forward pass, at most
 
@@ -53,9 +68,7 @@ class EstimatedStep:
     built: BuiltStep
     searched: Searched
     limit: float
-    # of one device, if all work and all arrays were shared evenly, and nothing were sent: seconds of a call, bytes at
-    # the peak, and bytes of arguments and results that every plan holds at least
-    seconds: float
+    seconds: float  # seconds, peak, least_bytes: as ``estimated``
     peak: float
     least_bytes: float
     run: SearchRun | None = None
@@ -165,20 +178,12 @@ class ConfigureRun:
             self.others[text_of(keywords)] = self._failed(error)
         return True
 
-    @with_tables
     def _traced(self, built: BuiltStep) -> tuple[EstimatedStep, Lowered]:
         own = {key: value for key, value in self.own.items() if key != "finite"}
         searched = searched_of(built.step, built.arguments, {}, own, self.own["finite"], self.caller)
         lowered = searched.lower(self.meshes[0])
-        program, devices, first = lowered.program, self.machine.size, len(lowered.program.captured)
-        donated = [first + i for i in lowered.donated]
-        whole = cost_of_kernels(kernels_of(program.block), self.meshes[0], self.machine, donated)
-        memory, least = whole.memory, 0.0
-        # Other parts are written for one device: they run once on each.
-        if all(e.rule is None or e.rule.is_free for e in program.block.walk()):
-            least = (memory.arguments + memory.results - memory.shared) / devices
-        seconds, peak = whole.seconds / devices, whole.peak / devices
-        return EstimatedStep(built, searched, self.limit, seconds, peak, least), lowered
+        figures = estimated(lowered.program, self.meshes[0], self.machine, lowered.donated)
+        return EstimatedStep(built, searched, self.limit, *figures), lowered
 
     def _can_offload(self, built: BuiltStep, searched: Any) -> bool:
         """Whether the state may be on the host; a note tells why not."""
@@ -345,7 +350,6 @@ class ConfigureRun:
 def configure(
     step_builder: Callable[..., Any],
     *,
-    devices: int | None = None,
     mesh: Any = None,
     machine: str | Machine | None = None,
     global_batch: int | None = None,
@@ -372,9 +376,9 @@ def configure(
             values: those of ``choices``; those of an annotation ``Literal[...]`` or ``bool``; ``micro_batches`` the
             divisors of ``global_batch``; ``recompute`` four names in ``jax.checkpoint_policies``, from
             ``everything_saveable`` to ``nothing_saveable``; ``global_batch`` that number. Others keep their default.
-        devices: the number of devices: every mesh shape with up to two axes is tried, and for the best configuration
-            meshes with three axes, near its plans on meshes with two. By default those of ``machine``.
-        mesh: instead of ``devices``, a mesh or a list of meshes to choose from, as for ``gshard.search``.
+        mesh: as for ``gshard.search``; a number of devices tries every mesh shape with up to two axes, and for the best
+            configuration meshes with three axes, near its plans on meshes with two. By default the number is that of
+            ``machine``.
         machine: what the devices are, such as ``"h100:8x8"``; by default what the mesh's devices are.
         global_batch: examples of one step, in all micro-batches together.
         choices: for keywords of the builder, the values to choose from.
@@ -406,7 +410,7 @@ def configure(
     ...         add = lambda total, part: (total + jnp.mean(part @ w), None)
     ...         return jax.lax.scan(add, 0.0, rounds)[0]
     ...     return step, jax.ShapeDtypeStruct((1024, 4096), "float32"), jax.ShapeDtypeStruct((64, 1024), "float32")
-    >>> found = configure(build, devices=8, machine="h100:1x8", global_batch=64, choices={"micro_batches": [1, 4]})
+    >>> found = configure(build, mesh=8, machine="h100:1x8", global_batch=64, choices={"micro_batches": [1, 4]})
     >>> found.best.keywords
     {'micro_batches': 1}
     """
@@ -417,8 +421,11 @@ def configure(
         "static_argnums": static_argnums, "static_argnames": static_argnames,
         "donate_argnums": donate_argnums, "donate_argnames": donate_argnames,
     }  # fmt: skip
-    meshes = _meshes(devices, mesh, machine)
-    any_shape = mesh is None or is_number_of_devices(mesh)
+    if mesh is None and machine is not None:
+        mesh = (machine if isinstance(machine, Machine) else Machine.of(machine)).size
+    if mesh is None:
+        raise ArgumentError("gshard.configure needs the number of devices.", user_line(), hint="Give mesh=64.")
+    meshes, any_shape = list(meshes_to_try(mesh)), is_number_of_devices(mesh)
     on = Machine.read(machine_of(meshes[0]) if machine is None else machine, meshes[0].size)
     limit = float(on.memory if memory_limit is None else bytes_of(memory_limit))
     run = ConfigureRun(
@@ -426,21 +433,3 @@ def configure(
         None if global_batch is None else int(global_batch), offload, configure, budget,
     )  # fmt: skip
     return until_stopped(run.search, run.result)
-
-
-def _meshes(devices: int | None, mesh: Any, machine: str | Machine | None) -> list[Mesh]:
-    """The meshes to try."""
-    if devices is not None and mesh is not None:
-        raise ArgumentError(
-            "gshard.configure takes devices= or mesh=, not both.",
-            user_line(),
-            f"devices={devices!r}, mesh={mesh!r}",
-            "Give devices= to try all mesh shapes, or mesh= to use that mesh.",
-        )
-    if devices is None and mesh is None:
-        if machine is None:
-            raise ArgumentError(
-                "gshard.configure needs the number of devices.", user_line(), hint="Give devices=64, or a mesh."
-            )
-        devices = (machine if isinstance(machine, Machine) else Machine.of(machine)).size
-    return list(meshes_to_try(devices if mesh is None else mesh))

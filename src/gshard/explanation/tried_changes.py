@@ -137,14 +137,15 @@ def try_changes(
         key = change.about if change.constraint else change
         best.setdefault(key, dataclasses.replace(change, figures=made))
 
-    def together(some: Sequence[Change], _: Figures) -> Figures | None:
+    def together(some: Sequence[Change]) -> Figures | None:
         *earlier, last = some
         if not earlier:
             return last.figures
         is_over = time.monotonic() - began > seconds
         return None if is_over or any(last.about & other.about for other in earlier) else compiled(some)
 
-    kept = improve(before, best.values(), together, helps)
+    ranked = iter(best.values())
+    kept = improve(before, lambda _: ranked, together, helps)
     return Tried(
         before, what, tuple(best.values()), (tuple(c for c, _ in kept), kept[-1][1] if kept else before), len(alone),
         len(changes), sum(made is None for _, made in alone), time.monotonic() - began, tuple(notes),

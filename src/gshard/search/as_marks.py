@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from gshard.core.errors import GShardError
 from gshard.core.jax_adapter import is_transposed
@@ -127,12 +127,12 @@ def marks_of(
     budget: TimeBudget,
     *,
     tolerance: float = 0.01,
-    most: int = 12,
+    most: int = 6,
 ) -> Marks:
     """Finds marks that reproduce a plan: one that is enough, or else several, each of which the others need.
 
-    It tries the values of most bytes whose sharding differs from the plan, of ``most`` names; arguments first, and in
-    front of these all of them together.
+    It tries the values whose sharding differs from the plan: arguments alone, ``most`` of them. If none is enough, it
+    marks all arguments, then others that still differ, ``most`` of them.
     """
     program, mesh = goal.plan.program, goal.plan.mesh
     near = goal.cost.seconds * (1 + tolerance)
@@ -147,12 +147,6 @@ def marks_of(
 
         return budget.attempt(doing, planned, always=always, raises=True)
 
-    def with_more(marks: Sequence[FoundMark], best: PricedPlan) -> PricedPlan | None:
-        more = marks[-1]
-        if all(Sharding(best.plan.shardings[v].dims) == s for v, s in more.shardings.items()):
-            return None  # it changes nothing
-        return priced(marks, f"{more.text} {more.at}")
-
     def is_near(now: PricedPlan) -> bool:
         fits = now.cost.peak <= limit or goal.cost.peak > limit
         return now.cost.seconds <= near and now.cost.peak <= goal.cost.peak * (1 + tolerance) and fits
@@ -162,13 +156,25 @@ def marks_of(
 
     without = priced([], "the program without further marks", always=True)
     assert without is not None
-    every, candidates = _candidates(goal.plan, without.plan)
-    candidates, kept = candidates[:most], list[tuple[FoundMark, PricedPlan]]()
+    kept, seen = list[tuple[FoundMark, PricedPlan]](), set[tuple[str, str]]()
+    arguments = {*program.block.inputs}
+    of_arguments = [m for m in _candidates(goal.plan, without.plan) if not arguments.isdisjoint(m.shardings)]
+    targets = {v: s for m in of_arguments for v, s in m.shardings.items() if without.plan.shardings[v].dims != s.dims}
+    every = [FoundMark(_ARGUMENTS, "in_shardings=found.in_shardings", 0.0, targets)] if len(targets) > 1 else []
+
+    def more(best: PricedPlan) -> Iterator[FoundMark]:
+        for mark in (*every, *_candidates(goal.plan, best.plan)):
+            if (mark.at, mark.text) not in seen and len(seen) <= most:
+                seen.add((mark.at, mark.text))
+                yield mark
+
+    def together(marks: Sequence[FoundMark]) -> PricedPlan | None:
+        return priced(marks, f"{marks[-1].text} {marks[-1].at}")
+
     if not is_near(without):
-        alone = ((c, with_more([c], without)) for c in candidates)
-        enough = next(((c, now) for c, now in alone if now is not None and is_near(now)), None)
-        marks = [*every, *candidates]
-        kept = improve(without, marks, with_more, is_better, is_near) if enough is None else [enough]
+        alone = ((mark, together([mark])) for mark in of_arguments[:most])
+        enough = next(((mark, now) for mark, now in alone if now is not None and is_near(now)), None)
+        kept = improve(without, more, together, is_better, is_near) if enough is None else [enough]
     needed, current = [c for c, _ in kept], kept[-1][1] if kept else without
     for candidate in list(needed) if len(kept) > 1 else ():
         others = [c for c in needed if c is not candidate]
@@ -184,23 +190,20 @@ def marks_of(
     return Marks(tuple(marks), current, without, goal, limit, budget.spent, ("further marks",) * bool(budget.left_out))
 
 
-def _candidates(plan: Plan, current: Plan) -> tuple[list[FoundMark], list[FoundMark]]:
-    """All arguments together, if there are several; and values by name, whose sharding differs from the plan."""
+def _candidates(plan: Plan, current: Plan) -> list[FoundMark]:
+    """Values by name, of which one has another sharding than in the plan: arguments first, then those of most bytes."""
     arguments = {*plan.program.block.inputs[len(plan.program.captured) :]}
-    groups: dict[tuple[str, Sharding], dict[Value, Sharding]] = {}
+    groups: dict[tuple[str, str], dict[Value, Sharding]] = {}
     for v, name in _named(plan.program).items():
         target = Sharding(plan.shardings[v].dims)
-        if v.shape and text_of_mark(target, plan.mesh) is not None:
-            groups.setdefault((name, target), {})[v] = target
-    differ = {v for of in groups.values() for v, s in of.items() if Sharding(current.shardings[v].dims) != s}
-    together = {v: s for of in groups.values() for v, s in of.items() if v in arguments and v in differ}
-    by_name = [
-        FoundMark(name, text_of_mark(target, plan.mesh) or "", 0.0, values)
-        for (name, target), values in groups.items()
-        if not differ.isdisjoint(values)
+        if v.shape and (text := text_of_mark(target, plan.mesh)) is not None:
+            groups.setdefault((name, text), {})[v] = target
+    differ = [
+        FoundMark(name, text, 0.0, values)
+        for (name, text), values in groups.items()
+        if any(Sharding(current.shardings[v].dims) != s for v, s in values.items())
     ]
-    every = [FoundMark(_ARGUMENTS, "in_shardings=found.in_shardings", 0.0, together)] if len(together) > 1 else []
-    return every, sorted(by_name, key=lambda c: (arguments.isdisjoint(c.shardings), -sum(v.bytes for v in c.shardings)))
+    return sorted(differ, key=lambda c: (arguments.isdisjoint(c.shardings), -sum(v.bytes for v in c.shardings)))
 
 
 def _named(program: Program) -> Mapping[Value, str]:

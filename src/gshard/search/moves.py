@@ -33,21 +33,20 @@ def tried(
 
 def improve(
     start: P,
-    moves: Iterable[M],
-    price: Callable[[Sequence[M], P], P | None],
+    moves: Callable[[P], Iterator[M]],
+    price: Callable[[Sequence[M]], P | None],
     is_better: Callable[[P, P], bool],
     is_enough: Callable[[P], bool] = lambda _: False,
 ) -> list[tuple[M, P]]:
     """Puts moves together: each is kept if the program is better with it than with those before. It has the prices.
 
-    ``price`` is of several moves, and has the best price so far; it is None where they do not fit, or are not tried.
+    ``moves`` has those that are left to try, given the best price so far; the first of them is tried next. ``price`` is
+    of several moves; it is None where they do not fit, or where the time is over.
     """
     kept: list[tuple[M, P]] = []
     best = start
-    for move in moves:
-        if is_enough(best):
-            break
-        found = price([*(earlier for earlier, _ in kept), move], best)
+    while not is_enough(best) and (move := next(moves(best), None)) is not None:
+        found = price([*(earlier for earlier, _ in kept), move])
         if found is not None and is_better(found, best):
             kept.append((move, found))
             best = found
