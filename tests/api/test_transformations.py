@@ -226,6 +226,30 @@ def test_equal_calls_are_planned_for_their_own_operands():
     assert [s.spec for s in compiled.output_shardings] == [P("d"), P(None, "d")]
 
 
+def test_random_keys_and_new_arrays_inside():
+    """Where a key is an operand, what is split stays split; what comes of a key alone leaves as its marks say."""
+    mesh = MESHES[AxisType.Auto]
+    x = jax.device_put(X, NamedSharding(mesh, P("d")))
+    key = jax.random.key(3)
+
+    def dropped(x, key):
+        first, second = jax.random.split(key)
+        return x * jax.random.bernoulli(first, 0.5, x.shape), second
+
+    def twice(f):
+        return lambda x, key: f(*f(jnp.sin(x), key))
+
+    run = jax.jit(twice(gshard.jit(dropped, mesh=mesh)))
+    assert not collectives(run.lower(x, key).compile().as_text())
+    (found, last), (expected, wanted) = run(x, key), jax.jit(twice(dropped))(X, key)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(jax.random.key_data(last), jax.random.key_data(wanted))
+    init = gshard.jit(lambda key: gshard.split(jax.random.normal(key, (64, 8)), 0, "d"), mesh=mesh)
+    for arguments in ((key,), (key, x), (key,)):
+        made, *_ = jax.jit(lambda k, *xs: (init(jax.random.fold_in(k, 1)), *(x + 1 for x in xs)))(*arguments)
+        assert made.sharding.shard_shape(made.shape) == (8, 8)
+
+
 def test_a_program_planned_at_partitioning_can_be_serialized():
     mesh = MESHES[AxisType.Auto]
     x, w = jax.device_put(X, NamedSharding(mesh, P("d"))), jax.device_put(W, NamedSharding(mesh, P()))

@@ -301,13 +301,19 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def impl_of_keys(aval: Any) -> Any:
+    """How random keys of a type are made: what ``jax.random.wrap_key_data`` takes as ``impl``."""
+    return aval.dtype._impl
+
+
 def expand_random_bits(keys_aval: Any, bit_width: int, shape: tuple[int, ...]) -> Any:
     """The jaxpr, from keys to bits, of JAX's expansion of ``random_bits`` into simpler primitives."""
 
     def bits(keys: Any) -> Any:
-        impl = keys_aval.dtype._impl
         data = jax.random.key_data(keys)
-        return _prng.random_bits_impl_base(impl, data, len(keys_aval.shape), bit_width=bit_width, shape=shape)
+        return _prng.random_bits_impl_base(
+            impl_of_keys(keys_aval), data, len(keys_aval.shape), bit_width=bit_width, shape=shape
+        )
 
     return jax.make_jaxpr(bits)(jax.ShapeDtypeStruct(keys_aval.shape, keys_aval.dtype))
 

@@ -20,6 +20,9 @@ from jax._src.interpreters import pxla as _pxla
 from jax._src.lib import _jax
 from jax.extend.core import Var, jaxpr_as_fun
 
+from gshard.core.jax_adapter import closed
+from gshard.core.jax_adapter_retracing import arrays_alone
+
 _OPEN = (type(None), _sharding_impls.UnspecifiedValue)  # types that leave a sharding open
 
 
@@ -44,13 +47,10 @@ class Jitted:
     def of(parameters: dict[str, Any]) -> Jitted:
         """The options in the parameters of a ``jit`` equation."""
         jaxpr = parameters["jaxpr"]
-        info = jaxpr.jaxpr.debug_info if hasattr(jaxpr, "jaxpr") else jaxpr.debug_info
-        count = len(jaxpr.in_avals)
-        names = info.arg_names if info.arg_names is not None and len(info.arg_names) == count else ("",) * count
         return Jitted(
             parameters["name"],
-            _is_left_to_jax(info.func_filename),
-            tuple(name or f"args[{i}]" for i, name in enumerate(names)),
+            _is_left_to_jax(closed(jaxpr)[0].debug_info.func_filename),
+            argument_names(jaxpr),
             tuple(None if isinstance(s, _OPEN) else s for s in parameters["in_shardings"]),
             tuple(None if isinstance(s, _OPEN) else s for s in parameters["out_shardings"]),
             any(layout is not None for layout in (*parameters["in_layouts"], *parameters["out_layouts"])),
@@ -246,6 +246,27 @@ def _of_method(given: GivenToJit, owner: Any) -> GivenToJit:
     return dataclasses.replace(
         given, f=f, static=without_first(given.static), donated=without_first(given.donated), in_shardings=in_shardings
     )
+
+
+def jitted_like(jitted: Any, f: Callable[..., Any], keep_unused: bool = False) -> Any:
+    """Another function from ``jax.jit``, with the same static and donated arguments."""
+    given = given_to_jit(jitted)
+    assert given is not None
+    return jax.jit(
+        f, static_argnums=given.static[0], static_argnames=given.static[1], donate_argnums=given.donated[0],
+        donate_argnames=given.donated[1], keep_unused=keep_unused,
+    )  # fmt: skip
+
+
+def jaxpr_and_constants(traced: jax.stages.Traced) -> tuple[Any, list[Any]]:
+    """What JAX has traced: a closed jaxpr of arrays, and the arrays of a trace around that are its first arguments."""
+    return arrays_alone(traced.jaxpr), list(traced._consts)
+
+
+def argument_names(jaxpr: Any) -> tuple[str, ...]:
+    """The names of the arguments of a closed jaxpr, in the user's terms."""
+    names, count = closed(jaxpr)[0].debug_info.arg_names or (), len(jaxpr.in_avals)
+    return tuple(name or f"args[{i}]" for i, name in enumerate(names if len(names) == count else ("",) * count))
 
 
 def has_default_layout(layout: Any, sharding: Any, aval: Any) -> bool:
