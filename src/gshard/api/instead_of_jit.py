@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -62,22 +62,19 @@ class OfJaxpr:
 
     def lowered(self, jaxpr: Any, types: Sequence[tuple[Any, Any]], trees: tuple[Any, Any]) -> Lowered:
         """The chain for arguments of these types and shardings; arguments and results have these structures."""
-        return self._lowered(jaxpr, [Place(sharding) for _, sharding in types]).structured(*trees)
-
-    def by_jax(self, jaxpr: Any) -> Callable[..., Any]:
-        """The partitioned function as one equation, of its flat arguments, split over whole axes."""
-        options = dataclasses.replace(self._programs.options, leaves_by_axes=True, has_places=True)
-        programs = Programs(self._jitted.name, options)
-        signature = self._signature(jaxpr, [Place() for _ in jaxpr.in_avals])
-        return lambda *leaves: programs.equation(jaxpr, signature, self._jitted.argument_names, (), leaves)
+        made, (in_tree, out_tree) = self._lowered(jaxpr, [Place(sharding) for _, sharding in types]), trees
+        program = dataclasses.replace(made.program, out_tree=out_tree)
+        structured = dataclasses.replace(made, in_tree=in_tree, program=program)
+        stages = ["_planned", "_all_kept", "spmd"] + ["executable"] * (made.mesh.devices is not None)
+        vars(structured).update({name: getattr(made, name) for name in stages})  # XLA compiles once for both
+        return structured
 
     def _lowered(self, jaxpr: Any, places: Sequence[Place]) -> Lowered:
-        return self._programs.lowered(jaxpr, self._signature(jaxpr, places), self._jitted.argument_names)
-
-    def _signature(self, jaxpr: Any, places: Sequence[Place]) -> Signature:
         in_tree = jax.tree.structure((tuple(0 for _ in places), {}))
-        out_tree, names = jax.tree.structure([0] * len(jaxpr.out_avals)), self._jitted.argument_names
-        return Signature.of(jaxpr, jaxpr.in_avals, in_tree, out_tree, names, self._jitted.donated, places)
+        out_tree = jax.tree.structure([0] * len(jaxpr.out_avals))
+        names, donated = self._jitted.argument_names, self._jitted.donated
+        signature = Signature.of(jaxpr, jaxpr.in_avals, in_tree, out_tree, names, donated, places)
+        return self._programs.lowered(jaxpr, signature, names)
 
 
 def _device_sets(shardings: Sequence[Any]) -> list[Any]:
@@ -139,11 +136,6 @@ class Partitioner:
         """Lowers one."""
         found = self._partitioned(jaxpr, jitted, [s for _, s in types if s is not None])
         return None if found is None else found.lowered(jaxpr, types, trees)
-
-    def lower_by_jax(self, jaxpr: Any, jitted: by_jax.Jitted) -> Callable[..., Any] | None:
-        """The partitioned function, for JAX to make a part of a program for other platforms."""
-        found = self._partitioned(jaxpr, jitted, [])
-        return None if found is None else found.by_jax(jaxpr)
 
     def _partitioned(self, jaxpr: Any, jitted: by_jax.Jitted, committed: Sequence[Any]) -> OfJaxpr | None:
         """The partitioned function; None for one that says that it runs on other devices."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import jet
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
@@ -43,7 +44,6 @@ from gshard.core.jax_adapter_retracing import (
     as_traced_here,
     checked_by,
     expanded_by,
-    interpreted_by,
     mapped,
     mapped_by,
     rematerialised_by,
@@ -339,7 +339,6 @@ call_p.multiple_results = True
 @with_tables
 def call(jaxpr: Any, target: Target, arguments: Sequence[Any]) -> list[Any]:
     """Calls a function (a closed jaxpr), partitioned, with flat arguments; some belong to a transformation."""
-    interpreted_by(call_p, _rebound)
     if target.around is not None:
         return call_p.bind(*varying_alike(arguments), jaxpr=jaxpr, target=target)  # type: ignore[no-any-return]
     here = mesh_of_context()
@@ -375,6 +374,14 @@ def refuse_references(arguments: Sequence[Any], name: str = "a partitioned funct
             user_line(),
             hint="Transform inside: gshard.jit(jax.grad(f), mesh=...), or give and return arrays.",
         )
+
+
+def _refuse_series(*_: Any, **__: Any) -> Any:
+    raise TraceError(
+        "jax.experimental.jet takes no series of a partitioned function.",
+        user_line(),
+        hint="Take it inside: gshard.jit(lambda x: jet(f, (x,), ...), mesh=...).",
+    )
 
 
 @weakly_cached
@@ -507,10 +514,11 @@ def _abstract(*arguments: Any, jaxpr: Any, target: Target, over: Any = None) -> 
 
 
 def _rebound(operands: Sequence[Any], jaxpr: Any, parameters: dict[str, Any]) -> list[Any]:
-    """A call of the transformed function: of arrays for references, of series, or one that returns errors it found."""
+    """A call of the transformed function: of arrays for references, or one that returns errors it found."""
     return call(jaxpr, parameters["target"], operands)
 
 
+jet.jet_rules[call_p] = _refuse_series  # type: ignore[assignment]
 discharged_by(call_p, _rebound)
 checked_by(call_p, _rebound)
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax._src import core as _core
-from jax._src import dtypes as _dtypes
 from jax._src import mesh as _mesh
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _source_info_util
@@ -26,14 +25,14 @@ from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax.lax import _convert_element_type
-from jax._src.lax.lax import optimization_barrier_p as optimization_barrier_p
-from jax._src.lax.parallel import all_gather_p as all_gather_p
-from jax._src.lax.parallel import all_to_all_p as all_to_all_p
-from jax._src.lax.parallel import ppermute_p as ppermute_p
-from jax._src.lax.parallel import ragged_all_to_all_p as ragged_all_to_all_p
 from jax._src.random import prng as _prng
 from jax.extend import core as _extend_core
 from jax.extend import source_info_util as _public_source_info
+from jax.lax import all_gather_p as all_gather_p
+from jax.lax import all_to_all_p as all_to_all_p
+from jax.lax import optimization_barrier_p as optimization_barrier_p
+from jax.lax import ppermute_p as ppermute_p
+from jax.lax import ragged_all_to_all_p as ragged_all_to_all_p
 
 from gshard.core.memory_kinds import shape_of_type
 from gshard.core.planning_tables import tabulated
@@ -82,7 +81,7 @@ def _user_frame(traceback: Any) -> Any:
 
 def user_line(source_info: Any = None) -> str:
     """The user's ``file:line (function)`` of an equation, or of the current call."""
-    info = source_info if source_info is not None else _source_info_util.current()
+    info = source_info if source_info is not None else _public_source_info.current()
     frame = _user_frame(info.traceback)
     if frame is None:  # JAX's traceback of a call inside of jax.pmap begins at the mapped function
         return "" if source_info is not None else _line_of_stack()
@@ -178,7 +177,7 @@ class as_if_at:
         source, names = self._source_info, _source_info_util.current_name_stack()
         if source is not None:
             names = source.name_stack if self._alone else names + source.name_stack
-        self._context = _source_info_util.user_context(getattr(source, "traceback", None), name_stack=names)
+        self._context = _public_source_info.user_context(getattr(source, "traceback", None), name_stack=names)
         self._context.__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -250,7 +249,7 @@ def without_axes_of_dim(aval: Any, dim: int) -> Any:
 
 def as_weak(x: Any, weak: bool) -> Any:
     """The array with a weak type, or with a type that is not weak. A weak type gives way to the types of others."""
-    if _core.typeof(x).weak_type == weak or _dtypes.issubdtype(x.dtype, _dtypes.extended):
+    if jax.typeof(x).weak_type == weak or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
         return x
     return _convert_element_type(x, x.dtype, weak_type=weak)
 
@@ -268,12 +267,12 @@ def relabelled(x: Any, sharding: jax.sharding.NamedSharding) -> Any:
 
 def of_no_mesh(x: Any) -> Any:
     """A constant of a program with a type without a mesh. JAX refuses types with a mesh inside of ``shard_map``."""
-    mesh = getattr(getattr(_core.typeof(x), "sharding", None), "mesh", None)
+    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
     if mesh is None or not mesh.explicit_axes:
         return x
-    if _dtypes.issubdtype(x.dtype, _dtypes.extended):
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
         return jax.random.wrap_key_data(of_no_mesh(jax.random.key_data(x)), impl=jax.random.key_impl(x))
-    return as_weak(jax.numpy.asarray(np.asarray(x)), _core.typeof(x).weak_type)
+    return as_weak(jax.numpy.asarray(np.asarray(x)), jax.typeof(x).weak_type)
 
 
 def traced_together(a: Any, b: Any) -> bool:
@@ -377,7 +376,7 @@ def evaluate(
     env.update(zip(body.constvars, consts, strict=True))
 
     def read(v: Any) -> Any:
-        return literal(v) if isinstance(v, _core.Literal) else env[v]
+        return literal(v) if isinstance(v, _extend_core.Literal) else env[v]
 
     for eqn in body.eqns:
         env.update(zip(eqn.outvars, run(eqn, list(map(read, eqn.invars))), strict=True))
