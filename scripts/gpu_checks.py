@@ -229,7 +229,7 @@ def example(asked: Asked) -> Found:
             continue
         with EXACT, jax.default_device(accelerator()):
             lowered = jitted.lower(*args, **kwargs)
-            _, leaves = jitted._parameters.signature(*jitted._on_this_mesh(args, kwargs))  # what is static left out
+            leaves = jitted._read(args, kwargs).leaves  # what is static left out
             found = device_after_device(lowered, leaves, expected)
         rows.append([jitted.__name__, lowered.mesh.size, difference(found, expected)])
     return {"seconds": ran, "programs": rows, "left": left, "near": NEAR}

@@ -188,6 +188,29 @@ def test_private_jax_names_live_in_the_adapter() -> None:
     check(outside, wrong, "move to core/jax_adapter*.py")
 
 
+def private_names_in(tree: ast.AST) -> Iterator[str]:
+    """The names of JAX's private modules that a module uses, and the private attributes of objects of others."""
+    nodes = list(ast.walk(tree))
+    imports = [
+        n for n in nodes if isinstance(n, ast.ImportFrom) and (n.module or "").startswith(("jax._src", "jaxlib"))
+    ]
+    modules = {a.asname or a.name: f"{n.module}.{a.name}" for n in imports for a in n.names}
+    used = set[str]()
+    for node in (n for n in nodes if isinstance(n, ast.Attribute)):
+        of = node.value.id if isinstance(node.value, ast.Name) else ""
+        if of in modules:
+            used.add(of)
+            yield f"{modules[of]}.{node.attr}"
+        elif node.attr.startswith("_") and not node.attr.startswith("__") and of not in ("self", "cls"):
+            yield node.attr
+    yield from (name for alias, name in modules.items() if alias not in used)
+
+
+def test_private_jax_names_only_get_fewer() -> None:
+    adapters = [path for path in GSHARD if name_of(path).startswith("gshard/core/jax_adapter")]
+    assert 0 < len({name for path in adapters for name in private_names_in(tree_of(path))}) <= PRIVATE_NAMES
+
+
 def test_moe_sees_marks_and_rows_only() -> None:
     known = sys.stdlib_module_names | {"jax", "numpy"}
     ours = ("gshard.moe", "gshard.core", "gshard.api.marks", "gshard.api.row_functions")
@@ -395,6 +418,7 @@ def test_both_packages_are_typed() -> None:
 
 
 # Counts of today: a change may only lower them. What it adds is paid for by what goes.
+PRIVATE_NAMES = 112  # of JAX in core/jax_adapter*.py; a number that only falls
 BUDGET = {
     "lines of src/gshard": 61_993,
     "lines of code of src/gshard": 39_475,

@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.api.boundary import with_marked_results
 from gshard.core.errors import ShardingError
 from gshard.core.mesh import Mesh
 
@@ -135,16 +134,13 @@ def test_a_name_that_is_no_axis_names_the_leaf(typo, mesh):
 
 
 def test_what_is_no_array_names_the_leaf(mesh):
-    with pytest.raises(ShardingError, match=r"out_shardings\['l'\]\['name'\] is of type str, not an array"):
+    with pytest.raises(gshard.TraceError, match=r"(?s)returns a value that is no array.*\['l'\]\['name'\]"):
         gshard.jit(lambda x: {"l": {"name": "text", "w": x}}, mesh=mesh, out_shardings=P())(A)
 
 
 def test_marks_of_results_may_ask_for_equal_parts(mesh):
-    def f(x):
-        return {"w": x}
-
-    marked = with_marked_results(f, {"w": P("data", "model")}, even=True)
-    program = gshard.jit(marked, mesh=mesh).lower
+    spec = {"w": P("data", "model")}
+    program = gshard.jit(lambda x: {"w": x}, mesh=mesh, out_shardings=spec).lower
     assert program(A).plan is not None
     with pytest.raises(ShardingError) as caught:
         _ = program(A[:13]).plan
@@ -153,7 +149,7 @@ def test_marks_of_results_may_ask_for_equal_parts(mesh):
     assert "out_shardings['w']" in caught.value.got
     assert caught.value.hint is not None
     assert 'uneven="keep"' in caught.value.hint
-    _ = gshard.jit(with_marked_results(f, P("data", "model")), mesh=mesh).lower(A[:13]).plan
+    _ = gshard.jit(lambda x: {"w": x}, mesh=mesh, out_shardings=spec, uneven="keep").lower(A[:13]).plan
     assert Mesh.of(mesh).given is mesh
 
 

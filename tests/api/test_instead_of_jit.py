@@ -298,13 +298,10 @@ def test_settings_of_jax():
             assert jax.jit(lambda x: gshard.split(x, 0, 8) * 2)(np.arange(8.0)).dtype == np.float64
 
 
-def test_export():
-    f = jax.jit(layer)
-    with gshard.instead_of_jit(mesh=mesh_of("8")):
-        here, there = export.export(f)(X, W), export.export(f, platforms=["tpu"])(X, W)
-    for exported in (here, there):
-        assert exported.nr_devices == 8
-        assert "manual_computation" in exported.mlir_module()
+def test_export_is_refused():
+    """Where it is left to ``gshard.jit``, and does what it is asked outside of the block."""
+    f = jax.jit(lambda x, w: jnp.tanh(gshard.split(x, 0, 8) @ w))
+    with gshard.instead_of_jit(mesh=8), pytest.raises(gshard.ArgumentError, match=r"(?s)exported.*jax.export.export"):
+        export.export(f, platforms=["tpu"])(X, W)
+    assert "manual_computation" in export.export(gshard.jit(f, mesh=8))(X, W).mlir_module()
     assert export.export(f)(X, W).nr_devices == 1
-    x, w = (jax.device_put(x, NamedSharding(mesh_of("8"), P())) for x in (X, W))
-    assert_same(here.call(x, w), np.tanh(X @ W))

@@ -84,7 +84,7 @@ def test_values_where_only_shapes_are_known():
     for bad in (lambda n: jnp.zeros(gshard.replicate(n)), lambda n: jnp.zeros(4) if n > 3 else n):
         with pytest.raises(gshard.TraceError, match="only shapes are known"):
             gshard.jit(bad, mesh=8)(4)
-    with pytest.raises(gshard.ArgumentError, match=r"Non-hashable static arguments.*argument 1 of"):
+    with pytest.raises(gshard.ArgumentError, match=r"(?s)Non-hashable static arguments.*\[1, 2\].*test_jit.py"):
         gshard.jit(lambda x, sizes: x, mesh=8, static_argnums=1)(jnp.ones(3), [1, 2])
     with pytest.raises(TypeError, match="unsupported operand"):
         gshard.jit(lambda x: x + "a", mesh=8)(jnp.ones(3))
@@ -106,10 +106,10 @@ def test_names_of_arguments_leave_static_ones_out():
     ):
         with pytest.raises(TypeError, match=f"at path {re.escape(name)}\\.") as caught:
             call(*arguments, **named)
-        assert text in str(caught.value)
+        assert "several" in str(caught.value)
     with pytest.raises(TypeError, match="at path x\\."):
         gshard.jit(lambda n, x: x * n, mesh=8, static_argnums=0)(2, text)
-    with pytest.raises(OverflowError, match=r"xs\[0\]\['n'\], an argument of several, is too large"):
+    with pytest.raises(OverflowError, match=r"argument path is xs\[0\]\['n'\]"):
         call(1, {"n": 2**40})
     layout = gshard.Layout(rows="devices")
     named = gshard.jit(several, mesh=8, static_argnums=0, layout=layout, names={"key": "rows"})
@@ -186,8 +186,8 @@ def test_many_arguments_and_static_ones(caplog):
             f.lower([X[:8]] * 6, 2)
     shapes, static, setting = (r.getMessage() for r in caplog.records if "planned again" in r.getMessage())
     assert "xs[3] is float32[8,8], and was float32[16,8]; and 2 more arguments" in shapes
-    assert static.endswith("a static argument has another value than before")
-    assert setting.endswith("a setting of JAX or a rule has changed")
+    for told in (static, setting):
+        assert told.endswith("a static argument, a setting of JAX or a rule is another one than before")
 
 
 def test_shapes_that_change_with_each_call_get_one_warning(caplog):

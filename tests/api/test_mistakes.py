@@ -91,7 +91,7 @@ MISTAKES = {
     ),
     "a leaf that is no array": (
         lambda: gshard.jit(lambda p: p["x"], mesh=8)({"x": X, "kind": "relu"}), TypeError,
-        "passed to the function at path p['kind']", "static_leaves=True): then leaves that are no arrays are static",
+        "passed to the function at path p['kind']", "Inside of an argument it is static with gshard.jit(...",
     ),
     "a dimension of a row of a loop": (
         lambda: gshard.jit(lambda x: jax.lax.map(lambda row: gshard.split(row, 1, 8), x), mesh=8)(X),

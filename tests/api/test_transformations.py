@@ -10,7 +10,7 @@ import pytest
 from jax import checkpoint_policies
 from jax._src.ad_checkpoint import saved_residuals
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import jet, sparse
+from jax.experimental import jet
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -44,10 +44,6 @@ TRANSFORMATIONS = {
     "grad of a norm of grad": lambda f: (
         lambda w, x, xs: jax.grad(lambda v: jnp.sum(jax.grad(lambda u: f(w, u))(v) ** 2))(x)
     ),
-    "jet": lambda f: lambda w, x, xs: jet.jet(lambda v: f(w, v), (x,), [list(xs[:2])]),
-    "sparsify": lambda f: (
-        lambda w, x, xs: sparse.sparsify(f)(w | {"a": sparse.BCOO.fromdense(jnp.tril(jnp.asarray(w["a"])), nse=180)}, x)
-    ),
     "another gshard.jit": lambda f: lambda w, x, xs: gshard.jit(lambda v: f(w, v) + 1, mesh=8)(x),
 }
 
@@ -58,6 +54,16 @@ def test_transformations_of_a_partitioned_function(name, arguments):
     transform = TRANSFORMATIONS[name]
     got = transform(gshard.jit(loss, mesh=8))(*arguments)
     want = transform(loss)(*arguments)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=3e-5, atol=3e-5), got, want)
+
+
+def test_a_series_is_taken_inside(arguments):
+    w, x, xs = arguments
+    series = lambda f, v: jet.jet(f, (v,), [list(xs[:2])])  # noqa: E731
+    with pytest.raises(gshard.TraceError, match=r"(?s)no series.*test_transformations.py.*inside"):
+        series(gshard.jit(lambda v: loss(w, v), mesh=8), x)
+    got = gshard.jit(lambda v: series(lambda u: loss(w, u), v), mesh=8)(x)
+    want = series(lambda v: loss(w, v), x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=3e-5, atol=3e-5), got, want)
 
 
@@ -224,6 +230,30 @@ def test_equal_calls_are_planned_for_their_own_operands():
     compiled = jax.jit(lambda x, y: (double(x), double(y))).lower(x, y).compile()
     assert not collectives(compiled.as_text())
     assert [s.spec for s in compiled.output_shardings] == [P("d"), P(None, "d")]
+
+
+def test_random_keys_and_new_arrays_inside():
+    """Where a key is an operand, what is split stays split; what comes of a key alone leaves as its marks say."""
+    mesh = MESHES[AxisType.Auto]
+    x = jax.device_put(X, NamedSharding(mesh, P("d")))
+    key = jax.random.key(3)
+
+    def dropped(x, key):
+        first, second = jax.random.split(key)
+        return x * jax.random.bernoulli(first, 0.5, x.shape), second
+
+    def twice(f):
+        return lambda x, key: f(*f(jnp.sin(x), key))
+
+    run = jax.jit(twice(gshard.jit(dropped, mesh=mesh)))
+    assert not collectives(run.lower(x, key).compile().as_text())
+    (found, last), (expected, wanted) = run(x, key), jax.jit(twice(dropped))(X, key)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(jax.random.key_data(last), jax.random.key_data(wanted))
+    init = gshard.jit(lambda key: gshard.split(jax.random.normal(key, (64, 8)), 0, "d"), mesh=mesh)
+    for arguments in ((key,), (key, x), (key,)):
+        made, *_ = jax.jit(lambda k, *xs: (init(jax.random.fold_in(k, 1)), *(x + 1 for x in xs)))(*arguments)
+        assert made.sharding.shard_shape(made.shape) == (8, 8)
 
 
 def test_a_program_planned_at_partitioning_can_be_serialized():

@@ -81,7 +81,6 @@ def test_every_rule_has_a_row():
         "add_any", "eq_to", "le_to", "lt_to",  # made by JAX itself; elementwise
         "copy_p", "name", "random_gamma_grad", "igamma_grad_a", "polygamma", "regularized_incomplete_beta",
         "shard_map",  # one split only; see tests/rules/test_manual.py
-        "sum_of_devices",  # the same; see tests/tracing/test_region_sums.py
         "enter_manual", "leave_manual", "manual_axis_index", "manual_psum", "manual_pmax", "manual_pmin",
         "manual_ppermute", "manual_all_gather", "manual_psum_scatter", "manual_all_to_all",
         "manual_reduce_scatter",

@@ -7,28 +7,28 @@ prefixes of specs. An argument of any size is cut inside; a result in unequal pa
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 
-from gshard.api.signature import Leaf, Signature
-from gshard.api.specs import as_array, is_spec, memories_of, spread
+from gshard.api.signature import shape_to_trace
+from gshard.api.specs import is_spec, memories_of, spread
 from gshard.api.specs import mark_of_spec as mark_of_spec
 from gshard.api.target import Options
 from gshard.core.errors import ArgumentError, ShardingError, counted
-from gshard.core.jax_adapter import mesh_of_context, user_line
+from gshard.core.jax_adapter import mesh_of_context, shapes_of, user_line
+from gshard.core.jax_adapter_dispatch import weakly_cached
+from gshard.core.layout import Names
 from gshard.core.mark import Mark, resolve
 from gshard.core.memory_kinds import is_in_host_space, is_on_host, kind_in_space, memory_of
 from gshard.core.mesh import Mesh
-from gshard.core.paths import positional_names
 from gshard.core.program import Program
 from gshard.emit.compile import named_sharding
-from gshard.language.mark_primitive import bind_mark
+from gshard.language.mark_primitive import bind_mark, bind_names
 from gshard.language.transfer import transferred
-from gshard.tracing.by_jax import name_of
 from gshard.tracing.expand import mark_of_named_sharding
 
 
@@ -115,69 +115,57 @@ def marks_of_specs(what: str, prefix: Any, tree: Any, names: Collection[str] = (
 
 
 def marks_of_in_shardings(
-    in_shardings: Any, f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    in_shardings: Any, name: str, positional: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[Mark | None]:
     """What ``in_shardings`` of a function say of each leaf of its positional arguments; nothing if they are None."""
     if in_shardings is None:
         return []
-    _refuse_named(kwargs, f)
-    return marks_of_specs("in_shardings", in_shardings, args, positional_names(f, len(args)))
-
-
-def _refuse_named(kwargs: Mapping[str, Any], f: Callable[..., Any]) -> None:
-    """Refuses arguments given by name to a function with ``in_shardings``, which are of positional ones."""
     if kwargs:
         raise ArgumentError.like(
             ValueError(),
-            f"{name_of(f)} has in_shardings, which are for positional arguments, and is called with arguments by name.",
+            f"{name} has in_shardings, which are for positional arguments, and is called with arguments by name.",
             user_line(),
-            ", ".join(f"{name}=..." for name in kwargs),
+            ", ".join(f"{key}=..." for key in kwargs),
             "Give them by position; or leave in_shardings out and place the arguments, or mark them inside.",
         )
+    return marks_of_specs("in_shardings", in_shardings, args, positional)
 
 
-def with_marked_arguments(f: Callable[..., Any], in_shardings: Any) -> Callable[..., Any]:
-    """The function with its positional arguments marked as ``in_shardings`` says."""
-
-    @functools.wraps(f)
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        _refuse_named(kwargs, f)
-        return f(*_marked("in_shardings", in_shardings, args))
-
-    return marked
+Results = tuple[tuple[Mark | None, str | None], ...]
 
 
-def with_marked_results(f: Callable[..., Any], out_shardings: Any, *, even: bool = False) -> Callable[..., Any]:
-    """The function with its results marked as ``out_shardings`` says; ``even`` refuses what does not divide."""
-
-    @functools.wraps(f)
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        results = _marked("out_shardings", out_shardings, f(*args, **kwargs), even=even)
-        return _in_memories(out_shardings, results)
-
-    return marked
-
-
-def _marked(what: str, specs: Any, tree: Any, *, even: bool = False) -> Any:
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    marked = [
-        x
-        if mark is None or (array := as_array(x, f"{what}{jax.tree_util.keystr(path)}", what)) is None
-        else bind_mark(array, dataclasses.replace(mark, even=even))
-        for (path, x), mark in zip(leaves, marks_of_specs(what, specs, tree), strict=True)
-    ]
-    return jax.tree.unflatten(structure, marked)
+def of_results(options: Options, jaxpr: Any, out_tree: Any) -> Results:
+    """What ``out_shardings`` of a function say of each flat result: a mark, and the memory in which it leaves."""
+    results = jax.tree.unflatten(out_tree, shapes_of(jaxpr.out_avals))
+    marks = marks_of_specs("out_shardings", options.out_shardings, results)
+    even = not options.keep_uneven  # refuses what does not divide
+    said = [None if m is None else dataclasses.replace(m, even=even) for m in marks]
+    kinds = [memory_of(spec) for _, spec, _ in spread("out_shardings", options.out_shardings, results)]
+    return tuple(zip(said, kinds, strict=True))
 
 
-def _in_memories(out_shardings: Any, tree: Any) -> Any:
-    """The results in the memory that ``out_shardings`` names; where it says nothing in that of their types."""
-    said = [memory_of(spec) for _, spec, _ in spread("out_shardings", out_shardings, tree)]
-    leaves, structure = jax.tree.flatten(tree)
-    moved = [
-        x if kind is None or not hasattr(x, "aval") else transferred(x, is_in_host_space(kind))
-        for kind, x in zip(said, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(structure, moved)
+@weakly_cached
+def marked(jaxpr: Any, inputs: tuple[tuple[Mark | None, Names | None], ...], results: Results) -> Any:
+    """A closed jaxpr with marks and names on its first inputs, and marks and memories of its results."""
+
+    def with_marks(*arrays: Any) -> list[Any]:
+        given = list(arrays)
+        for i, (mark, names) in enumerate(inputs):
+            given[i] = given[i] if names is None else bind_names(given[i], names)
+            given[i] = _marked(given[i], mark)
+        made = jaxpr_as_fun(jaxpr)(*given)
+        for i, (mark, kind) in enumerate(results):
+            made[i] = _marked(made[i], mark)
+            if kind is not None and made[i].dtype != jax.dtypes.float0:
+                made[i] = transferred(made[i], is_in_host_space(kind))
+        return made
+
+    return jax.make_jaxpr(with_marks)(*map(shape_to_trace, jaxpr.in_avals))
+
+
+def _marked(x: Any, mark: Mark | None) -> Any:
+    # The gradient of an integer has no elements.
+    return x if mark is None or x.dtype == jax.dtypes.float0 else bind_mark(x, mark)
 
 
 def shardings_of_results(options: Options, results: Any) -> list[NamedSharding | None]:
@@ -196,17 +184,21 @@ def shardings_of_results(options: Options, results: Any) -> list[NamedSharding |
     return found
 
 
-def memories(program: Program, signature: Signature, options: Options) -> dict[str, Any]:
+def memories(
+    program: Program, arrays: Sequence[tuple[Any, Any]], arguments: tuple[Any, Any], options: Options
+) -> dict[str, Any]:
     """The fields of a ``Program`` that say in which memory kinds its inputs come and its results leave.
 
     An argument comes in the memory in which it is, or in the one that ``in_shardings`` names: an array that is in
     another is moved there before each call. A result leaves in the memory of its type, or in the one that
     ``out_shardings`` names. A ``PartitionSpec`` or an axis name is a sharding in the default memory of the devices.
+    ``arrays`` are the types of ``arguments`` and of what the function closes over, and where these lie.
     """
-    asked: list[str | None] = [None] * len(signature.every)
+    asked: list[str | None] = [None] * len(arrays)
     if options.in_shardings is not None:
-        asked[: len(signature.leaves)] = memories_of(options.in_shardings, signature.arguments())
-    come = [kind or _kind_of(leaf) for kind, leaf in zip(asked, signature.every, strict=True)]
+        said = memories_of(options.in_shardings, arguments)
+        asked[: len(said)] = said
+    come = [kind or _kind_of(aval, sharding) for kind, (aval, sharding) in zip(asked, arrays, strict=True)]
     leave = [program.output_memory(i) for i in range(len(program.block.outputs))]
     if options.out_shardings is not None:
         results = jax.tree.unflatten(program.out_tree, range(len(leave)))
@@ -218,6 +210,6 @@ def memories(program: Program, signature: Signature, options: Options) -> dict[s
     return {"input_memories": (*held, *come), "output_memories": tuple(leave)}
 
 
-def _kind_of(leaf: Leaf) -> str:
+def _kind_of(aval: Any, sharding: Any) -> str:
     """The memory kind in which an argument is; of one that is in none yet, that of its type."""
-    return (None if leaf.sharding is None else memory_of(leaf.sharding)) or kind_in_space(is_on_host(leaf.aval))
+    return (None if sharding is None else memory_of(sharding)) or kind_in_space(is_on_host(aval))

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 
 from gshard.api.jit import Jitted, jit
-from gshard.api.signature import Parameters
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import put_all, user_line
+from gshard.core.jax_adapter_jit import given_to_jit
 from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
 from gshard.core.memory_kinds import PINNED_HOST
 from gshard.core.mesh import Mesh, MeshLike
@@ -54,8 +54,10 @@ class BuiltStep:
         """The numbers of the positional arguments that are no arrays."""
         if isinstance(self.step, Jitted):
             return ()
-        named = self.own["static_argnums"], self.own["static_argnames"]
-        return Parameters.of(self.step, named, (None, None)).static_numbers
+        named = {key: self.own[key] for key in ("static_argnums", "static_argnames")}
+        given = given_to_jit(jax.jit(self.step, **named))
+        assert given is not None
+        return given.static[0]
 
     def leaves(self, arguments: tuple[Any, ...]) -> tuple[list[Any], Any]:
         """The flat arrays of arguments, and their structure."""

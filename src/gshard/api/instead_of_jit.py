@@ -10,44 +10,35 @@ import contextlib
 import dataclasses
 import logging
 import threading
-import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import jaxpr_as_fun
 
-from gshard.api.jit import Jitted
+from gshard.api.jit import Programs
 from gshard.api.lowered import Lowered, by_dispatch, is_on_cpu, placed_arguments
-from gshard.api.signature import Leaf, Parameters, Signature
+from gshard.api.signature import Place, Signature
 from gshard.api.target import Options
 from gshard.core import jax_adapter_jit as by_jax
 from gshard.core.errors import PlanError, ShardingError
 from gshard.core.jax_adapter import user_line
-from gshard.core.jax_adapter_dispatch import trace_settings, weakly_cached
+from gshard.core.jax_adapter_dispatch import weakly_cached
 from gshard.core.keywords import keywords
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.plan import Plan
-from gshard.core.program import Program
 from gshard.device.machine import Machine
-from gshard.language.registry import rules_version
 from gshard.planning.collective_matmuls import CollectiveMatmul
 from gshard.planning.saved_plan import SavedPlan
 
 _log = logging.getLogger("gshard")
 
 
-class OfJaxpr(Jitted):
+class OfJaxpr:
     """A partitioned function that JAX has traced already, of its flat arguments."""
 
-    def __init__(self, jaxpr: Any, jitted: by_jax.Jitted, options: Options):
-        known = weakref.ref(jaxpr)
-
-        def f(*arguments: Any) -> Any:
-            return jaxpr_as_fun(known())(*arguments)
-
-        f.__name__ = f.__qualname__ = jitted.name
+    def __init__(self, jitted: by_jax.Jitted, options: Options):
+        self._jitted = jitted
         options = dataclasses.replace(
             options,
             in_shardings=_or_none(jitted.in_shardings),
@@ -55,35 +46,35 @@ class OfJaxpr(Jitted):
             keep_unused=options.keep_unused or jitted.keep_unused,
             compiler_options=(*options.compiler_options, *jitted.compiler_options),
         )
-        super().__init__(f, Parameters(f, (), (), jitted.donated, ()), options)
-        self._names = jitted.argument_names
+        self._programs = Programs(jitted.name, options)
 
-    def _as_searched(self, signature: Signature) -> Signature:
-        return signature  # JAX has traced it with the types that its arguments have
-
-    def _program(self, signature: Signature) -> Program:
-        program = super()._program(signature)
-        return dataclasses.replace(program, names=(*program.names[: len(program.captured)], *self._names))
-
-    def run(self, arguments: Sequence[Any]) -> by_jax.Ran:
+    def run(self, jaxpr: Any, arguments: Sequence[Any]) -> by_jax.Ran:
         """Calls it."""
-        signature, leaves = self._parameters.signature(tuple(arguments), {})
-        with self._tables.for_one_plan():
-            lowered = self._lowered(signature, self._options.target())
-        placed = placed_arguments(lowered, leaves)
+        with self._programs.tables.for_one_plan():
+            lowered = self._lowered(jaxpr, list(map(Place.of, arguments)))
+        placed = placed_arguments(lowered, arguments)
         executable = lowered.executable
-        results = lowered.flat_results(executable(*placed.arrays))
+        results = lowered.flat_results(executable(*placed.arrays), arguments)
         # What overwrites memory twice makes XLA:CPU crash, so there each call that donates is checked first.
-        checked = self._donates and lowered.mesh.size > 1 and is_on_cpu(lowered)
-        fast = not checked and by_dispatch(lowered, placed, leaves, results) is not None
+        checked = self._jitted.donated and lowered.mesh.size > 1 and is_on_cpu(lowered)
+        fast = not checked and by_dispatch(lowered, placed, arguments, results) is not None
         return by_jax.Ran(results, executable.compiled if fast else None, executable.captured)
 
-    def lowered(self, types: Sequence[tuple[Any, Any]], trees: tuple[Any, Any]) -> Lowered:
+    def lowered(self, jaxpr: Any, types: Sequence[tuple[Any, Any]], trees: tuple[Any, Any]) -> Lowered:
         """The chain for arguments of these types and shardings; arguments and results have these structures."""
-        leaves = tuple(Leaf.of_type(aval, sharding) for aval, sharding in types)
-        flat = jax.tree.structure((tuple(0 for _ in leaves), {}))
-        signature = Signature(flat, leaves, (len(leaves),), (trace_settings(), rules_version()))
-        return self._lowered(signature, self._options.target()).structured(*trees)
+        made, (in_tree, out_tree) = self._lowered(jaxpr, [Place(sharding) for _, sharding in types]), trees
+        program = dataclasses.replace(made.program, out_tree=out_tree)
+        structured = dataclasses.replace(made, in_tree=in_tree, program=program)
+        stages = ["_planned", "_all_kept", "spmd"] + ["executable"] * (made.mesh.devices is not None)
+        vars(structured).update({name: getattr(made, name) for name in stages})  # XLA compiles once for both
+        return structured
+
+    def _lowered(self, jaxpr: Any, places: Sequence[Place]) -> Lowered:
+        in_tree = jax.tree.structure((tuple(0 for _ in places), {}))
+        out_tree = jax.tree.structure([0] * len(jaxpr.out_avals))
+        names, donated = self._jitted.argument_names, self._jitted.donated
+        signature = Signature.of(jaxpr, jaxpr.in_avals, in_tree, out_tree, names, donated, places)
+        return self._programs.lowered(jaxpr, signature, names)
 
 
 def _device_sets(shardings: Sequence[Any]) -> list[Any]:
@@ -98,7 +89,7 @@ def _or_none(shardings: Any) -> Any:
 
 @weakly_cached
 def _of_jaxpr(jaxpr: Any, jitted: by_jax.Jitted, partitioner: Partitioner) -> OfJaxpr:
-    return OfJaxpr(jaxpr, jitted, partitioner.options_for(jitted.name))
+    return OfJaxpr(jitted, partitioner.options_for(jitted.name))
 
 
 class Partitioner:
@@ -137,19 +128,14 @@ class Partitioner:
         """Calls a jitted function, partitioned."""
         shardings = [x.sharding for x in arguments if isinstance(x, jax.Array) and x.committed]
         found = self._partitioned(jaxpr, jitted, shardings)
-        return None if found is None else found.run(arguments)
+        return None if found is None else found.run(jaxpr, arguments)
 
     def lower(
         self, jaxpr: Any, jitted: by_jax.Jitted, types: Sequence[tuple[Any, Any]], trees: tuple[Any, Any]
     ) -> Lowered | None:
         """Lowers one."""
         found = self._partitioned(jaxpr, jitted, [s for _, s in types if s is not None])
-        return None if found is None else found.lowered(types, trees)
-
-    def lower_by_jax(self, jaxpr: Any, jitted: by_jax.Jitted) -> Callable[..., Any] | None:
-        """The partitioned function, for JAX to make a part of a program for other platforms."""
-        found = self._partitioned(jaxpr, jitted, [])
-        return None if found is None else found._with(leaves_by_axes=True)
+        return None if found is None else found.lowered(jaxpr, types, trees)
 
     def _partitioned(self, jaxpr: Any, jitted: by_jax.Jitted, committed: Sequence[Any]) -> OfJaxpr | None:
         """The partitioned function; None for one that says that it runs on other devices."""

@@ -7,24 +7,33 @@ import functools
 import logging
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, Self, TypedDict, TypeVar, Unpack, overload
 
 import jax
 
 from gshard.api.boundary import (
+    mark_of_sharding,
+    marked,
     marks_of_arguments,
     marks_of_in_shardings,
     memories,
+    of_results,
     shardings_of_results,
-    with_marked_arguments,
-    with_marked_results,
 )
 from gshard.api.lowered import Lowered, Traced, by_dispatch, captured_arrays, is_on_cpu, placed_arguments
-from gshard.api.names import names_of_arguments, with_named_arguments, with_names_of_arguments
-from gshard.api.signature import Parameters, Signature, freed, has_fixed, log_new_kind
-from gshard.api.specs import told
+from gshard.api.names import names_of_arguments, with_names_of_arguments
+from gshard.api.signature import (
+    Place,
+    Signature,
+    brought,
+    fixed,
+    freed,
+    log_new_kind,
+    type_to_trace,
+    without_explicit_axes,
+)
+from gshard.api.specs import memories_of, told
 from gshard.api.target import Options, Target
 from gshard.api.transformations import call, refuse_references, target_inside
 from gshard.api.wrapped import refuse_device, unwrapped
@@ -32,20 +41,21 @@ from gshard.core.errors import ArgumentError, ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_context import with_mesh_for_specs
 from gshard.core.jax_adapter_dispatch import (
+    Cache,
     FastFunction,
-    SharedCaches,
     emptied_by_jax,
-    forget_traces,
     is_staging,
     may_crash,
-    refuse_what_is_no_function,
     refused_by_dispatch,
+    weakly_cached,
     without_constants,
 )
-from gshard.core.jax_adapter_references import references_in
+from gshard.core.jax_adapter_jit import argument_names, given_to_jit, jaxpr_and_constants, jitted_like
+from gshard.core.jax_adapter_references import array_type_of, references_in, type_of_reference
 from gshard.core.jax_adapter_tracebacks import invalid, nan_found, without_jit, without_our_frames
 from gshard.core.keywords import keywords
 from gshard.core.layout import Layout
+from gshard.core.memory_kinds import is_in_host_space
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.paths import positional_names
 from gshard.core.phases import phase
@@ -58,14 +68,172 @@ from gshard.language.registry import cleared_with_rules
 from gshard.planning.collective_matmuls import CollectiveMatmul
 from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.rematerialise import MemoryLimitError
-from gshard.tracing.by_jax import closed_of, leaked, name_of
+from gshard.tracing.by_jax import leaked, name_of, traced_by
+from gshard.tracing.changed_objects import has_objects, with_kept_objects
 from gshard.tracing.trace import program_of
+
+_log = logging.getLogger(__name__)
+
+
+# Programs: those of one function, planned and compiled for each signature.
+
+_PLANS = 4  # new kinds of calls for which a function keeps what planning computed on its way
+
+
+@weakly_cached
+def _made_of(jaxpr: Any, options: Hashable) -> Cache:
+    """The programs of a closed jaxpr. They live as long as it does: as long as JAX keeps the trace of the function."""
+    return Cache(256)  # as many as combinations that JAX's dispatch keeps of a function
+
+
+@weakly_cached
+def _program(jaxpr: Any, name: str, signature: Signature, layout: Any, finite: bool) -> Program:
+    with phase("rewriting", name):
+        return program_of(jaxpr, signature.out_tree, name, signature.names, layout=layout, finite=finite)
+
+
+class Programs:
+    """The programs of one function with some options."""
+
+    def __init__(self, name: str, options: Options):
+        self.name, self.options = name, options
+        self._key: Hashable = options.key
+        try:
+            hash(self._key)
+        except TypeError:
+            self._key = object()
+        self.tables = Tables(_PLANS)
+        emptied_by_jax(self.tables)
+        self._last: Signature | None = None
+        self._kinds = 1  # of arguments that it was planned for
+        self._told: set[str] = set()
+
+    def clear(self) -> None:
+        """Forgets what planning computed. The programs go with JAX's trace of the function."""
+        self.tables.cache_clear()
+        self._last, self._kinds = None, 1
+
+    @with_tables
+    def lowered(self, jaxpr: Any, signature: Signature, positional: Sequence[str]) -> Lowered:
+        """The chain of a closed jaxpr for a signature; ``positional`` are the names of positional arguments."""
+        target = self.options.target()
+        cache = _made_of(jaxpr, self._key)
+        made: Lowered = cache.get(
+            (signature, target), lambda: self._lower(jaxpr, signature, positional, target, cache.values())
+        )
+        if target.recorded is not None:
+            made.plan  # noqa: B018  the plan of another program is refused here
+        self._last = signature
+        return made
+
+    def _lower(
+        self, jaxpr: Any, signature: Signature, positional: Sequence[str], target: Target, known: Sequence[Lowered]
+    ) -> Lowered:
+        options, closed_over = self.options, references_in(jaxpr)
+        types = [*map(array_type_of, signature.avals), *(array_type_of(type_of_reference(x)) for x in closed_over)]
+        arrays = [(a, place.sharding) for a, place in zip(types, signature.places, strict=True)]
+        whole = self._with_marked_results(jaxpr, signature)
+        program = _program(whole, self.name, signature.anywhere, options.layout, options.finite)
+        if self._last is not None:
+            self._kinds += 1
+            log_new_kind(self.name, signature, self._last, self._kinds)
+        args, kwargs = signature.arguments()
+        given = marks_of_in_shardings(options.in_shardings, self.name, positional, args, kwargs)
+        marks = marks_of_arguments(program, arrays, target.mesh, given, target.takes_arguments_as_marks)
+        of_memory = memories(program, arrays, (args, kwargs), options)
+        program = target.with_kept_options(dataclasses.replace(program, argument_marks=marks, **of_memory))
+        if options.names is not None:
+            program = with_names_of_arguments(
+                program, names_of_arguments(positional, options.names, args, kwargs), given
+            )
+        first = len(program.captured)
+        padded = {first + i: x.partitioning for i, x in enumerate(signature.places) if x.partitioning is not None}
+        target = target.in_best_order(program)
+        made = Lowered(
+            program, target, signature.in_tree, signature.avals, signature.donated, padded, tuple(closed_over),
+            self._told,
+        )  # fmt: skip
+        # The state that comes back from a first call has shardings of its own and mostly the same plan: one executable.
+        same = next((other for other in known if other.is_as(made)), None)
+        if same is None:
+            return made
+        self.tables.cache_clear()
+        return same
+
+    def _with_marked_results(self, jaxpr: Any, signature: Signature) -> Any:
+        """The closed jaxpr with its results marked as ``out_shardings`` says."""
+        if self.options.out_shardings is None:
+            return jaxpr
+        return marked(jaxpr, (), of_results(self.options, jaxpr, signature.out_tree))
+
+    def equation(
+        self, jaxpr: Any, signature: Signature, positional: Sequence[str], constants: Sequence[Any],
+        leaves: Sequence[Any],
+    ) -> list[Any]:  # fmt: skip
+        """One equation of the program that is being traced, differentiated or mapped; see ``transformations``.
+
+        ``constants`` are arrays of that program that the function closes over, the first inputs of its jaxpr.
+        """
+        options = self.options
+        if options.memory_limit is not None:
+            raise MemoryLimitError(
+                f"{self.name} has a memory_limit, and a transformation around it decides what is kept.",
+                user_line(),
+                hint="Take the gradient inside: gshard.jit(jax.grad(f), mesh=..., memory_limit=...).",
+            )
+        whole, captured = without_constants(self._with_marked_results(jaxpr, signature))
+        args, kwargs = signature.arguments()
+        given = marks_of_in_shardings(options.in_shardings, self.name, positional, args, kwargs)
+        target = options.target()
+        pairs = zip(signature.avals, signature.places, strict=False)
+        marks = [mark_of_sharding(place.sharding, len(a.shape), target.mesh) for a, place in pairs]
+        marks[: len(given)] = [said or own for said, own in zip(given, marks, strict=False)]
+        names = names_of_arguments(positional, options.names, args, kwargs)
+        inputs = tuple((None, None) for _ in (*captured, *constants)) + tuple(zip(marks, names, strict=True))
+        if any(x is not None for pair in inputs for x in pair):
+            whole = marked(whole, inputs, ())
+        target = target_inside(target, whole, self.name)
+        arrays = [*captured, *constants, *(x.whole() if isinstance(x, UnevenArray) else x for x in leaves)]
+        if not is_staging():
+            refuse_references(arrays, self.name)
+        try:
+            return call(whole, target, arrays)
+        except jax.errors.UnexpectedTracerError as error:
+            raise leaked(error, self.name, user_line()) from None
+
+
+def refuse_other_types(name: str, names: Sequence[str], in_avals: Sequence[Any], out_avals: Sequence[Any]) -> None:
+    """Refuses arguments and results that are no arrays of known sizes: values of ``hijax``, tokens, symbolic sizes."""
+    others = [f"result {i}" for i in range(len(out_avals))]
+    for which, aval in zip((*names, *others), (*in_avals, *out_avals), strict=True):
+        aval = array_type_of(aval)
+        if aval.is_high or not hasattr(aval, "shape"):
+            raise ArgumentError(
+                f"{name} takes and returns arrays, and {which} is of another type.", user_line(), f"{which}: {aval}",
+                "Pass the arrays that it is made of, and make the value inside the function.",
+            )  # fmt: skip
+        if not all(isinstance(size, int) for size in aval.shape):
+            raise ArgumentError(
+                f"{name} is partitioned for sizes that are known, and {which} has a symbolic dimension.",
+                user_line(),
+                aval.str_short(),
+                "Give numbers, one program for each size; or leave the function to jax.jit.",
+            )
+
 
 # Jitted: what ``gshard.jit`` returns. It runs all stages, from a marked function to a program on all devices.
 
-_log = logging.getLogger(__name__)
-_PLANS = 4  # new kinds of calls for which a function keeps what planning computed on its way
-_CACHES = SharedCaches(256)  # programs of each function, as many as combinations that JAX's dispatch keeps of it
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Call:
+    """The arguments of one call, and what JAX has traced for them."""
+
+    traced: jax.stages.Traced
+    jaxpr: Any  # over ``constants`` and ``leaves``
+    signature: Signature
+    constants: list[Any]  # arrays of the program around that the function closes over
+    leaves: list[Any]  # the flat arguments, without the static ones
+    positional: list[str]  # the names of the positional arguments, without the static ones
 
 
 class _Captured:
@@ -93,34 +261,32 @@ class Jitted(Generic[P, R]):
     arguments and of its result; ``isinstance(f, gshard.stages.Jitted)`` is whether a function is partitioned by gshard.
     """
 
-    def __init__(self, f: Callable[P, R], parameters: Parameters, options: Options):
-        functools.update_wrapper(self, f)
-        self._f, self._options = f, options
-        self._parameters = dataclasses.replace(parameters, in_shardings=options.in_shardings)
-        self._made, self._traced = _CACHES.of(f, (parameters.told, options.key))
-        self._tables = Tables(_PLANS)
-        self._seen_last: Signature | None = None
-        self._told: set[str] = set()
-        self._kinds = 1  # of arguments that it was planned for
-        emptied_by_jax(self._tables)
-        numbers, names = parameters.static_numbers, parameters.static_names
+    def __init__(self, by_jax: Any, options: Options, static_leaves: bool = False):
+        given = given_to_jit(by_jax)
+        assert given is not None
+        functools.update_wrapper(self, given.f)
+        self._by_jax = by_jax  # the same function from ``jax.jit``, which traces it
+        self._f, (self._static_numbers, self._static_names) = given.f, given.static
+        self._static_leaves = static_leaves  # whether ``_f`` takes and returns leaves that are no arrays as ``Fixed``
+        self._programs = Programs(name_of(given.f), options)
         # Weakly, so that a function is freed as soon as nothing needs it, and not when garbage is next collected.
         seen_first = weakref.WeakMethod(self._seen_first)
-        self._fast = FastFunction(parameters.plain, lambda *a, **k: seen_first()(*a, **k), numbers, names)  # type: ignore[misc]
+        miss = lambda *a, **k: seen_first()(*a, **k)  # type: ignore[misc]  # noqa: E731
+        self._fast = FastFunction(given.f, miss, *given.static)
         cleared_with_rules(self._fast)
         self._call = self._fast.call
-        self._donates = bool(parameters.donated_numbers or parameters.donated_names)
+        self._donates = any(given.donated)
         self._captured = _Captured()
         emptied_by_jax(self._captured)
+        self._needs_types = False  # whether JAX has refused to trace it without the types of Explicit axes
         self._may_crash = False  # no program is in JAX's dispatch yet
-        self._fixes = parameters.static_leaves
         if options.mesh is not None:
             options.target()  # errors of the mesh or the machine are raised at once
 
     @without_our_frames
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self._fixes:
-            return freed(self._dispatched(*self._parameters.fixed(args, kwargs)))  # type: ignore[no-any-return]
+        if self._static_leaves:
+            return freed(self._dispatched(*self._fixed(args, kwargs)))  # type: ignore[no-any-return]
         return self._dispatched(args, kwargs)  # type: ignore[no-any-return]
 
     def _dispatched(self, args: Any, kwargs: Any) -> Any:
@@ -136,7 +302,7 @@ class Jitted(Generic[P, R]):
     @property
     def options(self) -> Options:
         """What ``jit`` was asked for."""
-        return self._options
+        return self._programs.options
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> Self: ...
@@ -165,7 +331,7 @@ class Jitted(Generic[P, R]):
         )
 
     def __repr__(self) -> str:
-        where = "the mesh that is set" if self._options.mesh is None else str(self._options.mesh)
+        where = "the mesh that is set" if self.options.mesh is None else str(self.options.mesh)
         return f"<gshard.jit of {getattr(self._f, '__qualname__', None) or name_of(self._f)} on {where}>"
 
     @without_our_frames
@@ -189,29 +355,34 @@ class Jitted(Generic[P, R]):
         return self._with(mesh=Mesh.of(mesh), machine=machine, memory_limit=memory_limit, recorded=recorded)
 
     def _with(self, **options: Any) -> Jitted[P, R]:
-        return Jitted(self._f, self._parameters, dataclasses.replace(self._options, **options))
+        return Jitted(self._by_jax, dataclasses.replace(self.options, **options), self._static_leaves)
 
     @without_our_frames
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """The chain for these arguments (arrays or ``jax.ShapeDtypeStruct``): program, plan, spmd, executable."""
-        signature, _ = self._parameters.signature(*self._on_this_mesh(args, kwargs))
-        return self._lowered(signature, self._options.target())
+        return self._lowered(self._read(args, kwargs))
 
     def lower_for_search(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered:
         """The chain whose program ``search`` plans: a program that is the same wherever the arguments are."""
-        signature, _ = self._parameters.signature(*self._on_this_mesh(args, kwargs))
-        return self._lowered(self._as_searched(signature), self._options.target())
+        return self._lowered(self._read(args, kwargs, is_searched=True))
 
     @without_our_frames
     def trace(self, /, *args: Any, **kwargs: Any) -> Traced:
         """The function's jaxpr for these arguments, before anything is planned."""
-        args, kwargs = self._on_this_mesh(args, kwargs)
-        signature, _ = self._parameters.signature(args, kwargs)
-        (jaxpr, out_tree), donated = self._closed(signature), self._parameters.donated(signature)
-        lowered, said = partial(self.lower, *args, **kwargs), partial(shardings_of_results, self._options)
-        by_axes = partial(self._with, leaves_by_axes=True)
-        by_jax = partial(self._parameters.traced_by_jax, by_axes, self._options.keep_unused, args, kwargs)
-        return Traced(jaxpr, signature.tree, out_tree, name_of(self._f), donated, lowered, said, by_jax)
+        call, lowered = self._read(args, kwargs), functools.partial(self.lower, *args, **kwargs)
+        as_equation = self._with(leaves_by_axes=True, has_places=True)
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            made = as_equation._read(args, kwargs)
+            signature = dataclasses.replace(made.signature, places=call.signature.places)
+            return as_equation._equation(dataclasses.replace(made, signature=signature))
+
+        def traced() -> Any:
+            """The function as one equation of a program of JAX's, for arguments that lie as these do."""
+            fixed_args, fixed_kwargs = self._fixed(args, kwargs)
+            return jitted_like(self._by_jax, inside, self.options.keep_unused).trace(*fixed_args, **fixed_kwargs)
+
+        return Traced(call.traced, lowered, functools.partial(shardings_of_results, self.options), traced)
 
     @without_our_frames
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -224,26 +395,22 @@ class Jitted(Generic[P, R]):
 
     def clear_cache(self) -> None:
         """Forgets all programs."""
-        for cache in (self._made, self._traced, self._tables):
-            cache.cache_clear()
-        self._seen_last, self._kinds = None, 1
+        self._programs.clear()
         self._fast.clear()
-        forget_traces(self._f)
+        self._by_jax.clear_cache()
 
     @without_our_frames
     def _seen_first(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
         """A call that JAX's dispatch cannot answer: the results, and how it can from now on."""
-        with self._tables.for_one_plan():
-            return self._called(args, kwargs)
+        with self._programs.tables.for_one_plan():
+            return *self._called(self._read(args, kwargs), args, kwargs), False
 
-    def _called(self, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
-        signature, leaves = self._parameters.signature(*self._on_this_mesh(args, kwargs))
-        if is_staging() or any(isinstance(x, jax.core.Tracer) for x in leaves):
-            return self._as_equation(signature, leaves), None, False
-        self._refuse_shapes(signature, leaves)
-        if any(isinstance(x, jax.core.Tracer) for x in without_constants(self._closed(signature)[0])[1]):
-            return self._as_equation(signature, leaves), None, False
-        lowered = self._lowered(signature, self._options.target())
+    def _called(self, call: _Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        leaves = call.leaves
+        if is_staging() or call.constants or any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return self._equation(call), None
+        self._refuse_shapes(call)
+        lowered = self._lowered(call)
         placed = placed_arguments(lowered, leaves)
         try:
             results = lowered.executable(*placed.arrays)
@@ -252,147 +419,106 @@ class Jitted(Generic[P, R]):
                 raise
             if lowered.program.references:  # they may have changed
                 raise invalid(error, name_of(self._f)) from None
-            return without_jit(lambda: self._parameters.plain(*args, **kwargs), name_of(self._f)), None, False
+            return without_jit(lambda: self._f(*args, **kwargs), name_of(self._f)), None
         flat = lowered.flat_results(results, leaves)
         path = by_dispatch(lowered, placed, leaves, flat)
         if path is not None:
             # On one device XLA refuses such arrays; without donation only XLA:CPU crashes.
             self._may_crash |= lowered.mesh.size > 1 and (self._donates or is_on_cpu(lowered))
             self._captured.add(captured_arrays(lowered) if lowered.executable.captured else ())
-        results = jax.tree.unflatten(lowered.out_tree, flat)
-        if has_fixed(lowered.out_tree) and not self._fixes:
-            return freed(results), None, False
-        return results, path, False
+        return jax.tree.unflatten(lowered.out_tree, flat), path
 
-    def _refuse_shapes(self, signature: Signature, leaves: Sequence[Any]) -> None:
-        at = next((i for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)), None)
+    def _equation(self, call: _Call) -> Any:
+        """The results of a call that is one equation of a program that is being traced, differentiated or mapped."""
+        made = self._programs.equation(call.jaxpr, call.signature, call.positional, call.constants, call.leaves)
+        return jax.tree.unflatten(call.signature.out_tree, made)
+
+    def _refuse_shapes(self, call: _Call) -> None:
+        at = next((i for i, x in enumerate(call.leaves) if isinstance(x, jax.ShapeDtypeStruct)), None)
         if at is not None:
-            name = signature.names(self._parameters.with_statics(signature.statics))[at]
             raise ArgumentError(
                 f"{name_of(self._f)} is called with a jax.ShapeDtypeStruct, which holds no values.",
                 user_line(),
-                f"{name}: {leaves[at]}",
+                f"{call.signature.names[at]}: {call.leaves[at]}",
                 f"A call takes arrays. Shapes go to {name_of(self._f)}.lower(...), .eval_shape(...) or gshard.explain.",
             )
 
-    def _on_this_mesh(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What is in padded parts on other devices is made whole; static leaves become parts of the structure."""
-        args, kwargs = self._parameters.fixed(args, kwargs)
+    def _lowered(self, call: _Call) -> Lowered:
+        return self._programs.lowered(call.jaxpr, call.signature, call.positional)
 
-        def moved(x: Any) -> Any:
-            if not isinstance(x, UnevenArray) or (self._options.mesh is not None and x.mesh == self._options.mesh):
-                return x
-            return x.whole()
-
-        if not any(isinstance(x, UnevenArray) for x in jax.tree.leaves((args, kwargs))):
+    def _fixed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments, their static leaves as parts of their structure."""
+        if not self._static_leaves:
             return args, kwargs
-        return jax.tree.map(moved, (args, kwargs))  # type: ignore[no-any-return]
+        where = f"arguments of {name_of(self._f)}, "
+        return fixed(args, where), fixed(kwargs, where)
 
-    def _as_equation(self, signature: Signature, leaves: Sequence[Any]) -> Any:
-        """One equation of the program that is being traced, differentiated or mapped; see ``transformations``."""
-        if self._options.memory_limit is not None:
-            raise MemoryLimitError(
-                f"{name_of(self._f)} has a memory_limit, and a transformation around it decides what is kept.",
-                user_line(),
-                hint="Take the gradient inside: gshard.jit(jax.grad(f), mesh=..., memory_limit=...).",
-            )
-        whole, out_tree = self._closed(signature, marked=True)
-        jaxpr, constants = without_constants(whole)
-        target = target_inside(self._options.target(), jaxpr, name_of(self._f))
-        leaves = [*constants, *(x.whole() if isinstance(x, UnevenArray) else x for x in leaves)]
-        if not is_staging():
-            refuse_references(leaves, name_of(self._f))
-        try:
-            results = call(jaxpr, target, leaves)
-        except jax.errors.UnexpectedTracerError as error:
-            raise leaked(error, name_of(self._f), user_line()) from None
-        return jax.tree.unflatten(out_tree, results)
+    def _whole(self, x: Any) -> Any:
+        """An argument; what is in padded parts on other devices is made whole."""
+        is_elsewhere = isinstance(x, UnevenArray) and (self.options.mesh is None or x.mesh != self.options.mesh)
+        return x.whole() if is_elsewhere else x
 
-    def _closed(self, signature: Signature, marked: bool = False) -> tuple[Any, Any]:
-        """The function's jaxpr for a kind of arguments; ``marked`` with its ``in_shardings`` on the arguments."""
+    def _read(self, args: Any, kwargs: Any, is_searched: bool = False) -> _Call:
+        """What JAX traces for a call, and where the arguments lie.
 
-        def trace(tokens: bool) -> tuple[Any, Any]:
-            f = self._parameters.to_trace(signature, tokens=tokens)
-            if marked and self._options.in_shardings is not None:
-                f = with_marked_arguments(f, self._options.in_shardings)
-            if marked and self._options.names is not None:
-                f = with_named_arguments(f, self._options.names)
-            if self._options.out_shardings is not None:
-                f = with_marked_results(f, self._options.out_shardings, even=not self._options.keep_uneven)
-            args, kwargs = signature.arguments()
-            with phase("tracing", name_of(self._f)):
-                mesh = None if self._options.mesh is None else self._options.mesh.user_jax_mesh
-                made = with_mesh_for_specs(lambda: closed_of(f, *args, **kwargs), mesh)
-            return made if tokens or all(hasattr(a, "shape") for a in made[0].out_avals) else trace(True)
-
-        key = signature.traced, marked
-        found: tuple[Any, Any] = self._traced.get(key, lambda: trace(has_fixed(signature.tree)))
-        if any(isinstance(x, jax.core.Tracer) for x in without_constants(found[0])[1]):
-            self._traced.forget(key)  # what the function closed over belongs to the transformation of now
-        return found
-
-    @with_tables
-    def _lowered(self, signature: Signature, target: Target) -> Lowered:
-        if target.recorded is not None:
-            signature = self._as_searched(signature)
-        signature = signature.closing_over(references_in(self._closed(signature)[0]))
-        made: Lowered = self._made.get((signature, target), lambda: self._lower(signature, target))
-        if target.recorded is not None:
-            made.plan  # noqa: B018  the plan of another program is refused here
-        self._seen_last = signature
-        return made
-
-    def _as_searched(self, signature: Signature) -> Signature:
-        """A kind of arguments without the types of Explicit axes.
-
-        With these types JAX traces another program for arguments that are on the mesh, such as a state that a first
-        call returned. A plan is for one program. A function that needs the types is traced with them.
+        With the types of Explicit axes JAX traces another program for arguments that are on the mesh, such as a state
+        that a first call returned. A plan is for one program, so a function that does not need the types is traced
+        without them for ``search`` and for a plan that is given.
         """
-        untyped = signature.without_types()
-        if untyped == signature or self._traced.get((untyped.traced, "can be traced"), lambda: self._traces(untyped)):
-            return untyped
-        return signature
+        args, kwargs = self._fixed(args, kwargs)
+        static = self._static_positions(len(args))
+        arrays = [a for i, a in enumerate(args) if i not in static]
+        named = {k: v for k, v in kwargs.items() if k not in self._static_names}
+        leaves, tree = jax.tree.flatten((tuple(arrays), named))
+        leaves = list(map(self._whole, leaves))
+        shapes = list(map(type_to_trace, leaves))
+        in_shardings = self.options.in_shardings
+        if in_shardings is not None and any(isinstance(x, jax.core.ShapedArray) for x in shapes):  # in host memory
+            kinds = memories_of(in_shardings, jax.tree.unflatten(tree, shapes))
+            shapes = [x if k is None else brought(x, is_in_host_space(k)) for k, x in zip(kinds, shapes, strict=True)]
 
-    def _traces(self, signature: Signature) -> bool:
-        """Whether the function can be traced for a kind of arguments."""
+        def trace(shapes: list[Any]) -> jax.stages.Traced:
+            positional, named = jax.tree.unflatten(tree, shapes)
+            rest = iter(positional)
+            full = [a if i in static else next(rest) for i, a in enumerate(args)]
+            by_jax = self._by_jax
+            if has_objects(tree):
+                by_jax = self._with_kept_objects
+            mesh = None if self.options.mesh is None else self.options.mesh.user_jax_mesh
+            with phase("tracing", name_of(self._f)):
+                return with_mesh_for_specs(lambda: traced_by(by_jax, *full, **{**kwargs, **named}), mesh)
+
+        untyped = list(map(without_explicit_axes, shapes))
         try:
-            self._closed(signature)
+            traced = trace(untyped if self._is_traced_without_types(is_searched) else shapes)
         except Exception as error:  # of any kind: it comes from the user's function
+            if untyped == shapes or not self._is_traced_without_types(is_searched):
+                raise
             _log.debug("gshard: %s is traced with the types of its arguments: %s", name_of(self._f), error)
-            return False
-        return True
+            traced = trace(shapes)
+            self._needs_types = True
+        jaxpr, constants = jaxpr_and_constants(traced)
+        names = argument_names(traced.jaxpr)[len(constants) :]
+        refuse_other_types(name_of(self._f), names, traced.jaxpr.in_avals[len(constants) :], traced.jaxpr.out_avals)
+        donated = traced.donate_argnums if self._donates else ()
+        places = [Place.of(x) for x in leaves]
+        signature = Signature.of(
+            jaxpr, jaxpr.in_avals[len(constants) :], tree, jax.tree.structure(traced.out_info), names, donated, places
+        )
+        called = positional_names(self._f, len(args))
+        positional = [name for i, name in enumerate(called) if i not in static]
+        return _Call(traced, jaxpr, signature, constants, leaves, positional)
 
-    def _lower(self, signature: Signature, target: Target) -> Lowered:
-        program = self._traced.get((signature.traced, "program"), lambda: self._program(signature))
-        f = self._parameters.with_statics(signature.statics)
-        if self._seen_last is not None:
-            self._kinds += 1
-            log_new_kind(name_of(self._f), lambda: signature.names(f), signature, self._seen_last, self._kinds)
-        given = marks_of_in_shardings(self._options.in_shardings, f, *signature.arguments())
-        kept = target.takes_arguments_as_marks
-        marks = marks_of_arguments(program, [x.array_type for x in signature.every], target.mesh, given, kept)
-        program = dataclasses.replace(program, argument_marks=marks, **memories(program, signature, self._options))
-        program = target.with_kept_options(program)
-        if self._options.names is not None:
-            args, kwargs = signature.arguments()
-            said = names_of_arguments(positional_names(f, len(args)), self._options.names, args, kwargs)
-            program = with_names_of_arguments(program, said, given)
-        first = len(program.captured)
-        padded = {first + i: x.partitioning for i, x in enumerate(signature.leaves) if x.partitioning is not None}
-        donated, closed_over = self._parameters.donated(signature), tuple(references_in(self._closed(signature)[0]))
-        target = target.in_best_order(program)
-        made = Lowered(program, target, signature.tree, signature.avals, donated, padded, closed_over, self._told)
-        # The state that comes back from a first call has shardings of its own and mostly the same plan: one executable.
-        known = next((known for known in self._made.values() if known.is_as(made)), made)
-        if known is not made:
-            self._tables.cache_clear()
-        return known
+    def _is_traced_without_types(self, is_searched: bool) -> bool:
+        return (is_searched or self.options.recorded is not None) and not self._needs_types
 
-    def _program(self, signature: Signature) -> Program:
-        (jaxpr, out_tree), asked = self._closed(signature), self._options
-        names = signature.names(self._parameters.with_statics(signature.statics))
-        with phase("rewriting", name_of(self._f)):
-            return program_of(jaxpr, out_tree, name_of(self._f), names, layout=asked.layout, finite=asked.finite)
+    def _static_positions(self, count: int) -> set[int]:
+        return {i % count if -count <= i < 0 else i for i in self._static_numbers}
+
+    @functools.cached_property
+    def _with_kept_objects(self) -> Any:
+        """The function, refused where it would lose what it changes in an object."""
+        return jitted_like(self._by_jax, with_kept_objects(self._f, name_of(self._f)))
 
 
 class JitOptions(TypedDict, total=False):
@@ -531,14 +657,10 @@ def jit(
     if f is None:
         del asked["f"]
         return functools.partial(jit, **asked)
-    try:
-        refuse_what_is_no_function(f)
-        if isinstance(f, jax.sharding.Mesh):  # it can be called: as a decorator
-            raise TypeError(f"Expected a function, got a mesh: {Mesh.of(f)}.")
-    except TypeError as error:
-        text = str(error) if callable(f) else f"Expected a callable value, got {told(f)}."
+    if not callable(f) or isinstance(f, jax.sharding.Mesh):  # a mesh can be called: as a decorator
+        what = f"a mesh: {Mesh.of(f)}" if isinstance(f, jax.sharding.Mesh) else told(f)
         hint = "Write gshard.jit(f, mesh=8), or @gshard.jit(mesh=8) above a function."
-        raise ArgumentError(text, user_line(), hint=hint) from None
+        raise ArgumentError(f"Expected a function, got {what}.", user_line(), hint=hint)
     refuse_device("gshard.jit", device if backend is None else backend)
     if uneven not in ("gather", "keep"):
         raise ShardingError(f"uneven={uneven!r} is not known.", hint='Write uneven="gather" or uneven="keep".')
@@ -546,13 +668,17 @@ def jit(
         "in_shardings": in_shardings, "out_shardings": out_shardings, "keep_unused": keep_unused,
         "compiler_options": dict(compiler_options or {}),
     }  # fmt: skip
-    static, donated = (static_argnums, static_argnames), (donate_argnums, donate_argnames)
-    parameters, as_of_jax, own_mesh = unwrapped(f, as_of_jax, static, donated, leaves=static_leaves)
+    given = {
+        "static_argnums": static_argnums, "static_argnames": static_argnames, "donate_argnums": donate_argnums,
+        "donate_argnames": donate_argnames,
+    }  # fmt: skip
+    by_jax, as_of_jax, own_mesh = unwrapped(f, as_of_jax, given, static_leaves)
     as_of_jax["compiler_options"] = tuple(as_of_jax["compiler_options"].items())
     if mesh is None:
-        mesh = parameters.f.options.mesh if isinstance(parameters.f, Jitted) else own_mesh
+        inner = by_jax.__wrapped__
+        mesh = inner.options.mesh if isinstance(inner, Jitted) else own_mesh
     options = Options.of(
         mesh, strict, memory_limit, plan, layout, names=names, collective_matmul=collective_matmul,
         keep_uneven=uneven == "keep", machine=machine, search=search, finite=bool(finite), **as_of_jax,
     )  # fmt: skip
-    return Jitted(parameters.f, parameters, options)
+    return Jitted(by_jax, options, static_leaves)

@@ -6,14 +6,14 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format
 
-from gshard.api.signature import Leaf, arrays_of, fixed, freed, has_fixed, refuse_twice, write_back
+from gshard.api.signature import arrays_of, fixed, freed, has_fixed, refuse_twice, type_to_trace, write_back
 from gshard.api.target import Target
 from gshard.core.errors import ArgumentError, ShardingError, warn_once
 from gshard.core.jax_adapter import no_mesh_set, user_line
@@ -69,10 +69,12 @@ def flat_arguments(name: str, in_tree: Any, args: Any, kwargs: Any) -> list[Any]
 
 def check_types(name: str, names: Sequence[str], avals: Sequence[Any], leaves: Iterable[Any]) -> None:
     """Compares arguments with the types that a program was compiled for."""
+    types = [x if hasattr(x, "dtype") else jax.typeof(x) for x in map(type_to_trace, leaves)]
     wrong = [
-        f"Argument '{called}' compiled with {ours.str_short()} and called with {theirs.str_short()}"
-        for called, ours, theirs in zip(names, avals, (Leaf.of(x).aval for x in leaves), strict=True)
-        if (ours.shape, ours.dtype, is_reference_type(ours)) != (theirs.shape, theirs.dtype, is_reference_type(theirs))
+        f"Argument '{called}' compiled with {ours.str_short()} and called with {theirs.dtype}{list(theirs.shape)}"
+        for called, ours, theirs in zip(names, avals, types, strict=True)
+        if (ours.shape, ours.dtype, is_reference_type(ours))
+        != (theirs.shape, jax.dtypes.canonicalize_dtype(theirs.dtype), bool(getattr(theirs, "is_ref", False)))
     ]
     if wrong:
         raise ArgumentError(
@@ -127,18 +129,6 @@ def _refused(name: str, what: str, hint: str) -> ArgumentError:
     return ArgumentError(f"{name} {what}, which cannot be saved with a compiled program.", user_line(), hint=hint)
 
 
-_T = TypeVar("_T")
-
-
-class _stage(functools.cached_property[_T]):
-    """A cached property that ``Lowered.structured`` shares with what it is made of, so that XLA compiles once."""
-
-    if not TYPE_CHECKING:  # its type is that of a cached property
-
-        def __get__(self, instance: Any, owner: Any = None) -> Any:
-            return super().__get__(instance and (instance.flat or instance), owner)
-
-
 def _of(path: str, doc: str | None = None) -> Any:
     """A property that reads an attribute of an attribute."""
     return property(operator.attrgetter(path), doc=doc)
@@ -183,7 +173,6 @@ class Lowered(_Stage):
         closed_over: the references that the function closes over; the program takes them after the arguments.
         told: the kinds of warnings that the function had.
         moved: the committed arguments that calls have moved.
-        flat: the same for flat arguments and results, whose stages are those of this one.
     """
 
     program: Program
@@ -195,13 +184,6 @@ class Lowered(_Stage):
     closed_over: tuple[Any, ...] = ()
     told: set[str] = dataclasses.field(default_factory=set)
     moved: set[int] = dataclasses.field(default_factory=set, init=False)
-    flat: Lowered | None = dataclasses.field(default=None, init=False)  # ``dataclasses.replace`` leaves it out
-
-    def structured(self, in_tree: Any, out_tree: Any) -> Lowered:
-        """The same program with other structures of arguments and results; both have the same stages."""
-        made = dataclasses.replace(self, in_tree=in_tree, program=dataclasses.replace(self.program, out_tree=out_tree))
-        object.__setattr__(made, "flat", self)
-        return made
 
     @property
     def mesh(self) -> Mesh:
@@ -213,7 +195,7 @@ class Lowered(_Stage):
         """The sharding of every value, and why."""
         return self._planned.plan
 
-    @_stage
+    @functools.cached_property
     def _planned(self) -> Planned:
         donated = tuple(len(self.program.captured) + i for i in sorted(self.donated))
         with phase("planning", self.program.name, self.mesh.size):
@@ -221,7 +203,7 @@ class Lowered(_Stage):
 
     planning_seconds = _of("_planned.planning_seconds", "Processor time that planning took.")
 
-    @_stage
+    @functools.cached_property
     def spmd(self) -> SpmdProgram:
         """The one program that all devices run."""
         known = self._planned.cost
@@ -230,7 +212,7 @@ class Lowered(_Stage):
         self.target.check(self.plan, made)
         return made
 
-    @_stage
+    @functools.cached_property
     def _all_kept(self) -> SpmdProgram:
         return self.target.partitioned(self._planned)
 
@@ -251,7 +233,7 @@ class Lowered(_Stage):
             if i >= first
         )
 
-    @_stage
+    @functools.cached_property
     def executable(self) -> Executable:
         """The program for XLA; call it with the flat arguments.
 
@@ -447,54 +429,40 @@ class Compiled(_Stage):
         return f"<compiled {self._name} for {self.lowered.mesh}>"
 
 
-# Traced: a traced function that is not planned yet, as ``jax.stages.Traced``.
+# Traced: a traced function that is not planned yet.
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Traced(_Stage):
-    """A traced function, as ``jax.stages.Traced``; what is not defined here is as of ``traced_by_jax()``."""
+class Traced:
+    """A traced function: the ``jax.stages.Traced`` of the function itself, which goes on to gshard's plan."""
 
-    jaxpr: Any  # the closed jaxpr over flat arguments
-    in_tree: Any  # the structure of ``(positional, named)`` arguments
-    out_tree: Any  # the structure of the results
-    fun_name: str  # the function's name
-    donated: frozenset[int]  # the flat arguments whose memory the results may take
+    by_jax: jax.stages.Traced
     lowered: Callable[[], Lowered]  # goes on to the per-device program
     # gives what is said of each flat result of a pytree of shapes, None where nothing is
     out_shardings: Callable[[Any], Sequence[Any]]
-    # the same function traced as a part of a program of JAX's, in which it is one equation
-    traced_by_jax: Callable[[], Any]
+    inside: Callable[[], Any]  # the same function traced as one equation of a program of JAX's
 
     def lower(self, **options: Any) -> Any:
         """Goes on to the per-device program; with JAX's own options, as ``jax.export`` has, to JAX's ``Lowered``."""
         given = any(x is not None for x in options.values())
-        return self.traced_by_jax().lower(**options) if given else self.lowered()
+        return self.inside().lower(**options) if given else self.lowered()
 
     @property
     def out_info(self) -> Any:
         """Shapes and dtypes of the results, and the shardings that ``out_shardings`` names, in their structure."""
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in self.jaxpr.out_avals]
-        said = self.out_shardings(jax.tree.unflatten(self.out_tree, shapes))
+        shapes, tree = jax.tree.flatten(self.by_jax.out_info)
+        said = self.out_shardings(jax.tree.unflatten(tree, shapes))
         shapes = [x.update(sharding=sharding) for x, sharding in zip(shapes, said, strict=True)]
-        return freed(jax.tree.unflatten(self.out_tree, shapes))
-
-    avals = _of("jaxpr.in_avals", "JAX's types of the flat arguments.")
-
-    @property
-    def out_avals(self) -> Any:
-        """JAX's types of the results, in their structure."""
-        return jax.tree.unflatten(self.out_tree, self.jaxpr.out_avals)
-
-    effects = _of("jaxpr.effects", "The side effects of the function.")
+        return freed(jax.tree.unflatten(tree, shapes))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The results of the traced function, partitioned, for arguments without the static ones."""
-        return self.traced_by_jax()(*args, **kwargs)
+        return self.inside()(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or not hasattr(jax.stages.Traced, name):
+        if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.traced_by_jax(), name)
+        return getattr(self.by_jax, name)
 
 
 # Moves the arguments of a call into the buffers that its executable expects. JAX's dispatch in C++ takes the buffers of
@@ -514,7 +482,7 @@ def placed_arguments(lowered: Lowered, leaves: Sequence[Any]) -> Placed:
     """Moves flat arguments to where the program expects them; donated ones share no memory with anything else."""
     if lowered.program.references:
         leaves = [*leaves, *lowered.closed_over]
-        refuse_twice(leaves, lambda: lowered.program.names[len(lowered.program.captured) :], lowered.program.name)
+        refuse_twice(leaves, lowered.program.names[len(lowered.program.captured) :], lowered.program.name)
         leaves = arrays_of(leaves)
     lowered.executable.agreed  # noqa: B018  to move an array may take collectives as well
     donated, unread, targets = lowered.donated, lowered.unread, lowered.argument_shardings

@@ -6,8 +6,7 @@ The words are those of ``gshard.name``: ``names={"params/**/w1": "embed hidden",
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +17,8 @@ from gshard.core.errors import ShardingError, known_names
 from gshard.core.jax_adapter import user_line
 from gshard.core.layout import Named, Names
 from gshard.core.mark import Mark
-from gshard.core.paths import matches, path_of, positional_names
+from gshard.core.paths import matches, path_of
 from gshard.core.program import Program
-from gshard.language.mark_primitive import bind_names
 
 
 def names_of_arguments(
@@ -94,21 +92,6 @@ def _matches_nothing(pattern: str, nodes: Sequence[tuple[str, Any]]) -> Sharding
     if any(matches(pattern, path) for path, _ in nodes):
         hint = f"There is no array there, but what holds some: write {pattern + '/**'!r} for all of them."
     return ShardingError(f"no argument is at {pattern!r}, which names= has.", user_line(), hint=hint)
-
-
-def with_named_arguments(f: Callable[..., Any], names: Any) -> Callable[..., Any]:
-    """The function with its arguments named."""
-
-    @functools.wraps(f)
-    def named(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        said = names_of_arguments(positional_names(f, len(args)), names, args, kwargs)
-        args, kwargs = jax.tree.unflatten(
-            tree, [x if s is None else bind_names(x, s) for x, s in zip(leaves, said, strict=True)]
-        )
-        return f(*args, **kwargs)
-
-    return named
 
 
 def with_names_of_arguments(

@@ -1,37 +1,33 @@
-"""Signature: the key under which a program is kept between calls: arrays, static leaves and references."""
+"""Signature: what a program is kept for between calls: what JAX has traced, and where the arguments lie."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import logging
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from gshard.api.specs import memories_of
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import no_mesh_set, user_line
-from gshard.core.jax_adapter_dispatch import is_token, logs_compilations, named_arguments, trace_settings
+from gshard.core.jax_adapter_dispatch import logs_compilations
 from gshard.core.jax_adapter_references import (
     array_of,
     array_type_of,
     is_reference,
     is_reference_type,
+    references_in,
     shape_of_reference,
     type_of_reference,
     write,
 )
-from gshard.core.memory_kinds import is_in_host_space, is_on_host, shape_of_type, space
-from gshard.core.paths import leaf_names, parameters_of
+from gshard.core.memory_kinds import is_in_host_space, is_on_host, shape_in_memory, shape_of_type, space
 from gshard.core.sharding import Sharding
 from gshard.core.uneven import UnevenArray
 from gshard.language.registry import rules_version
-from gshard.tracing.by_jax import name_of
-from gshard.tracing.changed_objects import has_objects, with_kept_objects
 
 # Reads references (``jax.Ref``) that are passed or closed over before a call, and writes them after it.
 
@@ -41,13 +37,10 @@ def arrays_of(arguments: Sequence[Any]) -> list[Any]:
     return [array_of(x) if is_reference(x) else x for x in arguments]
 
 
-def refuse_twice(arguments: Sequence[Any], names: Callable[[], Sequence[str]], function: str) -> None:
+def refuse_twice(arguments: Sequence[Any], names: Sequence[str], function: str) -> None:
     """Refuses a reference that is given twice: what one name writes the other one would not see."""
-    references = [id(x) for x in arguments if is_reference(x)]
-    if len({*references}) == len(references):
-        return
     first: dict[int, str] = {}
-    for x, name in zip(arguments, names(), strict=True):
+    for x, name in zip(arguments, names, strict=True):
         if is_reference(x) and first.setdefault(id(x), name) != name:
             raise ArgumentError.like(
                 ValueError(),
@@ -71,7 +64,6 @@ def write_back(references: Sequence[Any], values: Sequence[Any]) -> None:
 # Static leaves: leaves of arguments and results that are not arrays, such as activation functions.
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, UnevenArray)
-_TOKEN = object()  # in the place of every token: they do not differ
 
 
 @jax.tree_util.register_pytree_node_class
@@ -84,14 +76,6 @@ class Fixed:
         self.value = value
         # Zeros of both signs are equal, and a NaN is not equal to itself; written out they are what they are.
         self.key: Hashable = (type(value), repr(value) if isinstance(value, float | complex) else value)
-
-    @property
-    def freed(self) -> Any:
-        """The leaf as the user gets it."""
-        if self.value is not _TOKEN:
-            return self.value
-        with jax.ensure_compile_time_eval():
-            return jax.lax.create_token()
 
     def tree_flatten(self) -> tuple[tuple[()], Fixed]:
         """No children, and itself."""
@@ -112,13 +96,11 @@ class Fixed:
         return f"Fixed({self.value!r})"
 
 
-def fixed(tree: Any, where: str, every: bool = True) -> Any:
-    """The tree with all leaves that are no arrays (or else the tokens only) as parts of its structure."""
+def fixed(tree: Any, where: str) -> Any:
+    """The tree with all leaves that are no arrays as parts of its structure."""
 
     def leaf(path: Any, x: Any) -> Any:
-        if is_token(x):
-            return Fixed(_TOKEN)
-        if not every or isinstance(x, _ARRAYS) or hasattr(type(x), "__jax_array__"):
+        if isinstance(x, _ARRAYS) or hasattr(type(x), "__jax_array__"):
             return x
         refuse_without_hash(x, f"Non-hashable static leaves are not supported: {where}{jax.tree_util.keystr(path)}.")
         return Fixed(x)
@@ -137,7 +119,7 @@ def refuse_without_hash(x: Any, said: str) -> None:
 
 def freed(tree: Any) -> Any:
     """The tree with such leaves in their places again."""
-    return jax.tree.map(lambda x: x.freed if isinstance(x, Fixed) else x, tree, is_leaf=lambda x: isinstance(x, Fixed))
+    return jax.tree.map(lambda x: x.value if isinstance(x, Fixed) else x, tree, is_leaf=lambda x: isinstance(x, Fixed))
 
 
 def has_fixed(structure: Any) -> bool:
@@ -146,90 +128,17 @@ def has_fixed(structure: Any) -> bool:
     return any(isinstance(x, Fixed) for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Fixed)))
 
 
-def with_freed_arguments(f: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of arguments with fixed leaves."""
-
-    @functools.wraps(f)
-    def free(*args: Any, **kwargs: Any) -> Any:
-        return f(*freed(args), **freed(kwargs))
-
-    return free
-
-
-def with_fixed_results(f: Callable[..., Any], name: str, every: bool = True) -> Callable[..., Any]:
-    """The function with results whose leaves are fixed where they are no arrays, or only where they are tokens."""
+def with_fixed_leaves(f: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The function of arguments and with results whose leaves are fixed where they are no arrays."""
 
     @functools.wraps(f)
     def fix(*args: Any, **kwargs: Any) -> Any:
-        return fixed(f(*args, **kwargs), f"the result of {name}", every)
+        return fixed(f(*freed(args), **freed(kwargs)), f"the result of {name}")
 
     return fix
 
 
-_OF_HIJAX = (
-    "Pass the arrays that this value of jax.experimental.hijax is made of, and make the value inside the function."
-)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Leaf:
-    """One flat argument, as far as a program depends on it."""
-
-    aval: Any  # JAX's type of it
-    sharding: Any = None  # of an array that is committed to one; None if JAX may place it
-    partitioning: Sharding | None = None  # how the padded parts of an ``UnevenArray`` are cut
-
-    @staticmethod
-    def of(x: Any) -> Leaf:
-        """Reads an argument."""
-        if (aval := type_of_reference(x)) is not None:
-            return Leaf(aval, None if isinstance(x, jax.core.Tracer) else x.sharding)
-        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-            return Leaf.of_type(jax.typeof(x), x.sharding if x.committed else None)
-        if isinstance(x, UnevenArray):
-            held = space(is_in_host_space(x.sharding.memory_kind))
-            aval = jax.core.ShapedArray(x.shape, x.dtype, memory_space=held)
-            return Leaf(aval, x.sharding, x.partitioning)
-        if isinstance(x, jax.ShapeDtypeStruct):
-            on_host = is_in_host_space(getattr(x.sharding, "memory_kind", None))
-            weak = bool(getattr(x, "weak_type", False))
-            return Leaf(jax.core.ShapedArray(x.shape, x.dtype, weak_type=weak, memory_space=space(on_host)), x.sharding)
-        aval = jax.typeof(x)
-        if aval.is_high or not hasattr(aval, "shape"):
-            raise TypeError(_OF_HIJAX if aval.is_high else f"{aval} has no shape")
-        return Leaf(aval)
-
-    @staticmethod
-    def of_type(aval: Any, sharding: Any) -> Leaf:
-        """An array of a type, and the sharding that it is committed to, or None."""
-        # Where its mesh has no explicit axes an array's type is the same wherever the array is.
-        return Leaf(aval if explicit_sharding(aval) is not None else aval.update(sharding=None), sharding)
-
-    def without_type(self) -> Leaf:
-        """The same without the sharding that axes of type Explicit add to its type."""
-        if explicit_sharding(self.aval) is None or is_reference_type(self.aval):
-            return self
-        return dataclasses.replace(self, aval=self.aval.update(sharding=None))
-
-    @property
-    def array_type(self) -> tuple[Any, Any]:
-        """The type of the array that it is, or that the reference holds, and its sharding."""
-        return array_type_of(self.aval), self.sharding
-
-    @property
-    def shape(self) -> Any:
-        """What the function is traced with."""
-        explicit = explicit_sharding(self.aval)
-        if is_reference_type(self.aval):
-            return shape_of_reference(self.aval, explicit)
-        if is_on_host(self.aval):
-            return self.aval if explicit is not None else shape_of_type(self.aval)
-        weak = bool(getattr(self.aval, "weak_type", False))
-        return jax.ShapeDtypeStruct(self.aval.shape, self.aval.dtype, sharding=explicit, weak_type=weak)
-
-
-def _is_symbolic(x: Leaf) -> bool:
-    return not all(isinstance(size, int) for size in x.aval.shape)
+# What a function is traced with, and where its arguments lie.
 
 
 def explicit_sharding(aval: Any) -> Any:
@@ -239,235 +148,93 @@ def explicit_sharding(aval: Any) -> Any:
     return sharding if mesh is not None and not mesh.empty and mesh.explicit_axes else None
 
 
+def shape_to_trace(aval: Any) -> Any:
+    """What a function is traced with for an array of a type: the same for arrays on any mesh without Explicit axes."""
+    explicit = explicit_sharding(aval)
+    if is_on_host(aval):
+        return shape_of_type(aval) if explicit is None else aval
+    weak = bool(getattr(aval, "weak_type", False))
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=explicit, weak_type=weak)
+
+
+def type_to_trace(x: Any) -> Any:
+    """What a function is traced with in the place of an argument; numbers and NumPy's arrays are left to JAX."""
+    if (aval := type_of_reference(x)) is not None:
+        return shape_of_reference(aval, explicit_sharding(aval))
+    if isinstance(x, jax.Array):
+        return shape_to_trace(jax.typeof(x))
+    if isinstance(x, jax.ShapeDtypeStruct | UnevenArray):
+        on_host = is_in_host_space(getattr(x.sharding, "memory_kind", None))
+        weak = isinstance(x, jax.ShapeDtypeStruct) and bool(x.weak_type)
+        return shape_in_memory(x.shape, x.dtype, on_host=on_host, weak_type=weak)
+    return x
+
+
+def without_explicit_axes(shape: Any) -> Any:
+    """What a function is traced with, without the sharding that axes of type Explicit add to a type."""
+    return shape.update(sharding=None) if getattr(shape, "sharding", None) is not None else shape
+
+
+def brought(shape: Any, on_host: bool) -> Any:
+    """What a function is traced with for an array that is moved to another memory before the call."""
+    if not isinstance(shape, jax.core.ShapedArray):
+        return shape
+    return shape_to_trace(shape.update(memory_space=space(on_host)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where one flat argument lies, as far as a program depends on it."""
+
+    sharding: Any = None  # of an array that is committed to one; None if JAX may place it
+    partitioning: Sharding | None = None  # how the padded parts of an ``UnevenArray`` are cut
+
+    @staticmethod
+    def of(x: Any) -> Place:
+        """Reads an argument."""
+        if isinstance(x, UnevenArray):
+            return Place(x.sharding, x.partitioning)
+        has_one = isinstance(x, jax.Array | jax.ShapeDtypeStruct) or is_reference(x)
+        if not has_one or isinstance(x, jax.core.Tracer) or not getattr(x, "committed", True):
+            return Place()
+        return Place(x.sharding)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Signature:
-    """What a program is made for."""
+    """What a program is made for, besides the jaxpr that JAX has traced."""
 
-    tree: Any  # the structure of ``(positional, named)`` arguments without the static ones
-    leaves: tuple[Leaf, ...]  # the flat arguments
-    # the number of positional arguments, then (position or name, type, value) of each static one
-    statics: tuple[Any, ...]
-    settings: Hashable  # JAX's
-    # the references that the function closes over: arguments that the user does not write
-    closed_over: tuple[Leaf, ...] = ()
-
-    @property
-    def every(self) -> tuple[Leaf, ...]:
-        """The flat arguments, and the references that the function closes over."""
-        return (*self.leaves, *self.closed_over)
-
-    def closing_over(self, references: Sequence[Any]) -> Signature:
-        """The same of a function that closes over these references."""
-        return dataclasses.replace(self, closed_over=tuple(map(Leaf.of, references))) if references else self
-
-    @property
-    def traced(self) -> Hashable:
-        """What the traced function depends on: everything but how arrays are sharded."""
-        return self.tree, tuple((x.aval, x.partitioning is None) for x in self.leaves), self.statics, self.settings
-
-    def without_types(self) -> Signature:
-        """The same without the shardings that axes of type Explicit add to the types of arrays."""
-        return dataclasses.replace(self, leaves=tuple(x.without_type() for x in self.leaves))
-
-    def brought(self, kinds: Sequence[str | None]) -> Signature:
-        """The same for arguments that are put in these memory kinds: those of the devices have types of the devices."""
-        device = [kind is not None and not is_in_host_space(kind) for kind in kinds]
-        leaves = [
-            dataclasses.replace(x, aval=x.aval.update(memory_space=space(False))) if there else x
-            for x, there in zip(self.leaves, device, strict=True)
-        ]
-        return dataclasses.replace(self, leaves=tuple(leaves))
-
-    @property
-    def avals(self) -> tuple[Any, ...]:
-        """JAX's types of the flat arguments."""
-        return tuple(x.aval for x in self.leaves)
-
-    def arguments(self) -> tuple[Any, Any]:
-        """Positional and named arguments to trace the function with."""
-        return jax.tree.unflatten(self.tree, [x.shape for x in self.leaves])  # type: ignore[no-any-return]
-
-    def names(self, f: Callable[..., Any]) -> tuple[str, ...]:
-        """The flat arguments in the words of ``f``, a function of those that are not static."""
-        return leaf_names(f, jax.tree.unflatten(self.tree, [0] * len(self.leaves)))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Parameters:
-    """Which arguments of a function are static and which are donated, by number and by name."""
-
-    f: Callable[..., Any]  # the function
-    static_numbers: tuple[int, ...]  # static_numbers, static_names: arguments that are no arrays
-    static_names: tuple[str, ...]
-    donated_numbers: tuple[int, ...]  # donated_numbers, donated_names: arguments whose memory results may take
-    donated_names: tuple[str, ...]
-    static_leaves: bool = False  # whether what is no array inside of the others is static as well
-    in_shardings: Any = None  # where arguments are put before a call, in which memory among others
-
-    @property
-    def told(self) -> Hashable:
-        """Which arguments, without the function."""
-        return self.static_numbers, self.static_names, self.donated_numbers, self.donated_names, self.static_leaves
-
-    @property
-    def plain(self) -> Callable[..., Any]:
-        """The function, of arguments as ``fixed`` returns them."""
-        return with_freed_arguments(self.f) if self.static_leaves else self.f
-
-    def fixed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, their static leaves as parts of their structure."""
-        if not self.static_leaves:
-            return args, kwargs
-        return fixed(args, f"arguments of {name_of(self.f)}, "), fixed(kwargs, f"arguments of {name_of(self.f)}, ")
+    avals: tuple[Any, ...]  # JAX's types of the flat arguments
+    in_tree: Any  # the structure of ``(positional, named)`` arguments without the static ones
+    out_tree: Any  # the structure of the results
+    names: tuple[str, ...]  # of the flat arguments, in the user's terms
+    donated: frozenset[int]  # the flat arguments whose memory results may take
+    places: tuple[Place, ...]  # where the flat arguments lie, then the references that the function closes over
+    rules: Hashable  # the version of the user's rules
 
     @staticmethod
     def of(
-        f: Callable[..., Any], static: tuple[Any, Any], donated: tuple[Any, Any], static_leaves: bool = False
-    ) -> Parameters:
-        """Completes what was given by number or by name."""
-        try:
-            return Parameters(f, *named_arguments(f, static, donated), static_leaves)
-        except (ValueError, TypeError) as error:
-            names = parameters_of(f)
-            raise ArgumentError.like(
-                error,
-                str(error),
-                user_line(),
-                f"{name_of(f)}({', '.join(names)})" if names else name_of(f),
-                "Name arguments that the function has, each as static or as donated.",
-            ) from None
+        jaxpr: Any, avals: Sequence[Any], in_tree: Any, out_tree: Any, names: Sequence[str], donated: Iterable[int],
+        places: Sequence[Place],
+    ) -> Signature:  # fmt: skip
+        """The signature of a closed jaxpr for arguments of these types in these places."""
+        references = references_in(jaxpr)
+        are_written = [is_reference_type(a) for a in avals] + [True] * len(references)
+        written = (i for i, is_written in enumerate(are_written) if is_written)
+        return Signature(
+            tuple(avals), in_tree, out_tree, tuple(names), frozenset((*donated, *written)),
+            (*places, *map(Place.of, references)), rules_version(),
+        )  # fmt: skip
 
-    def divide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
-        """The arguments that are arrays, and ``Signature.statics``."""
-        if not self.static_numbers and not self.static_names:
-            return (args, kwargs), (len(args),)
-        count = len(args)
-        numbers = {i % count if -count <= i < 0 else i for i in self.static_numbers}
-        statics: list[tuple[int | str, type, Any]] = [(i, type(args[i]), args[i]) for i in sorted(numbers) if i < count]
-        statics += [(k, type(kwargs[k]), kwargs[k]) for k in sorted(kwargs) if k in self.static_names]
-        for key, _, value in statics:
-            said = f"Non-hashable static arguments are not supported: argument {key!r} of {name_of(self.f)}."
-            refuse_without_hash(value, said)
-        positional = tuple(a for i, a in enumerate(args) if i not in numbers)
-        named = {k: v for k, v in kwargs.items() if k not in self.static_names}
-        return (positional, named), (count, *statics)
+    @property
+    def anywhere(self) -> Signature:
+        """The same wherever the arguments lie."""
+        return dataclasses.replace(self, places=())
 
-    def donated(self, signature: Signature) -> frozenset[int]:
-        """The flat arguments whose memory results may take."""
-        positional, named = jax.tree.unflatten(signature.tree, range(len(signature.leaves)))
-        fixed = {key for key, _, _ in signature.statics[1:]}
-        dynamic = [i for i in range(signature.statics[0]) if i not in fixed]
-        chosen = [x for i, x in zip(dynamic, positional, strict=True) if i in self.donated_numbers]
-        chosen += [x for name, x in named.items() if name in self.donated_names]
-        references = (i for i, x in enumerate(signature.every) if is_reference_type(x.aval))
-        return frozenset((*jax.tree.leaves(chosen), *references))
-
-    def traced_by_jax(self, make: Callable[[], Any], keep_unused: bool, args: Any, kwargs: Any) -> Any:
-        """What ``jax.jit`` traces of the function that ``make`` returns, with these static and donated arguments."""
-        jitted = jax.jit(
-            make(),
-            static_argnums=self.static_numbers,
-            static_argnames=self.static_names,
-            donate_argnums=self.donated_numbers,
-            donate_argnames=self.donated_names,
-            keep_unused=keep_unused,
-        )
-        return jitted.trace(*args, **kwargs)
-
-    def with_statics(self, statics: tuple[Any, ...], *, tokens: bool = False) -> Callable[..., Any]:
-        """The function of the arrays alone; the function itself, where it can be: JAX knows its trace by it."""
-        count, *given = statics
-        whole = self.f
-        if tokens or self.static_leaves:
-            whole = with_fixed_results(with_freed_arguments(whole), name_of(whole), self.static_leaves)
-        if not given:
-            return whole
-        by_position = {key: value for key, _, value in given if isinstance(key, int)}
-        by_name = {key: value for key, _, value in given if isinstance(key, str)}
-
-        def f(*args: Any, **kwargs: Any) -> Any:
-            rest = iter(args)
-            full = [by_position[i] if i in by_position else next(rest) for i in range(count)]
-            return whole(*full, **by_name, **kwargs)
-
-        f.__name__ = f.__qualname__ = name_of(self.f)
-        f.__wrapped__ = self.f  # type: ignore[attr-defined]
-        f.__signature__ = _signature_without(self.f, by_position, by_name)  # type: ignore[attr-defined]
-        return f
-
-    def to_trace(self, signature: Signature, *, tokens: bool = False) -> Callable[..., Any]:
-        """The function of the arrays alone, refused where it would lose what it changes in an object."""
-        f = self.with_statics(signature.statics, tokens=tokens)
-        return with_kept_objects(f, name_of(self.f)) if has_objects(signature.tree) else f
-
-    def signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, list[Any]]:
-        """The signature of a call, and its flat arguments."""
-        arrays, statics = self.divide(args, kwargs)
-        leaves, tree = jax.tree.flatten(arrays)
-        if any(map(is_token, leaves)):
-            leaves, tree = jax.tree.flatten(fixed(arrays, "", every=False))
-
-        def names() -> tuple[str, ...]:
-            return leaf_names(self.with_statics(statics), arrays)
-
-        refuse_twice(leaves, names, name_of(self.f))
-        try:
-            read = tuple(map(Leaf.of, leaves))
-        except (TypeError, OverflowError) as error:
-            raise self._no_array(names(), leaves) from error
-        for name, x in zip(names(), read, strict=True) if any(map(_is_symbolic, read)) else ():
-            if _is_symbolic(x):
-                raise ArgumentError(
-                    f"{name_of(self.f)} is partitioned for sizes that are known, and {name} has a symbolic dimension.",
-                    user_line(),
-                    x.aval.str_short(),
-                    "Give numbers, one program for each size; or leave the function to jax.jit.",
-                )
-        signature = Signature(tree, read, statics, (trace_settings(), rules_version()))
-        if self.in_shardings is not None and any(is_on_host(x.aval) for x in read):
-            signature = signature.brought(memories_of(self.in_shardings, arrays))
-        return signature, leaves
-
-    def _no_array(self, names: Sequence[str], leaves: Sequence[Any]) -> ArgumentError:
-        for name, x in zip(names, leaves, strict=True):
-            try:
-                Leaf.of(x)
-            except OverflowError as error:
-                return ArgumentError.like(
-                    error,
-                    f"{name}, an argument of {name_of(self.f)}, is too large: {error}.",
-                    user_line(),
-                    hint="Use integers of 64 bits: jax.config.update('jax_enable_x64', True).",
-                )
-            except TypeError as error:
-                what = repr(x) if len(repr(x)) <= 60 else f"{repr(x)[:60]}..."
-                static = (
-                    f"A value that is no array is a static argument: gshard.jit(..., static_argnames={name!r}); it "
-                )
-                static += "must be hashable."
-                inside = (
-                    "Take it out of the argument, or give gshard.jit(..., static_leaves=True): then leaves that are no "
-                )
-                inside += "arrays are static, and must be hashable."
-                return ArgumentError(
-                    f"Error interpreting argument to {name_of(self.f)} as an abstract array. The problematic value "
-                    f"is of type {type(x)} and was passed to the function at path {name}.",
-                    user_line(),
-                    what,
-                    _OF_HIJAX if str(error) == _OF_HIJAX else static if name.isidentifier() else inside,
-                )
-        raise AssertionError
-
-
-def _signature_without(f: Callable[..., Any], numbers: Container[int], names: Container[str]) -> inspect.Signature:
-    """The signature of a function without some of its arguments, given by their positions, or by name."""
-    try:
-        parameters = inspect.signature(f).parameters.values()
-    except (TypeError, ValueError):
-        return inspect.Signature()
-    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    kept = [p for i, p in enumerate(parameters) if p.kind in rest or (i not in numbers and p.name not in names)]
-    return inspect.Signature(kept)
+    def arguments(self) -> tuple[Any, Any]:
+        """The shapes of positional and named arguments."""
+        shapes = [shape_of_type(array_type_of(a)) for a in self.avals]
+        return jax.tree.unflatten(self.in_tree, shapes)  # type: ignore[no-any-return]
 
 
 # New kinds: logs what tells a call that needs a program of its own from the last one.
@@ -477,36 +244,35 @@ _SHOWN = 4  # arguments
 _MANY = 16  # kinds of arguments of one function: more than a program has on purpose
 
 
-def log_new_kind(name: str, names: Callable[[], Sequence[str]], now: Signature, last: Signature, kinds: int) -> None:
+def log_new_kind(name: str, now: Signature, last: Signature, kinds: int) -> None:
     """Logs why a function is planned again."""
     if kinds == _MANY:
         _log.warning(
             "%s is planned and compiled for %d different kinds of arguments, at %s: %s. Pad arrays to a few sizes, and "
             "pass numbers that change as arrays, not as static arguments.",
-            name, kinds, user_line(), _difference(names(), now, last),
+            name, kinds, user_line(), _difference(now, last),
         )  # fmt: skip
         return
     level = logging.WARNING if logs_compilations() else logging.INFO
     if _log.isEnabledFor(level):
-        _log.log(level, "%s is planned again: %s", name, _difference(names(), now, last))
+        _log.log(level, "%s is planned again: %s", name, _difference(now, last))
 
 
-def _difference(names: Sequence[str], now: Signature, last: Signature) -> str:
-    if now == last:
-        return "its mesh is another one than before"
-    if now.tree != last.tree:
+def _difference(now: Signature, last: Signature) -> str:
+    if now.in_tree != last.in_tree:
         return "its arguments have another structure than before"
-    if now.statics != last.statics:
-        return "a static argument has another value than before"
-    pairs = zip(names, now.leaves, last.leaves, strict=True)
-    told = [f"{which} is {_text(one, two)}, and was {_text(two, one)}" for which, one, two in pairs if one != two]
+    told = []
+    for name, *texts in zip(now.names, _texts(now), _texts(last), strict=True):
+        pairs = [(new, old) for new, old in zip(*texts, strict=True) if new != old]  # of types, of places
+        told += [f"{name} is {new}, and was {old}" for new, old in pairs[:1]]
     if not told:
-        return "a setting of JAX or a rule has changed"
+        return "its mesh, a static argument, a setting of JAX or a rule is another one than before"
     more = f"; and {len(told) - _SHOWN} more arguments" if len(told) > _SHOWN else ""
     return "; ".join(told[:_SHOWN]) + more
 
 
-def _text(leaf: Leaf, other: Leaf) -> str:
-    if leaf.aval != other.aval:
-        return str(leaf.aval.str_short()) + (" (weak type)" if getattr(leaf.aval, "weak_type", False) else "")
-    return "not placed" if leaf.sharding is None else f"on {leaf.sharding}"
+def _texts(signature: Signature) -> list[tuple[str, str]]:
+    """The type and the place of each argument."""
+    pairs = zip(signature.avals, signature.places, strict=False)
+    weak = ((a.str_short() + (" (weak type)" if getattr(a, "weak_type", False) else ""), x) for a, x in pairs)
+    return [(text, "not placed" if x.sharding is None else f"on {x.sharding}") for text, x in weak]

@@ -37,6 +37,7 @@ class _Kept:
     strict: bool = False  # refuse operations without a rule
     budget: Budget | None = None  # what a per-device program may cost
     leaves_by_axes: bool = False  # split results over whole axes of the mesh only, as JAX does for Explicit axes
+    has_places: bool = False  # marks in the function already say where its arguments lie
     keep_uneven: bool = False  # return results in padded parts where parts are unequal
     memory_limit: int | None = None  # bytes that a device may hold; values are recomputed to keep to it
     keep_unused: bool = False  # pass XLA the arguments that nothing reads
@@ -96,7 +97,7 @@ class Target(_Kept):
     @property
     def takes_arguments_as_marks(self) -> bool:
         """Whether the shardings of arguments count as marks, and not just what ``in_shardings`` says."""
-        return self.recorded is None and self.search is False
+        return self.recorded is None and self.search is False and not self.has_places
 
     @property
     def by_marks(self) -> Target:

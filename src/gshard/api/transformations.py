@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import jet
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
@@ -24,19 +25,17 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gshard.api.boundary import mark_of_sharding
 from gshard.api.lowered import Lowered
-from gshard.api.signature import Leaf, arrays_of, explicit_sharding
+from gshard.api.signature import arrays_of, explicit_sharding, shape_to_trace
 from gshard.api.target import Target
 from gshard.core.errors import ShardingError, TraceError
-from gshard.core.jax_adapter import closed, mesh_of_context, no_mesh_set, shapes_of, user_line
+from gshard.core.jax_adapter import closed, impl_of_keys, mesh_of_context, no_mesh_set, shapes_of, user_line
 from gshard.core.jax_adapter_dispatch import is_staging, put_arguments, weakly_cached
 from gshard.core.jax_adapter_lowering import (
-    LoweredSharding,
     ThreadSettings,
-    Unknown,
     has_devices,
+    is_placed,
     lowered_with_devices,
     meshes_of,
-    sharding_of_lowered,
     under_settings,
 )
 from gshard.core.jax_adapter_references import discharged_by, effects_of_call, is_reference
@@ -45,7 +44,6 @@ from gshard.core.jax_adapter_retracing import (
     as_traced_here,
     checked_by,
     expanded_by,
-    interpreted_by,
     mapped,
     mapped_by,
     rematerialised_by,
@@ -73,17 +71,8 @@ from gshard.search.pipeline import Planned
 from gshard.tracing.expand import mark_of_any_sharding, mark_of_type
 from gshard.tracing.trace import program_of
 
-# Finds the shardings of the operands of a partitioned function that is called inside ``jax.jit``.
-
 _log = logging.getLogger("gshard")
 _SHOWN = 8  # types of operands in a message
-
-
-def marks_of_operands(ctx: Any, operands: Sequence[Any], target: Target) -> tuple[Mark | None, ...] | None:
-    """The marks that the operands of a call come with, while it is lowered; None if they do not count."""
-    if not target.takes_arguments_as_marks or target.mesh.devices is None:
-        return None
-    return tuple(_mark(ctx, aval, x, target) for aval, x in zip(ctx.avals_in, operands, strict=True))
 
 
 def cut_alike(ctx: Any, target: Target) -> bool:
@@ -100,34 +89,16 @@ def _bounds(sizes: Iterable[int]) -> set[int]:
     return {1, *itertools.accumulate(sizes, operator.mul)}
 
 
-def _mark(ctx: Any, aval: Any, operand: Any, target: Target) -> Mark | None:
-    typed = mark_of_type(getattr(aval, "sharding", None), len(aval.shape))
-    if typed is not None:
-        return typed
-    found = sharding_of_lowered(ctx, operand)
-    return None if found is None else _mark_of(found, len(aval.shape), target)
-
-
-def _mark_of(found: LoweredSharding, ndim: int, target: Target) -> Mark | None:
-    """The mark for a sharding over the devices of the target; None for one over others."""
-    if target.mesh.devices is None or math.prod(size for _, size in found.axes) != target.mesh.size:
-        return None
-    spec = tuple(axes or None for axes in found.dims[:ndim])  # a random key is numbers along more dimensions
-    devices = tuple(target.mesh.devices[i] for i in found.device_ids)
-    return Mark("spec", spec=spec, axes=found.axes, devices=devices)
-
-
 def tell_unknown(jaxpr: Any, target: Target, come: Sequence[Sharding]) -> None:
     """Logs that a call was planned without a way to see how its operands are split, or refuses it.
 
-    That is so in a program that is exported; inside of ``jax.shard_map``; and in a loop or a nested ``jax.jit``, of
-    random keys, of functions with effects, and where arguments are on a mesh with smaller axes. What is split may be
-    gathered.
+    That is so in a program that is exported, inside of ``jax.shard_map``, for a function with effects, and where
+    arguments are on a mesh with smaller axes. What is split may be gathered.
     """
     whole = [
         a.str_short(short_dtypes=True) for a, s in zip(jaxpr.in_avals, come, strict=True) if a.shape and not any(s.dims)
     ]
-    if not whole or not target.takes_arguments_as_marks:
+    if not whole or not target.takes_arguments_as_marks or target.mesh.size == 1:
         return
     what = "a partitioned function is called where nothing says how its operands are split."
     got = f"taken as whole: {', '.join(whole[:_SHOWN])}{', ...' if len(whole) > _SHOWN else ''}"
@@ -144,12 +115,34 @@ PlanFor = Callable[[Any, Target, tuple[Mark | None, ...]], SpmdProgram]
 
 def may_wait(ctx: Any, jaxpr: Any, target: Target) -> bool:
     """Whether a call can be left to XLA's partitioner: it has no effects, and the program is not exported."""
-    plain = all(
-        not jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended) and a.size for a in (*jaxpr.in_avals, *jaxpr.out_avals)
-    )
-    if not plain or jaxpr.effects or target.mesh.devices is None or target.mesh.size == 1:
+    has_devices_of_target = target.mesh.devices is not None and target.mesh.size > 1
+    if not has_devices_of_target or jaxpr.effects or not all(a.size for a in (*jaxpr.in_avals, *jaxpr.out_avals)):
         return False
-    return has_devices(ctx, target.mesh.size)
+    return has_devices(ctx, target.mesh.size) and cut_alike(ctx, target)
+
+
+@weakly_cached
+def _of_numbers(jaxpr: Any) -> Any:
+    """A closed jaxpr that takes and returns random keys as arrays of numbers, which XLA's partitioner knows."""
+
+    def f(*arrays: Any) -> list[Any]:
+        keys = [_as_key(x, a) if _is_key(a) else x for x, a in zip(arrays, jaxpr.in_avals, strict=True)]
+        return _numbers(jaxpr_as_fun(jaxpr)(*keys))
+
+    numbers = [jax.eval_shape(jax.random.key_data, a) if _is_key(a) else a for a in _shapes(jaxpr.in_avals)]
+    return jax.make_jaxpr(f)(*numbers)
+
+
+def _is_key(aval: Any) -> bool:
+    return bool(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key))
+
+
+def _as_key(x: Any, aval: Any) -> Any:
+    return jax.random.wrap_key_data(x, impl=impl_of_keys(aval))
+
+
+def _numbers(arrays: Sequence[Any]) -> list[Any]:
+    return [jax.random.key_data(x) if _is_key(x) else x for x in arrays]
 
 
 def lowered_at_partitioning(
@@ -346,7 +339,6 @@ call_p.multiple_results = True
 @with_tables
 def call(jaxpr: Any, target: Target, arguments: Sequence[Any]) -> list[Any]:
     """Calls a function (a closed jaxpr), partitioned, with flat arguments; some belong to a transformation."""
-    interpreted_by(call_p, _rebound)
     if target.around is not None:
         return call_p.bind(*varying_alike(arguments), jaxpr=jaxpr, target=target)  # type: ignore[no-any-return]
     here = mesh_of_context()
@@ -384,6 +376,14 @@ def refuse_references(arguments: Sequence[Any], name: str = "a partitioned funct
         )
 
 
+def _refuse_series(*_: Any, **__: Any) -> Any:
+    raise TraceError(
+        "jax.experimental.jet takes no series of a partitioned function.",
+        user_line(),
+        hint="Take it inside: gshard.jit(lambda x: jet(f, (x,), ...), mesh=...).",
+    )
+
+
 @weakly_cached
 def _planned(jaxpr: Any, target: Target, marks: tuple[Mark | None, ...] | None = None) -> Plan:
     program = _program(jaxpr, target, marks)
@@ -414,7 +414,7 @@ def partitioned(jaxpr: Any, target: Target, marks: tuple[Mark | None, ...] | Non
 
 
 def _shapes(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    return [Leaf(a).shape for a in avals]
+    return list(map(shape_to_trace, avals))
 
 
 def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target, over: Any = None) -> Any:
@@ -429,16 +429,23 @@ def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target, over: Any = No
             return mlir.lower_fun(
                 lambda *arrays: run_inside(arrays, jaxpr, target, partitioned), multiple_results=True
             )(ctx, *arguments)
-    marks: tuple[Mark | None, ...] | None = None
-    try:
-        marks = marks_of_operands(ctx, arguments, target)
-    except Unknown:
-        if may_wait(ctx, jaxpr, target) and cut_alike(ctx, target):
-            program = _planned(jaxpr, dataclasses.replace(target, leaves_by_axes=False)).program
-            return lowered_at_partitioning(ctx, arguments, jaxpr, target, program, partitioned)
-        made = partitioned(jaxpr, target)
-        tell_unknown(jaxpr, target, made.in_shardings[len(made.program.captured) :])
-    spmd = partitioned(jaxpr, target, marks)
+    typed = tuple(mark_of_type(getattr(a, "sharding", None), len(a.shape)) for a in ctx.avals_in)
+    has_types = target.takes_arguments_as_marks and any(typed)  # of a mesh with axes of type Explicit
+    is_known = has_types or not target.takes_arguments_as_marks or not any(is_placed(ctx, x) for x in arguments)
+    if not is_known and may_wait(ctx, jaxpr, target):
+        if any(map(_is_key, (*jaxpr.in_avals, *jaxpr.out_avals))):
+            numbers = _of_numbers(jaxpr)
+
+            def with_keys(*arrays: Any) -> list[Any]:
+                results = call_p.bind(*_numbers(arrays), jaxpr=numbers, target=target, over=over)
+                return [_as_key(x, a) if _is_key(a) else x for x, a in zip(results, jaxpr.out_avals, strict=True)]
+
+            return mlir.lower_fun(with_keys, multiple_results=True)(ctx, *arguments)
+        program = _planned(jaxpr, dataclasses.replace(target, leaves_by_axes=False)).program
+        return lowered_at_partitioning(ctx, arguments, jaxpr, target, program, partitioned)
+    spmd = partitioned(jaxpr, target, typed if has_types else None)
+    if not is_known:
+        tell_unknown(jaxpr, target, spmd.in_shardings[len(spmd.program.captured) :])
 
     def inline(*arrays: Any) -> list[Any]:
         return list(runnable(spmd.jaxpr)(*spmd.program.captured, *arrays))
@@ -507,10 +514,11 @@ def _abstract(*arguments: Any, jaxpr: Any, target: Target, over: Any = None) -> 
 
 
 def _rebound(operands: Sequence[Any], jaxpr: Any, parameters: dict[str, Any]) -> list[Any]:
-    """A call of the transformed function: of arrays for references, of series, or one that returns errors it found."""
+    """A call of the transformed function: of arrays for references, or one that returns errors it found."""
     return call(jaxpr, parameters["target"], operands)
 
 
+jet.jet_rules[call_p] = _refuse_series  # type: ignore[assignment]
 discharged_by(call_p, _rebound)
 checked_by(call_p, _rebound)
 

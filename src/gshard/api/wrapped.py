@@ -10,43 +10,58 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
-from gshard.api.signature import Parameters
+from gshard.api.signature import with_fixed_leaves
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import closed, mesh_of_context, sub_jaxprs, user_line
 from gshard.core.jax_adapter_jit import given_to_jit
 from gshard.core.keywords import unknown_keyword
+from gshard.core.paths import parameters_of
 from gshard.tracing.by_jax import name_of
 
 
 def unwrapped(
-    f: Callable[..., Any], options: dict[str, Any], static: tuple[Any, Any], donated: tuple[Any, Any], *, leaves: bool
-) -> tuple[Parameters, dict[str, Any], jax.sharding.Mesh | None]:
+    f: Callable[..., Any], options: dict[str, Any], given: dict[str, Any], static_leaves: bool
+) -> tuple[Any, dict[str, Any], jax.sharding.Mesh | None]:
     """Adds what ``jax.jit`` was given with a function to what ``gshard.jit`` is given.
 
-    Returns the function to trace with its static and donated arguments, the options that ``jax.jit`` has too, and the
-    mesh of the first sharding that ``jax.jit`` was given and that names devices.
+    Returns the function from ``jax.jit`` with its static and donated arguments, the options that ``jax.jit`` has too,
+    and the mesh of the first sharding that ``jax.jit`` was given and that names devices.
     """
-    given = given_to_jit(f)
-    if given is None:
-        return Parameters.of(f, static, donated, leaves), options, None
-    refuse_device("jax.jit", given.device)
-    shardings = {"in_shardings": given.in_shardings, "out_shardings": given.out_shardings}
+    before = given_to_jit(f)
+    if before is None:
+        return _jitted(f, given, static_leaves), options, None
+    refuse_device("jax.jit", before.device)
+    shardings = {"in_shardings": before.in_shardings, "out_shardings": before.out_shardings}
     has_shardings = any(x is not None for x in shardings.values())
     inside = has_shardings and any(options[name] is not None for name in shardings)
-    if not inside and not given.layouts and not given.resolves:
-        f = given.f
+    if not inside and not before.layouts and not before.resolves:
+        f = before.f
         options = {**options, **(shardings if has_shardings else {})}
-        options["compiler_options"] = {**given.compiler_options, **options["compiler_options"]}
-    options["keep_unused"] = options["keep_unused"] or given.keep_unused
-    own = Parameters.of(f, static, donated, leaves)
-    numbers = _both(own.static_numbers, given.static[0]), _both(own.donated_numbers, given.donated[0])
-    names = _both(own.static_names, given.static[1]), _both(own.donated_names, given.donated[1])
-    parameters = Parameters.of(f, (numbers[0], names[0]), (numbers[1], names[1]), leaves)
-    return parameters, options, mesh_of_shardings(jax.tree.leaves((given.in_shardings, given.out_shardings)))
+        options["compiler_options"] = {**before.compiler_options, **options["compiler_options"]}
+    options["keep_unused"] = options["keep_unused"] or before.keep_unused
+    own = given_to_jit(_jitted(f, given, False))
+    assert own is not None
+    pairs = zip((*own.static, *own.donated), (*before.static, *before.donated), strict=True)
+    both = {
+        key: (*ours, *(x for x in theirs if x not in ours)) for key, (ours, theirs) in zip(given, pairs, strict=True)
+    }
+    mesh = mesh_of_shardings(jax.tree.leaves((before.in_shardings, before.out_shardings)))
+    return _jitted(f, both, static_leaves), options, mesh
 
 
-def _both(ours: Iterable[Any], theirs: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(dict.fromkeys((*ours, *theirs)))
+def _jitted(f: Callable[..., Any], given: dict[str, Any], static_leaves: bool) -> Any:
+    """The function from ``jax.jit``, which refuses what is no function, and arguments that it does not have."""
+    try:
+        return jax.jit(with_fixed_leaves(f, name_of(f)) if static_leaves else f, **given)
+    except (ValueError, TypeError) as error:
+        names = parameters_of(f)
+        raise ArgumentError.like(
+            error,
+            str(error),
+            user_line(),
+            f"{name_of(f)}({', '.join(names)})" if names else name_of(f),
+            "Name arguments that the function has, each as static or as donated.",
+        ) from None
 
 
 def mesh_of_shardings(shardings: Iterable[Any]) -> jax.sharding.Mesh | None:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax._src import core as _core
-from jax._src import dtypes as _dtypes
 from jax._src import mesh as _mesh
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _source_info_util
@@ -26,14 +25,14 @@ from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax.lax import _convert_element_type
-from jax._src.lax.lax import optimization_barrier_p as optimization_barrier_p
-from jax._src.lax.parallel import all_gather_p as all_gather_p
-from jax._src.lax.parallel import all_to_all_p as all_to_all_p
-from jax._src.lax.parallel import ppermute_p as ppermute_p
-from jax._src.lax.parallel import ragged_all_to_all_p as ragged_all_to_all_p
 from jax._src.random import prng as _prng
 from jax.extend import core as _extend_core
 from jax.extend import source_info_util as _public_source_info
+from jax.lax import all_gather_p as all_gather_p
+from jax.lax import all_to_all_p as all_to_all_p
+from jax.lax import optimization_barrier_p as optimization_barrier_p
+from jax.lax import ppermute_p as ppermute_p
+from jax.lax import ragged_all_to_all_p as ragged_all_to_all_p
 
 from gshard.core.memory_kinds import shape_of_type
 from gshard.core.planning_tables import tabulated
@@ -82,7 +81,7 @@ def _user_frame(traceback: Any) -> Any:
 
 def user_line(source_info: Any = None) -> str:
     """The user's ``file:line (function)`` of an equation, or of the current call."""
-    info = source_info if source_info is not None else _source_info_util.current()
+    info = source_info if source_info is not None else _public_source_info.current()
     frame = _user_frame(info.traceback)
     if frame is None:  # JAX's traceback of a call inside of jax.pmap begins at the mapped function
         return "" if source_info is not None else _line_of_stack()
@@ -172,7 +171,7 @@ class as_if_at:
         source, names = self._source_info, _source_info_util.current_name_stack()
         if source is not None:
             names = source.name_stack if self._alone else names + source.name_stack
-        self._context = _source_info_util.user_context(getattr(source, "traceback", None), name_stack=names)
+        self._context = _public_source_info.user_context(getattr(source, "traceback", None), name_stack=names)
         self._context.__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -244,7 +243,7 @@ def without_axes_of_dim(aval: Any, dim: int) -> Any:
 
 def as_weak(x: Any, weak: bool) -> Any:
     """The array with a weak type, or with a type that is not weak. A weak type gives way to the types of others."""
-    if _core.typeof(x).weak_type == weak or _dtypes.issubdtype(x.dtype, _dtypes.extended):
+    if jax.typeof(x).weak_type == weak or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
         return x
     return _convert_element_type(x, x.dtype, weak_type=weak)
 
@@ -262,12 +261,12 @@ def relabelled(x: Any, sharding: jax.sharding.NamedSharding) -> Any:
 
 def of_no_mesh(x: Any) -> Any:
     """A constant of a program with a type without a mesh. JAX refuses types with a mesh inside of ``shard_map``."""
-    mesh = getattr(getattr(_core.typeof(x), "sharding", None), "mesh", None)
+    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
     if mesh is None or not mesh.explicit_axes:
         return x
-    if _dtypes.issubdtype(x.dtype, _dtypes.extended):
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
         return jax.random.wrap_key_data(of_no_mesh(jax.random.key_data(x)), impl=jax.random.key_impl(x))
-    return as_weak(jax.numpy.asarray(np.asarray(x)), _core.typeof(x).weak_type)
+    return as_weak(jax.numpy.asarray(np.asarray(x)), jax.typeof(x).weak_type)
 
 
 def traced_together(a: Any, b: Any) -> bool:
@@ -295,13 +294,19 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def impl_of_keys(aval: Any) -> Any:
+    """How random keys of a type are made: what ``jax.random.wrap_key_data`` takes as ``impl``."""
+    return aval.dtype._impl
+
+
 def expand_random_bits(keys_aval: Any, bit_width: int, shape: tuple[int, ...]) -> Any:
     """The jaxpr, from keys to bits, of JAX's expansion of ``random_bits`` into simpler primitives."""
 
     def bits(keys: Any) -> Any:
-        impl = keys_aval.dtype._impl
         data = jax.random.key_data(keys)
-        return _prng.random_bits_impl_base(impl, data, len(keys_aval.shape), bit_width=bit_width, shape=shape)
+        return _prng.random_bits_impl_base(
+            impl_of_keys(keys_aval), data, len(keys_aval.shape), bit_width=bit_width, shape=shape
+        )
 
     return jax.make_jaxpr(bits)(jax.ShapeDtypeStruct(keys_aval.shape, keys_aval.dtype))
 
@@ -365,7 +370,7 @@ def evaluate(
     env.update(zip(body.constvars, consts, strict=True))
 
     def read(v: Any) -> Any:
-        return literal(v) if isinstance(v, _core.Literal) else env[v]
+        return literal(v) if isinstance(v, _extend_core.Literal) else env[v]
 
     for eqn in body.eqns:
         env.update(zip(eqn.outvars, run(eqn, list(map(read, eqn.invars))), strict=True))

@@ -6,15 +6,12 @@ settings; for a new one it calls Python. ``FastFunction`` is this object with a 
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax._src import api_util as _api_util
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
@@ -31,19 +28,9 @@ from gshard.core.jax_adapter import closed as open_jaxpr
 ArrayImpl = _jax.ArrayImpl
 
 
-def trace_settings() -> Hashable:
-    """JAX's settings that change the result of tracing: x64, matrix precision, random bits, the current mesh."""
-    return _config.trace_context()  # type: ignore[no-any-return]
-
-
 def is_staging() -> bool:
     """Whether JAX currently records operations for a program (``jax.jit``, a loop's body) instead of running them."""
     return isinstance(_core.trace_ctx.trace, _partial_eval.DynamicJaxprTrace)
-
-
-def is_token(x: Any) -> bool:
-    """Whether a value is a token (``jax.lax.create_token``) or a tracer of a token."""
-    return isinstance(x, _core.Token) or (isinstance(x, _core.Tracer) and x.aval is _core.abstract_token)
 
 
 def logs_compilations() -> bool:
@@ -81,21 +68,6 @@ def may_crash(arguments: Any, donates: bool) -> bool:
         return type(x) is ArrayImpl and x.is_deleted()
     arrays = [x for x in leaves if type(x) is ArrayImpl]
     return any([x.is_deleted() for x in arrays]) or (donates and len({id(x) for x in arrays}) < len(arrays))
-
-
-def refuse_what_is_no_function(f: Any) -> None:
-    """Raises ``TypeError`` for values that ``jax.jit`` refuses: not callable, a generator function, a staticmethod."""
-    _api_util.check_callable(f)
-
-
-def named_arguments(
-    f: Callable[..., Any], static: tuple[Any, Any], donated: tuple[Any, Any]
-) -> tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...], tuple[str, ...]]:
-    """Completes the numbers of static and donated arguments from their names, and the reverse, like ``jax.jit``."""
-    donate_numbers, donate_names, static_numbers, static_names = _api_util.resolve_argnums(
-        f, _api_util.fun_signature(f), *donated, *static
-    )
-    return static_numbers, static_names, donate_numbers, donate_names
 
 
 def put_arguments(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
@@ -145,11 +117,6 @@ class Cache:
                 self._entries.popitem(last=False)
             return value
 
-    def forget(self, key: Hashable) -> None:
-        """Removes one entry."""
-        with self._lock:
-            self._entries.pop(key, None)
-
     def values(self) -> Sequence[Any]:
         """All values, most recently used first."""
         with self._lock:
@@ -164,27 +131,6 @@ class Cache:
 def weakly_cached(f: Callable[..., Any]) -> Callable[..., Any]:
     """Caches results as long as the first argument lives, for each setting of JAX; ``jax.clear_caches`` drops them."""
     return _util.weakref_lru_cache(f, maxsize=1024)  # type: ignore[no-any-return]
-
-
-class SharedCaches:
-    """The caches of jitted functions. gshard traces and compiles a function once for each set of options.
-
-    The caches of a function live as long as the function.
-    """
-
-    def __init__(self, size: int):
-        self._size = size
-        self._of: weakref.WeakKeyDictionary[Any, dict[Hashable, tuple[Cache, Cache]]] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()
-
-    def of(self, f: Any, options: Hashable) -> tuple[Cache, Cache]:
-        """The two caches of a function with these options; new ones if the function or an option has no hash."""
-        try:
-            with self._lock:
-                caches = self._of.setdefault(f, {})
-                return caches.setdefault(options, (Cache(self._size), Cache(self._size)))
-        except TypeError:  # no hash, or no weak reference
-            return Cache(self._size), Cache(self._size)
 
 
 class FastFunction:
@@ -227,12 +173,6 @@ def coordination() -> Any:
 def names_devices(jaxpr: Any) -> bool:
     """Whether a program calls back to Python. JAX then requires that all shardings have the same mesh."""
     return bool(_dispatch.jaxpr_has_prim_requiring_devices(getattr(jaxpr, "jaxpr", jaxpr)))
-
-
-def forget_traces(f: Any) -> None:
-    """Removes JAX's cached traces of a function."""
-    with contextlib.suppress(TypeError):  # a function without weak references is not in JAX's cache
-        _partial_eval.trace_to_jaxpr.evict_weakref(f)
 
 
 _PACKED = ("int2", "int4", "uint2", "uint4")

@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
-from jax._src import layout as _layout
 from jax._src import pjit as _pjit
 from jax._src import sharding_impls as _sharding_impls
-from jax._src import stages as _stages
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lib import _jax
+from jax.experimental import layout as _layout
 from jax.extend.core import Var, jaxpr_as_fun
+
+from gshard.core.errors import ArgumentError
+from gshard.core.jax_adapter import closed, user_line
+from gshard.core.jax_adapter_retracing import arrays_alone
 
 _OPEN = (type(None), _sharding_impls.UnspecifiedValue)  # types that leave a sharding open
 
@@ -44,13 +47,10 @@ class Jitted:
     def of(parameters: dict[str, Any]) -> Jitted:
         """The options in the parameters of a ``jit`` equation."""
         jaxpr = parameters["jaxpr"]
-        info = jaxpr.jaxpr.debug_info if hasattr(jaxpr, "jaxpr") else jaxpr.debug_info
-        count = len(jaxpr.in_avals)
-        names = info.arg_names if info.arg_names is not None and len(info.arg_names) == count else ("",) * count
         return Jitted(
             parameters["name"],
-            _is_left_to_jax(info.func_filename),
-            tuple(name or f"args[{i}]" for i, name in enumerate(names)),
+            _is_left_to_jax(closed(jaxpr)[0].debug_info.func_filename),
+            argument_names(jaxpr),
             tuple(None if isinstance(s, _OPEN) else s for s in parameters["in_shardings"]),
             tuple(None if isinstance(s, _OPEN) else s for s in parameters["out_shardings"]),
             any(layout is not None for layout in (*parameters["in_layouts"], *parameters["out_layouts"])),
@@ -92,9 +92,6 @@ class Substitute(Protocol):
     def lower(self, jaxpr: Any, jitted: Jitted, types: Sequence[tuple[Any, Any]], trees: tuple[Any, Any]) -> Any:
         """Lowers a jitted function for arguments of these types, (committed) shardings and tree structures."""
 
-    def lower_by_jax(self, jaxpr: Any, jitted: Jitted) -> Callable[..., Any] | None:
-        """A flat function that JAX lowers instead of the jitted one, for other platforms (``jax.export``)."""
-
 
 _substitute = jax.make_user_context(None)
 
@@ -127,15 +124,12 @@ def _lower(original: Callable[..., Any], traced: Any, **options: Any) -> Any:
             read = [(t.aval, t.sharding if t.committed else None) for t in types]
             lowered = substitute.lower(lojax.jaxpr, jitted, read, trees)
             return original(traced, **options) if lowered is None else lowered
-        f = substitute.lower_by_jax(lojax.jaxpr, jitted)
-        if f is None:
-            return original(traced, **options)
-        shapes = [jax.ShapeDtypeStruct(t.aval.shape, t.aval.dtype, weak_type=t.aval.weak_type) for t in types]
-        flat = jax.jit(f, donate_argnums=jitted.donated, keep_unused=jitted.keep_unused).trace(*shapes)
-        lowering = original(flat, **options)._lowering
-        return _stages.Lowered(
-            lowering, lojax.args_info, lojax.out_tree, in_types=lojax._in_types, out_types=lojax._out_types
-        )
+    raise ArgumentError(
+        f"{jitted.name} is exported, or lowered with options, in a block of gshard.instead_of_jit.",
+        user_line(),
+        ", ".join(name for name, x in options.items() if x is not None),
+        f"Export it outside of the block: jax.export.export(gshard.jit({jitted.name}, mesh=...)).",
+    )
 
 
 class _Hooks:
@@ -150,9 +144,9 @@ class _Hooks:
         with self._lock:
             self._entered += 1
             if self._entered == 1:
-                run, lower = self._originals = _pjit._pjit_call_impl_python, _stages.Traced.lower
+                run, lower = self._originals = _pjit._pjit_call_impl_python, jax.stages.Traced.lower
                 _pjit._pjit_call_impl_python = lambda *args, **parameters: _run(run, *args, **parameters)
-                _stages.Traced.lower = lambda traced, **options: _lower(lower, traced, **options)  # type: ignore[method-assign]
+                jax.stages.Traced.lower = lambda traced, **options: _lower(lower, traced, **options)  # type: ignore[method-assign]
         try:
             yield
         finally:
@@ -160,7 +154,7 @@ class _Hooks:
                 self._entered -= 1
                 if not self._entered:
                     assert self._originals is not None
-                    _pjit._pjit_call_impl_python, _stages.Traced.lower = self._originals  # type: ignore[method-assign]
+                    _pjit._pjit_call_impl_python, jax.stages.Traced.lower = self._originals  # type: ignore[method-assign]
                     self._originals = None
 
 
@@ -246,6 +240,27 @@ def _of_method(given: GivenToJit, owner: Any) -> GivenToJit:
     return dataclasses.replace(
         given, f=f, static=without_first(given.static), donated=without_first(given.donated), in_shardings=in_shardings
     )
+
+
+def jitted_like(jitted: Any, f: Callable[..., Any], keep_unused: bool = False) -> Any:
+    """Another function from ``jax.jit``, with the same static and donated arguments."""
+    given = given_to_jit(jitted)
+    assert given is not None
+    return jax.jit(
+        f, static_argnums=given.static[0], static_argnames=given.static[1], donate_argnums=given.donated[0],
+        donate_argnames=given.donated[1], keep_unused=keep_unused,
+    )  # fmt: skip
+
+
+def jaxpr_and_constants(traced: jax.stages.Traced) -> tuple[Any, list[Any]]:
+    """What JAX has traced: a closed jaxpr of arrays, and the arrays of a trace around that are its first arguments."""
+    return arrays_alone(traced.jaxpr), list(traced._consts)
+
+
+def argument_names(jaxpr: Any) -> tuple[str, ...]:
+    """The names of the arguments of a closed jaxpr, in the user's terms."""
+    names, count = closed(jaxpr)[0].debug_info.arg_names or (), len(jaxpr.in_avals)
+    return tuple(name or f"args[{i}]" for i, name in enumerate(names if len(names) == count else ("",) * count))
 
 
 def has_default_layout(layout: Any, sharding: Any, aval: Any) -> bool:

@@ -15,9 +15,9 @@ from jax import lax
 from jax._src import core as _core
 from jax._src import custom_partitioning_sharding_rule as _sharding_rules
 from jax._src import sharding_impls as _sharding_impls
-from jax._src.interpreters import mlir as _mlir
 from jax._src.lib.mlir import ir as _ir
 from jax.extend.core import Literal
+from jax.interpreters import mlir as _mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.core.jax_adapter import closed, of_no_mesh
@@ -111,7 +111,7 @@ class _KernelAsTracedHere(AsTracedHere):
         return type(effects)((*(e for e in effects if e not in named), *map(_core.NamedAxisEffect, sorted(atoms))))
 
     def parameter(self, value: Any) -> Any:
-        if isinstance(value, _core.AbstractValue):
+        if isinstance(value, jax.core.AbstractValue):
             return self._type(value)
         if isinstance(value, jax.sharding.AbstractMesh):
             return value if value.empty else self._mesh
@@ -140,10 +140,10 @@ class _KernelAsTracedHere(AsTracedHere):
         if hasattr(aval, "inner_aval"):
             inner = self._type(aval.inner_aval)
             return aval if inner is aval.inner_aval else aval.update(inner_aval=inner)
-        if not isinstance(aval, _core.ShapedArray) or aval.sharding.mesh == self._mesh or aval.sharding.mesh.empty:
+        if not isinstance(aval, jax.core.ShapedArray) or aval.sharding.mesh == self._mesh or aval.sharding.mesh.empty:
             return aval
         replicated = None if self._mesh.empty else NamedSharding(self._mesh, PartitionSpec(*(None,) * len(aval.shape)))
-        return _core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=replicated)
+        return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=replicated)
 
 
 # Adapts gshard to JAX's fused attention for TPU (``jax.experimental.pallas.ops.tpu.flash_attention``).

@@ -21,7 +21,7 @@ from gshard.core.jax_adapter import closed
 
 def is_reference(x: Any) -> bool:
     """Whether a value is a reference (a mutable array) or a tracer of a reference."""
-    return isinstance(x, _core.Ref)
+    return isinstance(x, jax.Ref)
 
 
 def is_reference_type(aval: Any) -> bool:

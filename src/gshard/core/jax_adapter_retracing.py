@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax._src import checkify as _checkify
-from jax._src import core as _core
 from jax._src.interpreters import batching as _batching
-from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
-from jax.experimental import jet
 from jax.extend import core as _extend_core
-from jax.extend.core import jaxpr_as_fun
+from jax.interpreters import mlir as _mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.core.jax_adapter import closed, no_mesh_set, shapes_of, sub_jaxprs
-from gshard.core.jax_adapter_dispatch import weakly_cached
 
 
 def as_traced_here(jaxpr: Any) -> Any:
@@ -98,12 +93,12 @@ class AsTracedHere(EachJaxpr):
         return self._contexts[context]
 
     def _read(self, v: Any) -> Any:
-        if not isinstance(v, _core.Literal) or not isinstance(v.aval, _core.ShapedArray):
+        if not isinstance(v, _extend_core.Literal) or not isinstance(v.aval, jax.core.ShapedArray):
             return v
         if v.aval.sharding.mesh.empty:
             return v
-        plain = _core.ShapedArray(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
-        return _core.Literal(np.asarray(v.val, v.aval.dtype), plain)
+        plain = jax.core.ShapedArray(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
+        return _extend_core.Literal(np.asarray(v.val, v.aval.dtype), plain)
 
 
 _as_written_p = _extend_core.Primitive("as_written")
@@ -207,36 +202,6 @@ def expanded_by(primitive: Any, rebind: Callable[..., list[Any]]) -> None:
     primitive.to_lojax = expand
 
 
-@weakly_cached
-def _of_series(jaxpr: Any, tree: Any, avals: tuple[Any, ...]) -> tuple[Any, Any]:
-    def f(*flat: Any) -> Any:
-        primals, series = jax.tree.unflatten(tree, flat)
-        return jet.jet(jaxpr_as_fun(jaxpr), primals, series, factorial_scaled=False)
-
-    made, shapes = jax.make_jaxpr(f, return_shape=True)(*shapes_of(avals))
-    return made, jax.tree.structure(shapes)
-
-
-def interpreted_by(primitive: Any, rebind: Callable[..., list[Any]]) -> None:
-    """Registers how ``jet`` and ``sparsify`` bind a primitive with a jaxpr: ``rebind(operands, jaxpr, parameters)``."""
-
-    def in_series(primals: Any, series: Any, *, jaxpr: Any, **parameters: Any) -> Any:
-        flat, tree = jax.tree.flatten((tuple(primals), tuple(series)))
-        made, out_tree = _of_series(jaxpr, tree, tuple(map(jax.typeof, flat)))
-        return jax.tree.unflatten(out_tree, rebind(flat, made, parameters))
-
-    def of_sparse(env: Any, *values: Any, jaxpr: Any, **parameters: Any) -> Any:
-        made, tree = sparsify._sparsify_jaxpr(env, jaxpr, *values)
-        flat = jax.tree.leaves(sparsify.spvalues_to_arrays(env, values))
-        return sparsify.arrays_to_spvalues(env, jax.tree.unflatten(tree, rebind(flat, made, parameters)))
-
-    rules: dict[Any, Any] = jet.jet_rules
-    rules[primitive] = in_series
-    sparsify: Any = sys.modules.get("jax.experimental.sparse.transform")  # its import takes long
-    if sparsify is not None:
-        sparsify.sparse_rules_bcoo[primitive] = sparsify.sparse_rules_bcsr[primitive] = of_sparse
-
-
 def rematerialised_by(primitive: Any) -> None:
     """Registers how the policy of a ``jax.checkpoint`` around a primitive with a jaxpr selects values inside of it."""
 
@@ -251,7 +216,8 @@ def rematerialised_by(primitive: Any) -> None:
         return known, staged if staged.outvars else None, *rest
 
     def needed(e: Any, instantiated: Any) -> list[Any]:
-        return [x for x, there in zip(e.invars, instantiated, strict=True) if isinstance(x, _core.Var) and not there]
+        pairs = zip(e.invars, instantiated, strict=True)
+        return [x for x, there in pairs if isinstance(x, _extend_core.Var) and not there]
 
     _partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
 

@@ -127,12 +127,6 @@ class Rewritten:
         return retraced if isinstance(value, ClosedJaxpr) else closed(retraced)[0]
 
 
-def summed_axes(eqn: Any) -> tuple[str, ...]:
-    """The axes over which an equation adds the arrays of all devices; () for other equations."""
-    is_sum = _name_of(eqn) == "psum" and len(eqn.invars) == 1 and eqn.params.get("axis_index_groups") is None
-    return _axes_of(eqn) if is_sum and eqn.outvars[0].aval.dtype != bool else ()
-
-
 def _name_of(eqn: Any) -> str:
     """The name of an equation's primitive, without the suffixes for tracking varying values."""
     return _INVARIANT.get(eqn.primitive.name, eqn.primitive.name)
@@ -402,7 +396,6 @@ class RegionBoundary:
     spec: tuple[tuple[str, ...], ...]  # for each dimension the manual axes that split it in the region
     # the devices of the user's mesh in row-major order, if it has devices
     devices: tuple[Any, ...] = dataclasses.field(default=(), repr=False)
-    summed: tuple[str, ...] = ()  # the manual axes over which parts that leave the region are added
 
     def parts(self) -> tuple[int, ...]:
         """The number of parts of each dimension."""

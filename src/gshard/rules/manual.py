@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
-from jax import lax
 
 from gshard.comm.collectives import KINDS, sent_bytes, sent_sizes
 from gshard.comm.shards import Shards
@@ -16,8 +15,7 @@ from gshard.core.mark import Mark, resolve
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.program import itemsize
-from gshard.core.rule import REDUCE, Manual, Rule, RuleMaker, Split, place
-from gshard.language.function_primitive import function_primitive
+from gshard.core.rule import Manual, Rule, RuleMaker, Split, place
 from gshard.language.per_device import MANUAL_COLLECTIVES, Collective, RegionBoundary, renamed
 from gshard.language.per_device import collective as run_collective
 from gshard.language.registry import Call, rule
@@ -48,30 +46,6 @@ def shard_map(call: Call) -> Rule:
         return shards.run_program(renamed(body, atoms_of_axes(axes, shards.mesh)), arrays)
 
     return make.rule(operands, results, local=local, fixed=fixed)
-
-
-sum_of_devices_p = function_primitive(
-    "sum_of_devices",
-    lambda x, *, mesh, spec: lax.reduce_sum(x, (0,)),
-    lambda x, *, mesh, spec: jax.core.ShapedArray(x.shape[1:], x.dtype, weak_type=x.weak_type),
-)
-
-
-@rule("sum_of_devices")
-def sum_of_devices(call: Call) -> Rule:
-    """The last sum of a ``shard_map``: dimension 0 of the operand has an addend of each device along the summed axes.
-
-    The result is unreduced over these axes. It is split otherwise as the spec of the region's result says.
-    """
-    axes, _ = axes_of_mesh(call.params["mesh"])
-    ((count, *shape),) = call.in_shapes
-    make = RuleMaker()
-    operand = [make.factor(count, REDUCE, "add"), *make.parallel(shape)]
-
-    def fixed(mesh: Mesh) -> Split:
-        return _split(operand, call.params["spec"], axes, mesh, (count, *shape))
-
-    return make.rule([operand], [operand[1:]], local=lambda shards, x: [x[0]], fixed=fixed, flops=0)
 
 
 def axes_of_mesh(mesh: Any) -> tuple[tuple[tuple[str, int], ...], tuple[Any, ...]]:
@@ -146,9 +120,6 @@ def boundary(call: Call) -> Rule:
         axes_of.update(dict.fromkeys(between, axes))
         whole.append((*between, *within))
         part.append(within)
-    if at.summed:
-        addends = make.factor(math.prod(dict(at.axes)[name] for name in at.summed), REDUCE, "add")
-        axes_of.update(dict.fromkeys(addends, at.summed))
 
     def manual_atoms(mesh: Mesh) -> frozenset[str]:
         check_devices(at.axes, at.devices, mesh)

@@ -10,28 +10,29 @@ from typing import Any
 
 import jax
 
-from gshard.core.errors import TraceError
+from gshard.core.errors import ArgumentError, TraceError
 from gshard.core.jax_adapter import ShardingTypeError, line_of_exception, user_line
-from gshard.core.jax_adapter_retracing import arrays_alone
+from gshard.core.jax_adapter_jit import jaxpr_and_constants
+
+
+def traced_by(jitted: Any, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+    """What a function from ``jax.jit`` is for these arguments; errors of JAX say what to do."""
+    try:
+        return jitted.trace(*args, **kwargs)  # type: ignore[no-any-return]
+    except (
+        jax.errors.NonConcreteBooleanIndexError, jax.errors.UnexpectedTracerError, ShardingTypeError, TypeError,
+        ValueError, NameError, OverflowError,
+    ) as error:  # fmt: skip
+        translated = _translated(jitted, error)
+        if translated is error:
+            raise
+        raise translated from error
 
 
 def closed_of(f: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """The closed jaxpr of a function of pytrees, over its flat arguments, and the pytree of its results."""
-    try:
-        jaxpr, shapes = jax.make_jaxpr(f, return_shape=True)(*args, **kwargs)
-    except (
-        jax.errors.NonConcreteBooleanIndexError, jax.errors.UnexpectedTracerError, ShardingTypeError, TypeError,
-        ValueError, NameError,
-    ) as error:  # fmt: skip
-        translated = _translated(f, error)
-        if translated is error:
-            raise
-        raise translated from error
-    result = next((a for a in jaxpr.out_avals if a.is_high), None)
-    if result is not None:
-        what = f"{name_of(f)} returns a value of the type {result} (jax.experimental.hijax), which is no array."
-        raise TraceError(what, user_line(), hint="Return the arrays that it is made of.")
-    return arrays_alone(jaxpr), jax.tree.structure(shapes)
+    traced = traced_by(jax.jit(f), *args, **kwargs)
+    return jaxpr_and_constants(traced)[0], jax.tree.structure(traced.out_info)
 
 
 def _translated(f: Callable[..., Any], error: Exception) -> Exception:
@@ -39,6 +40,9 @@ def _translated(f: Callable[..., Any], error: Exception) -> Exception:
     text = str(error)
     name = name_of(f)
     line = line_of_exception(error)
+    if (hint := _of_arguments(text)) is not None:
+        text = text.split("\nThis typically")[0].replace(str(getattr(f, "__wrapped__", f)), name)
+        return ArgumentError.like(error, text, user_line(), hint=hint)
     if "returned a value of type" in text:
         return TraceError.like(
             error,
@@ -84,6 +88,20 @@ def _translated(f: Callable[..., Any], error: Exception) -> Exception:
         "Use jax.numpy instead of numpy on arrays (jnp.sin for np.sin), and static_argnums for plain values."
         if uses_numpy
         else "Use jnp.where or jax.lax.cond instead of branching on array values, and static_argnums for plain values.",
+    )
+
+
+def _of_arguments(text: str) -> str | None:
+    """The hint for an error of JAX about an argument of a jitted function; None for other errors."""
+    if text.startswith("Non-hashable static arguments"):
+        return "Give a tuple or another value that is hashable and does not change."
+    if text.startswith("An overflow was encountered while parsing an argument"):
+        return "Use integers of 64 bits: jax.config.update('jax_enable_x64', True)."
+    if not text.startswith("Error interpreting argument to"):
+        return None
+    return (
+        "A value that is no array is a static argument: gshard.jit(..., static_argnames=...); it must be hashable. "
+        "Inside of an argument it is static with gshard.jit(..., static_leaves=True)."
     )
 
 

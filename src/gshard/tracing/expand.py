@@ -10,29 +10,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.sharding import Sharding as JaxSharding
 
-from gshard.comm.shards import mask
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import (
     body_of_call,
     closed,
     expand_high_primitive,
     expand_random_bits,
-    named_axes,
     shapes_of,
-    sub_jaxprs,
     user_line,
 )
 from gshard.core.jax_adapter_context import compute_on_p
 from gshard.core.mark import Mark, words_of
 from gshard.core.memory_kinds import is_in_host_space, is_on_host
-from gshard.core.program import Block, Edge, Equation, Value
-from gshard.core.sharding import Sharding
+from gshard.core.program import Block
 from gshard.language.mark_primitive import bind_mark
-from gshard.language.region import REGIONS, Crossing, Interpreter, Region, ShardingOf, crossing, edge, moved_to
 from gshard.language.transfer import is_transfer, transferred
 from gshard.rules.callback import WITH_A_DEVICE
 
@@ -86,131 +81,37 @@ def _refused(what: str, target: Any) -> ShardingError:
     )
 
 
-# Rewrites a while loop under ``vmap`` whose examples end at different times.
-
-mapped_while_p = Primitive("mapped_while")
-mapped_while_p.multiple_results = True
-
-
-@mapped_while_p.def_effectful_abstract_eval
-def _results(*avals: Any, body: Any, consts: int) -> tuple[list[Any], Any]:
-    return [v.aval for v in closed(body)[0].outvars], closed(body)[0].effects
-
-
 def written_out(params: dict[str, Any], in_avals: Sequence[Any]) -> Any | None:
-    """The jaxpr that replaces a ``while`` with one flag for each example; None for a ``while`` with a single flag."""
+    """The jaxpr that replaces a ``while`` with one flag for each example; None for a ``while`` with a single flag.
+
+    ``vmap`` makes such loops, whose examples end at different times: the last one ends the loop.
+    """
     condition = params["cond_jaxpr"]
     if not closed(condition)[0].outvars[0].aval.shape:
         return None
     cond_consts = params["cond_nconsts"]
     count = cond_consts + params["body_nconsts"]  # of all constants
-    condition_function = jaxpr_as_fun(condition)
-    body_function = jaxpr_as_fun(params["body_jaxpr"])
-
-    def flags_of(consts: Sequence[Any], carry: Sequence[Any]) -> Any:
-        return condition_function(*consts[:cond_consts], *carry)[0]
-
-    def step(*arrays: Any) -> list[Any]:
-        consts, flags, carry = arrays[:count], arrays[count], arrays[count + 1 :]
-        results = body_function(*consts[cond_consts:], *carry)
-        # New values for examples whose flag is set. The examples are the leading dimensions.
-        new_carry = [
-            old if new is old else lax.select(lax.broadcast_in_dim(flags, old.shape, range(flags.ndim)), new, old)
-            for new, old in zip(results, carry, strict=True)
-        ]
-        return [flags_of(consts, new_carry), *new_carry]
 
     def loop(*arrays: Any) -> list[Any]:
-        consts, start = arrays[:count], arrays[count:]
-        flags = flags_of(consts, start)
-        body = jax.make_jaxpr(step)(*shapes_of(in_avals[:count]), flags, *shapes_of(in_avals[count:]))
-        return list(mapped_while_p.bind(*consts, flags, *start, body=body, consts=count))[1:]
+        consts = arrays[:count]
+
+        def flags_of(carry: Sequence[Any]) -> Any:
+            return jaxpr_as_fun(condition)(*consts[:cond_consts], *carry)[0]
+
+        def step(state: tuple[Any, Sequence[Any]]) -> tuple[Any, Sequence[Any]]:
+            flags, carry = state
+            results = jaxpr_as_fun(params["body_jaxpr"])(*consts[cond_consts:], *carry)
+            # New values for examples whose flag is set. The examples are the leading dimensions.
+            new_carry = [
+                old if new is old else lax.select(lax.broadcast_in_dim(flags, old.shape, range(flags.ndim)), new, old)
+                for new, old in zip(results, carry, strict=True)
+            ]
+            return flags_of(new_carry), new_carry
+
+        start = list(arrays[count:])
+        return list(lax.while_loop(lambda state: jnp.any(state[0]), step, (flags_of(start), start))[1])
 
     return jax.make_jaxpr(loop)(*shapes_of(in_avals))
-
-
-def _edges(equation: Equation) -> list[Edge]:
-    (body,), consts = equation.blocks, equation.params["consts"]
-    edges: list[Edge] = []
-    for outer, inner in zip(equation.inputs, body.inputs, strict=True):
-        edges += edge(outer, inner)
-    for inner, end, result in zip(body.inputs[consts:], body.outputs, equation.outputs, strict=True):
-        edges += edge(inner, end) + edge(result, inner)
-    return edges
-
-
-def _entry(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
-    return [sharding(v) for v in equation.blocks[0].inputs]
-
-
-def _crossings(equation: Equation) -> list[Crossing]:
-    (body,), consts = equation.blocks, equation.params["consts"]
-    crossings = [crossing(x, v) for x, v in zip(equation.inputs, body.inputs, strict=True)]
-    crossings += [crossing(x, v, each_round=True) for x, v in zip(body.outputs, body.inputs[consts:], strict=True)]
-    crossings += [crossing(x, v, inward=False) for x, v in zip(equation.outputs, body.inputs[consts:], strict=True)]
-    return [c for of_values in crossings for c in of_values]
-
-
-def _emit(equation: Equation, emitter: Interpreter, arrays: Sequence[Any]) -> Sequence[Any]:
-    (body,), consts = equation.blocks, equation.params["consts"]
-    carried = body.inputs[consts:]
-    flags = carried[0]
-    sharding = emitter.sharding(flags)
-    atoms = tuple(a for dim in sharding.dims for a in dim)
-
-    def step(*carry: Any) -> list[Any]:
-        out = emitter.run(body, [*arrays[:consts], *carry])
-        return moved_to(equation, emitter, body.outputs, out, carried)
-
-    local_body = jax.make_jaxpr(step)(*arrays[consts:])
-    all_iterate = bool(sharding.unreduced) or _communicates(local_body, frozenset(atoms))
-
-    def go_on(carry: Any) -> Any:
-        local_flags = emitter.move(flags, carry[0], Sharding(sharding.dims), equation)
-        any_flag = jnp.any(_without_padding(local_flags, flags, sharding))
-        return emitter.combine(any_flag, "or", atoms, equation) if all_iterate else any_flag
-
-    return list(
-        lax.while_loop(
-            go_on,  # type: ignore[arg-type]
-            lambda carry: jaxpr_as_fun(local_body)(*carry),
-            list(arrays[consts:]),
-        )
-    )
-
-
-def _without_padding(flags: Any, value: Value, sharding: Sharding) -> Any:
-    for d, (n, atoms) in enumerate(zip(value.shape, sharding.dims, strict=True)):
-        if atoms and n != flags.shape[d] * lax.axis_size(atoms):
-            flags = mask(flags, d, n, atoms, False)
-    return flags
-
-
-def _communicates(jaxpr: Any, atoms: frozenset[str]) -> bool:
-    """Whether a per-device body communicates over some of these atoms, or has other effects."""
-    for eqn in closed(jaxpr)[0].eqns:
-        inner = sub_jaxprs(eqn.params)
-        if any(_communicates(body, atoms) for body in inner):
-            return True
-        axes = named_axes(eqn)
-        axis_name = eqn.params.get("axis_name", ())  # the effects of a permute do not contain its axes
-        all_axes = axes.union(axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,))
-        if not inner and eqn.primitive.name != "axis_index" and all_axes & atoms:
-            return True
-        if len(eqn.effects) > len(axes):
-            return True
-    return False
-
-
-REGIONS[mapped_while_p.name] = Region(
-    lambda params: [params["body"]],
-    _edges,
-    _entry,
-    lambda equation, sharding: list(map(sharding, equation.blocks[0].inputs[equation.params["consts"] :])),
-    _emit,
-    _crossings,
-    decided=lambda equation: (equation.blocks[0].inputs[equation.params["consts"]],),
-)
 
 
 _DEVICE = jax.memory.Space.Device
