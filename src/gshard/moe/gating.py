@@ -124,39 +124,30 @@ def top_k_gating(
     if routing != "top_k" and second_expert == "random" and key is not None:
         wanted_GS[1] = valid_GS & (2.0 * gates_GS[1] > jax.random.uniform(key, (G, S), jnp.float32))
     counted_GS = wanted_GS if routing == "lingvo" else [valid_GS] * k
-    slots_GSE = [
-        (mask_GSE & taken_GS[:, :, None]).astype(jnp.int32)
-        for mask_GSE, taken_GS in zip(chosen_GSE, counted_GS, strict=True)
-    ]
+    pairs = zip(chosen_GSE, counted_GS, strict=True)
+    slots_GSE = [(mask_GSE & taken_GS[:, :, None]).astype(jnp.int32) for mask_GSE, taken_GS in pairs]
 
     # Later choices follow all earlier ones, also those that overflow: beyond C there is no slot.
     slots_GE = first_GE = jnp.sum(slots_GSE[0], axis=1)
     load_E = jnp.sum(first_GE, axis=0)
     choices = []
-    for number in range(k):
+    for number, mask_GSE in enumerate(chosen_GSE):
         before_GSE = jnp.cumsum(slots_GSE[number], axis=1) - slots_GSE[number]
         if number:
             before_GSE = before_GSE + slots_GE[:, None, :]
             slots_GE = slots_GE + jnp.sum(slots_GSE[number], axis=1)
-            load_E = load_E + jnp.sum(chosen_GSE[number] & wanted_GS[number][:, :, None], axis=(0, 1), dtype=jnp.int32)
-        position_GS = jnp.sum(jnp.where(chosen_GSE[number], before_GSE, 0), axis=-1)
+            load_E = load_E + jnp.sum(mask_GSE & wanted_GS[number][:, :, None], axis=(0, 1), dtype=jnp.int32)
+        position_GS = jnp.sum(jnp.where(mask_GSE, before_GSE, 0), axis=-1)
         kept_GS = wanted_GS[number] & (position_GS < capacity)
-        weight_GS = jnp.where(kept_GS, gates_GS[number], 0.0)
-        weight_GS = weight_GS if scale == 1.0 else scale * weight_GS
+        weight_GS = jnp.where(kept_GS, gates_GS[number] if scale == 1.0 else scale * gates_GS[number], 0.0)
         choices.append(Choice(experts_GS[number], position_GS, kept_GS, weight_GS))
 
     counts_GE = first_GE.astype(jnp.float32) if routing != "top_k" else slots_GE.astype(jnp.float32) / k
     shares_GSE = gates_GSE
     if gates == "sigmoid":
         shares_GSE = gates_GSE / jnp.maximum(jnp.sum(gates_GSE, axis=-1, keepdims=True), _LEAST)
-    kept = [choice.kept_GS for choice in choices]
-    return Gating(
-        tuple(choices),
-        slots_GE,
-        load_E,
-        _aux_loss(shares_GSE, counts_GE, valid_GS),
-        _shares(kept, valid_GS, routing == "top_k") | load_metrics(load_E),
-    )
+    metrics = _shares([choice.kept_GS for choice in choices], valid_GS, routing == "top_k") | load_metrics(load_E)
+    return Gating(tuple(choices), slots_GE, load_E, _aux_loss(shares_GSE, counts_GE, valid_GS), metrics)
 
 
 def _largest(ranked_GSE: jax.Array, k: int) -> tuple[list[jax.Array], list[jax.Array]]:

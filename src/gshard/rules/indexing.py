@@ -47,8 +47,7 @@ def gather(call: Call) -> Rule:
     >>> print(gather(Call("gather", params, ((10, 6), (4, 1)), ((4, 6),), ("f4", "i4"))))
     a b, c d -> c b; pick over a=10; replicate d
     """
-    numbers, slice_sizes = call.params["dimension_numbers"], call.params["slice_sizes"]
-    operand_shape, indices_shape = call.in_shapes
+    numbers, indices_shape = call.params["dimension_numbers"], call.in_shapes[1]
     make = RuleMaker()
     batch = make.parallel(indices_shape[:-1])
     batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
@@ -57,9 +56,26 @@ def gather(call: Call) -> Rule:
         numbers.offset_dims, numbers.collapsed_slice_dims, numbers.start_index_map,
         lambda n: make.factor(n, REDUCE, "pick"),
     )  # fmt: skip
+    indices = [*batch, make.replicate(indices_shape[-1])]
+    flops = math.prod(call.out_shapes[0])
+    linear = [("add", (0,))] if call.params["mode"] == _FILL else moves(0)
+    local = _Gather(call, operand, partial).local
+    return make.rule([operand, indices], [result], local=local, flops=flops, masks_itself=True, linear=linear)
 
-    def local(shards: Shards, x: Any, indices: Any) -> list[Any]:
-        sizes = tuple(x.shape[d] if size == n else size for d, (n, size) in enumerate(zip(operand_shape, slice_sizes)))
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Gather:
+    """A look-up on shards."""
+
+    call: Call
+    operand: Sequence[Dim]  # its dimensions
+    partial: Sequence[_Partial]
+
+    def local(self, shards: Shards, x: Any, indices: Any) -> list[Any]:
+        """Runs the look-up on the parts of a device."""
+        call, operand, partial = self.call, self.operand, self.partial
+        slice_sizes, offset_dims = call.params["slice_sizes"], call.params["dimension_numbers"].offset_dims
+        sizes = tuple(n if size == whole else size for n, size, whole in zip(x.shape, slice_sizes, call.in_shapes[0]))
         ndim = len(call.out_shapes[0])
         split = [p for p in partial if shards.atoms(operand[p.dim][0])]
         fills = call.params["mode"] == _FILL
@@ -68,7 +84,7 @@ def gather(call: Call) -> Rule:
             (out,) = shards.bind(x, indices, slice_sizes=sizes)
             if fills and unreduced:
                 # Only one part of the sum gets the fill value. The others get the identity of the sum.
-                inside = over_windows(_is_inside(signed(indices), partial), ndim, numbers.offset_dims)
+                inside = over_windows(_is_inside(signed(indices), partial), ndim, offset_dims)
                 zero = jnp.asarray(identity("add", out.dtype), out.dtype)
                 out = jnp.where(inside | shards.is_first(unreduced), out, zero)
             return [out]
@@ -90,25 +106,19 @@ def gather(call: Call) -> Rule:
                 at = start - offset
                 x = _extended(x, p.dim, p.size - 1, p.size - 1)
                 indices = with_column(indices, p.column, jnp.clip(at + p.size - 1, 0, length + p.size - 2))
-                at = over_windows(at, ndim, numbers.offset_dims)
+                at = over_windows(at, ndim, offset_dims)
                 if p.axis is not None:
                     at = at + along(jnp.arange(p.size, dtype=jnp.int32), p.axis, ndim)
             held = held & (at >= 0) & (at < length)
         (out,) = shards.bind(x, indices, slice_sizes=sizes, indices_are_sorted=False)
-        valid = over_windows(valid, ndim, numbers.offset_dims)
+        valid = over_windows(valid, ndim, offset_dims)
         out = jnp.where(held & valid, out, jnp.zeros((), out.dtype))
         if fills:
-            is_first = shards.is_first(shards.reduced_atoms())
             fill = _fill_value(call.params["fill_value"], out.dtype)
             if unreduced:
                 fill = jnp.where(shards.is_first(unreduced), fill, jnp.asarray(identity("add", out.dtype), fill.dtype))
-            out = jnp.where(is_first & ~valid, fill, out)
+            out = jnp.where(shards.is_first(shards.reduced_atoms()) & ~valid, fill, out)
         return [out]
-
-    indices = [*batch, make.replicate(indices_shape[-1])]
-    flops = math.prod(call.out_shapes[0])
-    linear = [("add", (0,))] if call.params["mode"] == _FILL else moves(0)
-    return make.rule([operand, indices], [result], local=local, flops=flops, masks_itself=True, linear=linear)
 
 
 def _look_up_dims(

@@ -92,16 +92,7 @@ def pooling(call: Call) -> Rule:
         remaining: dict[str, Any] = {"padding": tuple(padding), "base_dilation": tuple(base)}
         if monoid:
             return shards.bind(*xs, *inits, **remaining)
-        flags = _inside(shards, xs[0].shape, dims, windows)
-        sizes = {name: p[name] for name in ("window_dimensions", "window_strides", "window_dilation")}
-        if call.name == "reduce_window":
-            combine = skipping(p["jaxpr"], p["consts"])
-            return list(lax.reduce_window((flags, *xs), (np.True_, *inits), combine, **sizes, **remaining)[1:])
-        tangents, x = xs
-        start = (np.True_, jnp.asarray(_worst(p, x.dtype), x.dtype), jnp.zeros((), tangents.dtype))
-        scalar = jax.ShapeDtypeStruct((), x.dtype)
-        combine = skipping(jax.make_jaxpr(_selecting(p["select_prim"]))(*[scalar] * 4))
-        return [lax.reduce_window((flags, x, tangents), start, combine, **sizes, **remaining)[2]]
+        return _flagged(call, _inside(shards, xs[0].shape, dims, windows), xs, inits, remaining)
 
     flops = math.prod(target) * math.prod(p["window_dimensions"])
     operands = [dims if i < count else [] for i in range(len(call.in_shapes))]
@@ -118,6 +109,22 @@ def pooling(call: Call) -> Rule:
     linear = combined(MONOIDS[call.name], call.in_dtypes[0], 0) if call.name in MONOIDS else []
     finite = if_finite(call.in_dtypes[0], (0,)) if MONOIDS.get(call.name) == "add" else []
     return make.rule(operands, results, local=local, flops=flops, sends=sends, linear=linear, finite=finite)
+
+
+def _flagged(
+    call: Call, flags: Any, xs: Sequence[Any], inits: Sequence[Any], remaining: Mapping[str, Any]
+) -> list[Any]:
+    """A pooling whose computation has no identity, over the elements with a flag."""
+    p = call.params
+    sizes = {name: p[name] for name in ("window_dimensions", "window_strides", "window_dilation")}
+    if call.name == "reduce_window":
+        combine = skipping(p["jaxpr"], p["consts"])
+        return list(lax.reduce_window((flags, *xs), (np.True_, *inits), combine, **sizes, **remaining)[1:])
+    tangents, x = xs
+    start = (np.True_, jnp.asarray(_worst(p, x.dtype), x.dtype), jnp.zeros((), tangents.dtype))
+    scalar = jax.ShapeDtypeStruct((), x.dtype)
+    combine = skipping(jax.make_jaxpr(_selecting(p["select_prim"]))(*[scalar] * 4))
+    return [lax.reduce_window((flags, x, tangents), start, combine, **sizes, **remaining)[2]]
 
 
 def _selecting(select: Any) -> Callable[..., tuple[Any, Any]]:
@@ -302,21 +309,7 @@ def conv_general_dilated(call: Call) -> Rule:
     rhs[rhs_spec[1]] = in_features
     out[out_spec[0]] = batch
     out[out_spec[1]] = group + out_features
-    windows: dict[int, Callable[[int], Window]] = {}
-    long_kernels: list[tuple[int, int, int]] = []  # dimensions of kernel and operand, and the dilation of the kernel
-    for i, (lhs_dim, rhs_dim, out_dim) in enumerate(zip(lhs_spec[2:], rhs_spec[2:], out_spec[2:], strict=True)):
-        n, size, m = lhs_shape[lhs_dim], rhs_shape[rhs_dim], out_shape[out_dim]
-        stride, low = p["window_strides"][i], p["padding"][i][0]
-        base, dilation = p["lhs_dilation"][i], p["rhs_dilation"][i]
-        if size <= m:
-            rhs[rhs_dim] = make.replicate(size)
-            lhs[lhs_dim] = out[out_dim] = make.communicate(max(n, m))
-            windows[lhs_dim] = sliding(n, m, size, stride, low, base, dilation)
-        else:
-            lhs[lhs_dim] = rhs[rhs_dim] = make.factor(size, REDUCE, "add")
-            out[out_dim] = make.replicate(m)
-            long_kernels.append((rhs_dim, lhs_dim, dilation))
-            windows[lhs_dim] = sliding(n, size, m, dilation, low, base, stride)  # results slide over the kernel
+    windows, long_kernels = _spatial(call, make, lhs, rhs, out)
     moved = [d in windows and 0 not in out_shape for d in range(len(lhs))]
     halos = HaloWindows(lhs, moved, lambda d, parts: windows[d](parts))
 
@@ -351,6 +344,32 @@ def conv_general_dilated(call: Call) -> Rule:
         [lhs, rhs], [out], local=local, flops=flops, masks_itself=True, sends=sends,
         linear=in_either_operand(call), finite=in_either_finite_operand(call),
     )  # fmt: skip
+
+
+def _spatial(
+    call: Call, make: RuleMaker, lhs: list[tuple[int, ...]], rhs: list[tuple[int, ...]], out: list[tuple[int, ...]]
+) -> tuple[dict[int, Callable[[int], Window]], list[tuple[int, int, int]]]:
+    """Adds the spatial dimensions to those of operand, kernel and result.
+
+    Returns the windows by dimension of the operand; and of kernels longer than the result the dimensions of kernel and
+    operand, and the dilation of the kernel.
+    """
+    p, windows, long_kernels = call.params, dict[int, Callable[[int], Window]](), list[tuple[int, int, int]]()
+    lhs_spec, rhs_spec, out_spec = p["dimension_numbers"]
+    for i, (lhs_dim, rhs_dim, out_dim) in enumerate(zip(lhs_spec[2:], rhs_spec[2:], out_spec[2:], strict=True)):
+        n, size, m = call.in_shapes[0][lhs_dim], call.in_shapes[1][rhs_dim], call.out_shapes[0][out_dim]
+        stride, low = p["window_strides"][i], p["padding"][i][0]
+        base, dilation = p["lhs_dilation"][i], p["rhs_dilation"][i]
+        if size <= m:
+            rhs[rhs_dim] = make.replicate(size)
+            lhs[lhs_dim] = out[out_dim] = make.communicate(max(n, m))
+            windows[lhs_dim] = sliding(n, m, size, stride, low, base, dilation)
+        else:
+            lhs[lhs_dim] = rhs[rhs_dim] = make.factor(size, REDUCE, "add")
+            out[out_dim] = make.replicate(m)
+            long_kernels.append((rhs_dim, lhs_dim, dilation))
+            windows[lhs_dim] = sliding(n, size, m, dilation, low, base, stride)  # results slide over the kernel
+    return windows, long_kernels
 
 
 def _without_kernel_padding(shards: Shards, convolve: Convolve, rhs_dim: int, lhs_dim: int, dilation: int) -> Convolve:
