@@ -170,7 +170,7 @@ def test_a_named_machine_may_compute_twice_and_explain_tells_it():
     assert followers
     assert not any("nothing asks" in reason for reason in followers), "a marked operand asks"
     plain = gshard.explain(gshard.jit(f, mesh=mesh), *arguments)
-    assert not plain.replicated
+    assert not plain.lists["replicated"]
 
 
 def test_results_of_sums_say_that_they_are_combined():
