@@ -153,7 +153,7 @@ def test_planning_by_bytes_needs_no_model_and_explain_says_so(unknown):
         for a, b in zip(step(*arguments()), jax.grad(loss)(*arguments()), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
         found = gshard.explain(step, *arguments())
-    assert str(found).splitlines()[2] == line
+    assert line in str(found).splitlines()[0]
     assert found._repr_html_() is None
     # Not where a machine is named, a plan is given, or nothing runs on these devices.
     named = gshard.jit(jax.grad(loss), mesh={"d": 8}, machine="h100:1x8")

@@ -219,8 +219,6 @@ class CompiledSource:
         )
 
     jax: ClassVar[str] = ""  # what traced it: a text does not tell
-    notices: ClassVar[list[str]] = []  # what the text says first,
-    remarks: ClassVar[list[str]] = []  # and below the collectives
 
     @property
     def _held_by(self) -> str:

@@ -155,12 +155,12 @@ class Explanation:
         """What to know of the program, as lists of lines by name.
 
         Of a plan: ``purposes`` (what collectives are for); ``host`` (what is in the memory of the host, and moves);
-        ``replicated`` (work that devices repeat, and devices without work); ``pipelines``; ``batches``; ``returned``
-        (results that a ``jax.Array`` cannot hold in the shards of the plan); ``low_precision``; ``layout`` (how many
-        values each row applies to); ``unused`` (marks and rows of the layout without effect); ``gathered`` (operations
-        without a rule); ``dropped`` (features of the program that gshard does not keep). Of a compiled program:
-        ``whole`` (large arguments that every device holds whole) and ``regathered`` (arrays gathered although a device
-        then keeps a part).
+        ``collective_matmuls``; ``recomputed``; ``replicated`` (work that devices repeat, and devices without work);
+        ``pipelines``; ``batches``; ``returned`` (results that a ``jax.Array`` cannot hold in the shards of the plan);
+        ``low_precision``; ``layout`` (how many values each row applies to); ``unused`` (marks and rows of the layout
+        without effect); ``gathered`` (operations without a rule); ``dropped`` (features of the program that gshard
+        does not keep). Of a compiled program: ``whole`` (large arguments that every device holds whole) and
+        ``regathered`` (arrays gathered although a device then keeps a part).
         """
         return {one.key: one.lines for one in self.source.lists}
 
@@ -324,7 +324,6 @@ class Explanation:
         lines = [
             f"{self.name} on {self.mesh.size} devices ({self.mesh}), {source.size}",
             f"arguments: {of_all}{format_bytes(local)} on each device",
-            *source.notices,
             *(lists if self.is_compiled else []),
             *array_lines("arguments", own, tensors),
             *array_lines("values inside", inside, tensors),
@@ -334,7 +333,6 @@ class Explanation:
             self._sent_line,
             *lines_of_parts(rows[:collectives], self.mesh),
             *(held_lines(source.held(found), _HELD) if self.is_compiled or found is not None else []),
-            *source.remarks,
             *([] if self.is_compiled else lists),
             *([] if found is None else ["", str(self.verdict(on, seconds))]),
         ]

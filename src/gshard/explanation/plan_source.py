@@ -7,7 +7,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -424,13 +424,13 @@ def _is_looped(c: Collective) -> bool:
     return is_sliced and not set(c.atoms).isdisjoint(c.before.dims[0])
 
 
-def text_of_rings(plan: Plan, without: float, taken: float, machine: str) -> str:
+def text_of_rings(plan: Plan) -> tuple[str, ...]:
     """What collective matmuls were chosen for: seconds of a call without them and with them, on a machine."""
-    what = f"{len(plan.rings)} product{'s' if len(plan.rings) > 1 else ''}"
-    return (
-        f"{what} computed as collective matmul, part by part while other parts are sent: a call on {machine} takes "
-        f"{significant(taken * 1e3, 4)} instead of {format_ms(without)}; collective_matmul=False prevents that"
-    )
+    if plan.spared is None:
+        return ()
+    without, taken, machine = plan.spared
+    times = f"a call on {machine} takes {significant(taken * 1e3, 4)} instead of {format_ms(without)}"
+    return (f"{counted(len(plan.rings), 'product')}: {times}; collective_matmul=False prevents that",)
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False, kw_only=True)
@@ -459,8 +459,10 @@ class PlanSource:
 
     @functools.cached_property
     def size(self) -> str:
-        """How many equations it has, bodies included."""
-        return f"{sum(1 for _ in self.plan.program.block.walk()):,} equations"
+        """How many equations it has, bodies included; and that there is no model of the devices, if so."""
+        unknown = unknown_devices(self.mesh) if self.by_bytes else None
+        by_bytes = "" if unknown is None else f"; no model of {unknown}: planned by bytes"
+        return f"{sum(1 for _ in self.plan.program.block.walk()):,} equations{by_bytes}"
 
     @functools.cached_property
     def names(self) -> ArrayNames:
@@ -502,54 +504,30 @@ class PlanSource:
     @functools.cached_property
     def lists(self) -> tuple[Listed, ...]:
         """The lists of lines; some may be empty."""
-        plan, program = self.plan, self.plan.program
+        plan, program, recomputed = self.plan, self.plan.program, self.spmd.recomputed
         repeated = *idle_devices(plan, self.names), *map(str, self._replicated_work)
-        return (
-            Listed("purposes", "", tuple(map(str, self.purposes)), "what the collectives are for"),
-            Listed("host", "host memory", self.host.lines),
-            Listed("replicated", "work that every device repeats, and devices without work", repeated),
-            Listed("pipelines", "loops that run as pipelines", program.pipelines),
-            Listed("batches", "equal functions of separate arrays, computed in one batch", program.batches),
-            Listed(
-                "returned",
-                "results returned in fewer shards than they have inside: a jax.Array cannot have these",
-                returned_in_fewer_shards(plan, self.names),
-                "results returned in fewer shards than they have inside",
-            ),
-            Listed("low_precision", "arrays in low precision, by marks with send=", sent_narrow(program, self.names)),
-            Listed("layout", "layout", uses_of_layout(program)),
-            Listed(
-                "unused",
-                "marks and rows of the layout without effect, probably by mistake (strict=True refuses them)",
-                (*program.unread_marks, *unused_of_layout(program, self.mesh)),
-                "marks and rows of the layout without effect",
-            ),
-            Listed(
-                "gathered",
-                "operators without a rule: gshard gathers their operands, and every device repeats the work",
-                tuple(plan.gathered_text()),
-                "no rule, so operands are gathered",
-            ),
-            Listed(
-                "dropped",
-                "features of the program that gshard drops (strict=True refuses them)",
-                tuple(map(str, program.dropped)),
-                "said by the program and not kept",
-            ),
-        )
-
-    @property
-    def notices(self) -> list[str]:
-        """What the text says first: that the plan was made by bytes because there is no model of the devices."""
-        unknown = unknown_devices(self.mesh) if self.by_bytes else None
-        return [] if unknown is None else [f"no model of {unknown}: planned by bytes"]
-
-    @property
-    def remarks(self) -> list[str]:
-        """What the text says below the collectives: of collective matmuls, recomputation."""
-        rings = None if self.plan.spared is None else text_of_rings(self.plan, *self.plan.spared)
-        later = (str(one) for one in (rings, self.spmd.recomputed) if one is not None)
-        return [line for one in later for line in ("", one)]
+        unused = *program.unread_marks, *unused_of_layout(program, self.mesh)
+        rows: tuple[tuple[str, str, Iterable[str]], ...] = (
+            ("host", "host memory", self.host.lines),
+            ("collective_matmuls", "collective matmuls: parts of products are computed while others are sent",
+             text_of_rings(plan)),
+            ("recomputed", "values that are recomputed", () if recomputed is None else str(recomputed).splitlines()),
+            ("replicated", "work that every device repeats, and devices without work", repeated),
+            ("pipelines", "loops that run as pipelines", program.pipelines),
+            ("batches", "equal functions of separate arrays, computed in one batch", program.batches),
+            ("returned", "results returned in fewer shards than they have inside: a jax.Array cannot have these",
+             returned_in_fewer_shards(plan, self.names)),
+            ("low_precision", "arrays in low precision, by marks with send=", sent_narrow(program, self.names)),
+            ("layout", "layout", uses_of_layout(program)),
+            ("unused", "marks and rows of the layout without effect, probably by mistake (strict=True refuses them)",
+             unused),
+            ("gathered", "operators without a rule: gshard gathers their operands, and every device repeats the work",
+             plan.gathered_text()),
+            ("dropped", "features of the program that gshard drops (strict=True refuses them)",
+             map(str, program.dropped)),
+        )  # fmt: skip
+        purposes = Listed("purposes", "what the collectives are for", tuple(map(str, self.purposes)), is_in_text=False)
+        return purposes, *(Listed(key, title, tuple(lines)) for key, title, lines in rows)
 
     def machine(self) -> Machine | None:
         """The devices of the mesh, and CPUs for an abstract one."""

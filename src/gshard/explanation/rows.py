@@ -99,9 +99,9 @@ class Listed:
     """A list of lines about a program."""
 
     key: str  # its name in the data
-    title: str  # above it in the text; empty if it is shown on the page only
+    title: str
     lines: tuple[str, ...]
-    heading: str = ""  # above it on the page, if that is another
+    is_in_text: bool = True  # False if it is shown on the page only
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +266,7 @@ def lines_of_parts(rows: Sequence[CollectiveRow], mesh: Mesh) -> list[str]:
 
 def listed_lines(lists: Iterable[Listed]) -> list[str]:
     """The lists that are not empty, with their titles."""
-    shown = [one for one in lists if one.title and one.lines]
+    shown = [one for one in lists if one.is_in_text and one.lines]
     return [line for one in shown for line in ("", one.title, *(f"  {text}" for text in one.lines))]
 
 

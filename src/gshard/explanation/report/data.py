@@ -71,7 +71,7 @@ def report_data(
         "memory": _memory(source.held(found), places),
         "time": _times(kernels) if is_timed else [],
         # those that are not empty: a name, a title and the lines
-        "lists": [(one.key, one.heading or one.title, list(one.lines)) for one in source.lists if one.lines],
+        "lists": [(one.key, one.title, list(one.lines)) for one in source.lists if one.lines],
         "searched": "",  # what a search tells of its plan
         "lines": lines,
         "groups": {group: groups_text(of.groups) for group, of in zip(group_of, of_rows, strict=True)},
