@@ -81,7 +81,7 @@ def of_dropped(w):
 
 
 def of_keys(w):
-    """A key for each row, a mask that a running sum over rows makes, and recomputation of both."""
+    """A key for each row, which a layer splits, and a mask that a running sum over rows makes."""
 
     def layer(x, w):
         w, key, mask = w
@@ -113,7 +113,7 @@ def of_chunks(w):
 
 
 PROGRAMS = {f.__name__.removeprefix("of_"): f for f in (
-    of_plain, of_remat, of_carried, of_masked, of_dropped, of_keys, of_narrow, of_second, of_chunks
+    of_plain, of_remat, of_carried, of_masked, of_dropped, of_narrow, of_second, of_chunks
 )}  # fmt: skip
 OTHER = weights(8)
 KINDS = "stacked", "separate"
@@ -444,6 +444,12 @@ def test_a_stack_that_no_loop_scans_is_refused():
 def normalised(x, w):
     x = x / jnp.sqrt((x**2).mean() + 1)
     return x + jnp.tanh(x @ w["a"]) @ w["b"], None
+
+
+def test_keys_that_a_layer_makes_for_each_row_are_refused():
+    with pytest.raises(gshard.ShardingError, match="random_split in a layer mixes the rows") as error:
+        gshard.explain(lambda w: of_keys(gshard.pipeline(w, "stage", micro_batches=6)), W, mesh=Mesh.abstract(stage=4))
+    assert "of_keys" in error.value.where
 
 
 @pytest.mark.parametrize(

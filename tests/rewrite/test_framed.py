@@ -100,18 +100,6 @@ def test_what_is_marked_is_made():
     np.testing.assert_array_equal(gshard.jit(f, mesh=8)(data(32)), jax.jit(f)(data(32)))
 
 
-def test_of_a_sum_only_the_part_that_is_read_is_finished():
-    def f(x, y):
-        sums = gshard.split(x, 1, 8) @ gshard.split(y, 0, 8)
-        return gshard.split(jnp.pad(jnp.tanh(sums[:16]), ((0, 16), (0, 0))), 1, 8)
-
-    x = jax.ShapeDtypeStruct((32, 64), jnp.float32), jax.ShapeDtypeStruct((64, 16), jnp.float32)
-    lowered = gshard.jit(f, mesh=gshard.Mesh.abstract(devices=8)).lower(*x)
-    (sent,) = lowered.spmd.collectives
-    assert sent.kind == "reduce_scatter"
-    assert sent.shape.endswith("16,16]")
-
-
 def test_what_is_computed_in_many_steps_is_followed_no_further_than_is_worth_it():
     def f(x):
         y = x[1:-1]

@@ -95,8 +95,6 @@ class _Walk:
                     equations += self._pipeline(e, schedule, known)
                 except Mixed as mixed:
                     parts = _without_tables(e, self._builder)
-                    if parts is None and (eqn := mixed.equation) is not None:
-                        parts = _computed_before(e, eqn.primitive.name, user_line(eqn.source_info), self._builder)
                     if parts is None:
                         raise _refusal(e, schedule, mixed) from None
                     pending += reversed(parts)
@@ -263,82 +261,26 @@ def _without_tables(e: Equation, builder: Builder) -> list[Equation] | None:
             made.update(q.outputs)
     others = [q for q in body.equations if q not in tables]
     read = {x for q in others for x in q.inputs} | {*body.outputs}
-    return _split(e, builder, others, once=tables) if any(v.shape for v in made & read) else None
-
-
-def _computed_before(e: Equation, name: str, line: str, builder: Builder) -> list[Equation] | None:
-    """A scan whose body reads what some equations compute; None if all of these depend on the carry.
-
-    A loop before it computes them for all iterations. A split of a random key into one for each row, for example, needs
-    the positions of the rows.
-    """
-    (body,) = e.blocks
+    if not any(v.shape for v in made & read):
+        return None
     consts, carry = scan_counts(e.params)
-    known = {*body.inputs[:consts], *body.inputs[consts + carry :]}
-    early = list[Equation]()
-    for q in body.equations:
-        values = {x for x in q.inputs if isinstance(x, Value)}
-        if q.rule is None or q.mark is not None:
-            continue
-        if q.rule.passes:  # a barrier: each result depends on one operand
-            early.append(q)
-            known.update(v for x, v in zip(q.inputs, q.outputs, strict=True) if x in known)
-        elif is_pure(q) and values <= known:
-            early.append(q)
-            known.update(q.outputs)
-    moved = [q for q in early if (q.name, user_line(q.source_info)) == (name, line)]
-    needed, before = {v for q in moved for v in q.outputs}, list[Equation]()
-    for q in reversed(early):
-        if not needed.isdisjoint(q.outputs):
-            before.insert(0, q)
-            needed.update(x for x in q.inputs if isinstance(x, Value) and x in known)
-    others = [q for q in body.equations if q not in moved]
-    return _split(e, builder, others, before=before, made=[v for q in moved for v in q.outputs]) if moved else None
 
-
-def _split(
-    e: Equation,
-    builder: Builder,
-    others: Sequence[Equation],
-    *,
-    once: Sequence[Equation] = (),
-    before: Sequence[Equation] = (),
-    made: Sequence[Value] = (),
-) -> list[Equation]:
-    """A scan of ``others``. ``once`` runs before it, and ``before``, which makes ``made``, in a scan of its own."""
-    (body,) = e.blocks
-    consts, carry = scan_counts(e.params)
-    slices = body.inputs[consts + carry :]
-    inputs = {x for q in before for x in q.inputs}
-    read = [i for i, v in enumerate(slices) if v in inputs]
-    params = {name: e.params[name] for name in ("length", "reverse", "unroll")}
-
-    def loops(*operands: Any) -> list[Any]:
+    def loop(*operands: Any) -> list[Any]:
         shared = dict(zip(body.inputs[:consts], operands, strict=False))
-        Interpreter().evaluate(once, shared)
-        start, stacks = list(operands[consts : consts + carry]), list(operands[consts + carry :])
+        Interpreter().evaluate(tables, shared)
 
-        def first(_: None, own: Any) -> Any:
-            env = shared | {slices[i]: x for i, x in zip(read, own, strict=True)}
-            for q in before:
-                if q.rule is not None and q.rule.passes:
-                    env.update((v, env[x]) for x, v in zip(q.inputs, q.outputs, strict=True) if x in env)
-                else:
-                    Interpreter().evaluate([q], env)
-            return None, [value_of(v, env) for v in made]
-
-        def second(carried: Any, own: Any) -> Any:
-            env = shared | dict(zip((*body.inputs[consts:], *made), (*carried, *own), strict=True))
+        def step(carried: Any, own: Any) -> Any:
+            env = shared | dict(zip(body.inputs[consts:], (*carried, *own), strict=True))
             Interpreter().evaluate(others, env)
             out = [value_of(v, env) for v in body.outputs]
             return out[:carry], out[carry:]
 
-        if made:
-            stacks += lax.scan(first, None, [stacks[i] for i in read], length=e.params["length"])[1]
-        end, stacked = lax.scan(second, start, stacks, **params)
+        start, stacks = operands[consts : consts + carry], operands[consts + carry :]
+        params = {name: e.params[name] for name in ("length", "reverse", "unroll")}
+        end, stacked = lax.scan(step, list(start), list(stacks), **params)
         return [*end, *stacked]
 
-    return written(builder, loops, e.inputs, e.outputs, e)
+    return written(builder, loop, e.inputs, e.outputs, e)
 
 
 def _refusal(e: Equation, schedule: Schedule, mixed: Mixed) -> ShardingError:

@@ -418,7 +418,6 @@ class Region:
     layouts: dict[Array, Layout]
     equations: dict[Equation, Touch | Moves]  # the equations to compute in pieces, each with its treatment
     brought: set[Array]  # the arrays from outside of the region that are cut into pieces
-    kept: set[Array]  # results that are computed also as ordinary arrays
     joined: set[Array]  # results that are joined from their pieces
 
 
@@ -486,7 +485,6 @@ class _Choice:
     taken: list[Array] = dataclasses.field(default_factory=list)
     # arrays that are computed as before and cut into pieces
     brought: set[Array] = dataclasses.field(default_factory=set)
-    kept: set[Array] = dataclasses.field(default_factory=set)  # arrays that are computed twice
 
 
 class _Neighbours:
@@ -508,7 +506,6 @@ class _Search:
         self.outputs, self.producers, self.readers = graph.outputs, graph.producers, graph.readers
         self.choice = choice
         self.brought = choice.brought
-        self.kept = choice.kept
         self.dims: dict[Array, int] = {}
         self.layouts: dict[Array, Layout] = {}
         self.forced: set[Array] = set()  # arrays whose readers must all be in the region
@@ -532,13 +529,14 @@ class _Search:
                 else:
                     self.bring(x)
         for x in self.dims:
-            if x not in self.forced and x not in self.brought and x not in self.kept:
+            if x not in self.forced and x not in self.brought:
                 if x in self.outputs or any(not self.reads_pieces(e, x) for e in self.readers.get(x, ())):
-                    self.keep(x)
+                    self.choice.taken.append(x)
+                    raise _AgainError
         for e, treatment in self.equations.items():
             if isinstance(treatment, Moves) and treatment != self.moves(e, treatment.dim):
                 raise _OpenError  # an operand became an array in pieces later
-        return Region(self.dims, self.layouts, self.equations, self.brought & self.dims.keys(), self.kept, self.joined)
+        return Region(self.dims, self.layouts, self.equations, self.brought & self.dims.keys(), self.joined)
 
     def reads_pieces(self, e: Equation, x: Array) -> bool:
         treatment = self.equations.get(e)
@@ -554,7 +552,7 @@ class _Search:
                 raise _OpenError
             if not forced or x in self.forced:
                 return
-        if forced and (x in self.brought or x in self.kept):
+        if forced and x in self.brought:
             raise _OpenError
         self.dims[x], self.layouts[x] = dim, layout
         if forced:
@@ -568,15 +566,6 @@ class _Search:
         if x in self.forced:
             raise _OpenError
         self.brought.add(x)
-        raise _AgainError
-
-    def keep(self, x: Array) -> None:
-        """Decides on the treatment of an array in pieces that equations outside of the region read."""
-        e = self.producers[x]
-        if len(e.outputs) == 1 and index_of(e) is None and not any(y in self.dims for y in e.inputs):
-            self.kept.add(x)
-        else:
-            self.choice.taken.append(x)
         raise _AgainError
 
     def refuse(self, e: Equation) -> None:
@@ -678,8 +667,6 @@ class _Emitter:
             if x in self.region.brought and x not in self.pieces:
                 self.pieces[x] = self.new(x)
                 out += self.bring(x, e)
-        if any(v in self.region.kept for v in e.outputs):
-            out.append(e)
         treatment = self.region.equations[e]
         out += self.moved(e, treatment) if isinstance(treatment, Moves) else self.computed(e, treatment)
         return out + [q for v in e.outputs if v in self.region.joined for q in self.join(v, e)]

@@ -24,14 +24,12 @@ import numpy as np
 from jax import lax
 
 from gshard.core.program import Equation
-from gshard.core.rule import REDUCE
 from gshard.language.traits import traits_of
 from gshard.rewrite.driver import over
 from gshard.rewrite.equation_graph import Array, Graph, Others, again
 from gshard.rules.shape import one_array
 
 _TIMES = 4  # largest ratio of computed and needed elements
-_NEARLY = 1.25  # largest ratio that counts as nearly one
 _NODES = 64  # largest number of arrays in frames
 
 
@@ -77,19 +75,9 @@ class _Frames:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.needed: set[Any] = set(graph.outputs)  # values that are computed anyway
-        self.summed: set[Any] = set()  # values that may be unreduced sums
         for e in graph.equations:
             if not traits_of(e.name).computes and e.name not in ("slice", "pad"):
                 self.needed.update(e.inputs)
-            if e.mark is None and (_sums(e) or (e.rule and e.rule.linear and not self.summed.isdisjoint(e.inputs))):
-                self.summed.update(e.outputs)
-        # ``rewrite.compose_movement`` removes padded arrays whose elements move again.
-        self.moved = {x for e in graph.equations if self._moves(e) for x in e.inputs}
-
-    def _moves(self, e: Equation) -> bool:
-        if traits_of(e.name).adds:
-            return all(self.producer(x, "pad") for x in e.inputs)
-        return not traits_of(e.name).computes
 
     def producer(self, x: Array, *names: str) -> Equation | None:
         e = self.graph.producer(x, *names)
@@ -104,17 +92,13 @@ class _Frames:
         producer = self.producer(u)
         if 0 in u.shape or producer is None or any(min(c) < 0 for c in config):
             return None
-        repeats = producer.name == "broadcast_in_dim" and result not in self.moved
-        if not repeats and not traits_of(producer.name).computes:
+        if not traits_of(producer.name).computes:
             return None
         frame = _Frame(result.shape, tuple(low for low, _, _ in config), tuple(i + 1 for _, _, i in config))
         nodes: dict[Any, _Node] = {}
         top = self.node(u, frame, nodes)
         times = math.prod(result.shape) / math.prod(u.shape)
         if top.equation is None or not _is_worth_it(nodes.values(), times):
-            return None
-        # A slice of an unreduced sum is cheaper to reduce than the whole.
-        if times > _NEARLY and any(not x.equation and x.array in self.summed for x in nodes.values()):
             return None
         # For slices with a stride, elements next to each other are already on the same device.
         in_step = [s > 1 and s * m == n for n, m, s in zip(frame.shape, u.shape, frame.steps, strict=True)]
@@ -205,10 +189,7 @@ def _along(n: int, offset: int, step: int, count: int) -> Any:
 
 def _is_worth_it(nodes: Iterable[_Node], times: float) -> bool:
     """Whether computing in the frame saves more than it wastes: less data moves than with the pad."""
-    computed = [node.equation.name for node in nodes if node.equation is not None]
     padded = [node for node in nodes if node.equation is None and node.array.shape]
-    if len(computed) == 1 and not padded:
-        return True  # a broadcast scalar
     if times > _TIMES:
         return False
     moved = sum(not _is_near(node) for node in padded)
@@ -219,11 +200,6 @@ def _is_near(node: _Node) -> bool:
     """Whether an array fills its frame except few elements at the ends."""
     dims = zip(node.frame.offsets, node.frame.shape, node.array.shape, node.frame.steps, strict=True)
     return all(s == 1 and 8 * max(abs(o), abs(n - m - o)) <= max(n, 16) and m >= n for o, n, m, s in dims)
-
-
-def _sums(e: Equation) -> bool:
-    """Whether the results of an equation may be unreduced."""
-    return bool(e.blocks) or (e.rule is not None and any(f.kind == REDUCE for f in e.rule.factors))
 
 
 def _is_key(x: Array) -> bool:

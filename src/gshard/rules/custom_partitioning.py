@@ -5,9 +5,6 @@ the user's functions to find out which factors can be split, and which factors o
 program that ``partition`` returns for its parts. If nothing is split, it runs the original function.
 
     i k, k j -> i j     "sharding_rule"; partition refuses k, or its program adds the parts over the axes of k
-
-If a program ends with a sum of its results over the axes of a factor (``jax.lax.psum``), gshard runs the program
-without this sum. The results are then parts of sums, and the plan decides where to add them.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import BATCHING, SdyShardingRule
-from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.comm.collectives import collectives_of
@@ -32,7 +28,7 @@ from gshard.core.jax_adapter_kernels import as_gspmd, ir_types, read_sharding_ru
 from gshard.core.mark import Mark, axes_of_entry, entries_of, resolve
 from gshard.core.mesh import Atoms, Mesh, automatic_mesh
 from gshard.core.planning_tables import tabulated
-from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Factor, Rule, RuleMaker, Split, place, project
+from gshard.core.rule import COMMUNICATE, PARALLEL, REPLICATE, Factor, Rule, RuleMaker, Split, place, project
 from gshard.language.per_device import renamed
 from gshard.language.registry import Call, rule
 
@@ -91,7 +87,6 @@ class _RuleOnMesh:
         # Factors that must be split together form a group, which has the number of its first factor.
         self.group = list(range(len(self.table)))
         self.kinds: dict[int, str] = {}  # the kinds of the groups that can be split
-        self.monoids: dict[int, str] = {}  # the monoids with which programs combine their results, by group
 
     def rule(self) -> Rule:
         """The rule with the factors that can be split."""
@@ -105,22 +100,12 @@ class _RuleOnMesh:
             if members:
                 size = max(self.factors.sizes[f] for f in members)
                 kind = self.kinds.get(group, REPLICATE)
-                factor_of[group] = make.factor(size, kind, self.monoids.get(group))[0]
-        combined = {factor_of[group] for group in self.monoids}
+                factor_of[group] = make.factor(size, kind)[0]
         arrays = [[tuple(factor_of[self.group[f]] for f in dim) for dim in dims] for dims in self.factors.dims]
         operands, results = arrays[: len(self.operator.in_types)], arrays[len(self.operator.in_types) :]
 
-        def shardings_of(split: Mapping[int, Atoms]) -> Arrays:
-            return tuple(place(tuple(dims), split) for dims in arrays)
-
         def program_of(split: Mapping[int, Atoms]) -> DeviceProgram | None:
-            """The program of each device, without its last collective if the plan combines the results."""
-            program = self.user.program(shardings_of(split))
-            atoms = frozenset(a for f in combined for a in split.get(f, ()))
-            if program is None or not atoms:
-                return program
-            unfinished = program.unfinished
-            return unfinished.program if unfinished is not None and unfinished.atoms == atoms else None
+            return self.user.program(tuple(place(tuple(dims), split) for dims in arrays))
 
         def allowed(mesh: Mesh, split: Split) -> bool:
             if not any(split.values()):
@@ -131,7 +116,7 @@ class _RuleOnMesh:
                 return False
             if program is None:
                 return False
-            in_results = {f for dims in results for dim in dims for f in dim} | combined
+            in_results = {f for dims in results for dim in dims for f in dim}
             return all(f in in_results or program.over.issuperset(atoms) for f, atoms in split.items())
 
         def sends(mesh: Mesh, split: Split) -> int:
@@ -235,22 +220,13 @@ class _RuleOnMesh:
             members = sorted({g for f, split_over in split.items() if split_over == atoms for g in self._members(f)})
             if not self._can_be_one(members):
                 continue
-            kind, monoid = PARALLEL, None
             sizes = {self.factors.sizes[g] for g in members}
-            if program.over.intersection(atoms) or len(sizes) > 1 or self.factors.communicated.intersection(members):
-                kind = COMMUNICATE
-            if not self.in_results.intersection(members):
-                kind = COMMUNICATE
-                unfinished = program.unfinished
-                if unfinished is not None and unfinished.atoms == frozenset(atoms) and len(sizes) == 1:
-                    kind, monoid = REDUCE, unfinished.monoid
+            communicates = bool(program.over.intersection(atoms)) or not self.in_results.intersection(members)
+            communicates |= len(sizes) > 1 or bool(self.factors.communicated.intersection(members))
             for g in members:
                 self.kinds.pop(self.group[g], None)
-                self.monoids.pop(self.group[g], None)
                 self.group[g] = members[0]
-            self.kinds[members[0]] = kind
-            if monoid is not None:
-                self.monoids[members[0]] = monoid
+            self.kinds[members[0]] = COMMUNICATE if communicates else PARALLEL
 
     def _can_be_one(self, members: Sequence[int]) -> bool:
         """Whether one factor may replace these: no array has two of them, and no product has one of another size."""
@@ -317,18 +293,6 @@ class DeviceProgram:
     run: Callable[..., list[Any]]  # runs the program on one device's parts, with axes replaced by atoms
     sent: int  # bytes that each device sends
     over: frozenset[str]  # the atoms over which it communicates
-    # the program without its last collective, if this collective combines all results over the same atoms; otherwise
-    # None
-    unfinished: Unfinished | None = None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Unfinished:
-    """A per-device program with unreduced results."""
-
-    program: DeviceProgram  # the program
-    monoid: str  # the monoid that combines the results
-    atoms: frozenset[str]  # the atoms over which the results are unreduced
 
 
 # Converts sharding rules of ``jax.experimental.custom_partitioning`` to factors.
@@ -428,7 +392,6 @@ def _misfit(rule: SdyShardingRule, what: str) -> RuleError:
 
 # The sharding of every operand, then of every result: for each dimension its atoms.
 Arrays = tuple[tuple[Atoms, ...], ...]
-_COMBINES = {"psum": "add", "pmax": "max", "pmin": "min"}
 _ROUNDS = 8  # largest number of calls of partition until its shardings no longer change
 
 
@@ -536,30 +499,8 @@ class OnMesh:
             # JAX 0.10 counts the positions of a ppermute in the order of the mesh, for any order of the named axes.
             self.refusal = "the program of one device permutes over axes in another order than the mesh's"
             return None
-        return dataclasses.replace(self._program(run, sent), unfinished=self._unfinished(over_atoms))
-
-    @staticmethod
-    def _program(run: Callable[..., list[Any]], sent: Sequence[tuple[str, Atoms, int, Any]]) -> DeviceProgram:
         total_bytes = sum(sent_bytes for _, _, sent_bytes, _ in sent)
         return DeviceProgram(run, total_bytes, frozenset(a for _, atoms, _, _ in sent for a in atoms))
-
-    def _unfinished(self, over_atoms: Any) -> Unfinished | None:
-        """A program over atoms without its last collective; None unless one collective combines all results."""
-        body, consts = closed(over_atoms)
-        last = [e for e in body.eqns if e.primitive.name in _COMBINES and not {*e.outvars}.isdisjoint(body.outvars)]
-        parts = {v: x for e in last for v, x in zip(e.outvars, e.invars, strict=True)}
-        kinds = {(e.primitive.name, frozenset(e.params["axes"])) for e in last}
-        read = {id(x) for e in body.eqns for x in e.invars}
-        if len(kinds) != 1 or any(e.params["axis_index_groups"] for e in last) or any(id(v) in read for v in parts):
-            return None
-        if any(isinstance(v, Literal) or v not in parts for v in body.outvars):
-            return None
-        ((name, atoms),) = kinds
-        body = body.replace(eqns=[e for e in body.eqns if e not in last], outvars=[parts[v] for v in body.outvars])
-        jaxpr = ClosedJaxpr(body, consts)
-        sent = list(collectives_of(jaxpr, self.mesh.atom_sizes))
-        run = renamed(jaxpr, {a: (a,) for a in self.mesh.atoms})
-        return Unfinished(self._program(run, sent), _COMBINES[name], atoms)
 
     def _in_order(self, atoms: Atoms) -> bool:
         return [a for a in self.mesh.atoms if a in atoms] == list(atoms)
