@@ -283,21 +283,20 @@ class _Clock:
         inner: list[Inner] = []
         for (one, step), start, hidden in zip(run, laid.begins, laid.hidden, strict=True):
             if isinstance(one, Sent):
-                rows.append(self._of_collective(one, name, times, start, step.seconds, step.seconds - hidden))
+                rows.append(self._of_collective(one, name, times, start, step.seconds).beside(hidden))
             elif isinstance(one, Ran):
                 rows.append(dataclasses.replace(one, start=start))
             elif one is not None:
                 inner.append(dataclasses.replace(one, start=start))
         return Elapsed(laid.seconds, tuple(sorted(rows, key=lambda row: row.start)), tuple(inner))
 
-    def _of_collective(self, sent: Sent, name: str, times: int, begins: float, taken: float, waited: float) -> Ran:
-        """One collective; of what is waited for it, latency has the share that it has of all of it."""
-        first = self.network(dataclasses.replace(sent.collective, operand_bytes=1), sent.itself) if taken else 0.0
-        latency = waited * min(1.0, first / taken) if taken else 0.0
-        parts = (("network", waited - latency), ("latency", latency))
+    def _of_collective(self, sent: Sent, name: str, times: int, start: float, taken: float) -> Ran:
+        """One collective, as if nothing ran beside it."""
+        empty = dataclasses.replace(sent.collective, operand_bytes=1)
+        latency = min(taken, self.network(empty, sent.itself)) if taken else 0.0
         return Ran(
             computation=name, made=sent.made, kind=COLLECTIVE, times=times, sent=sent.collective.bytes_moved,
-            seconds=waited, overlapped=taken - waited, parts=parts, collective=sent, start=begins,
+            seconds=taken, parts=(("network", taken - latency), ("latency", latency)), collective=sent, start=start,
         )  # fmt: skip
 
     def _kernel(self, computation: Computation, name: str, made: Instruction, times: int) -> Ran | None:
