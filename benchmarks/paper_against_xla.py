@@ -26,19 +26,25 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from paper_models import configured, lower, lowered_as_searched
 
 import gshard
+from gshard.core.mesh import Mesh
+from gshard.core.plan import Plan
+from gshard.core.program import Constant, Equation, Program, Value
+from gshard.core.rule import operand_sharding, result_sharding
+from gshard.core.sharding import Sharding
 from gshard.emit.compile import named_sharding
 from gshard.moe.config import TransformerConfig
 from gshard.moe.transformer import param_specs
 from gshard.remat.rematerialise import MemoryLimitError, peak_of
 from gshard.xla import hlo_collectives
 from gshard.xla.hlo_parser import Computation, Instruction, Module, read_module, type_bytes
-from gshard.xla.peer import xla_function
+from gshard.xla.peer import Marked, xla_function
 from gshard.xla.tpu import estimated_cycles, topology_mesh
 
 MODELS = ("MoE(128E, 12L)", "v3:8x8", "MoE(2048E, 12L)", "v3:32x32", "MoE(2048E, 36L)", "v3:32x32")
@@ -109,6 +115,42 @@ def _padded(shape: tuple[int, ...], dim: int, parts: int) -> int:
     return math.prod(-(-n // tile) * tile for n, tile in zip(local, tiles, strict=True))
 
 
+class BothSides(Marked):
+    """Both sides of each all-to-all of a plan are constraints."""
+
+    def equation(self, e: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Runs an equation; what is split along other dimensions on its way in or out is constrained twice."""
+        assert self.plan is not None
+        split, arrays = self.plan.splits.get(e, {}), list(inputs)
+        for i, v in enumerate(e.inputs):
+            enters = self.plan.sharding(e.outputs[0]) if e.mark else operand_sharding(e.operator_rule, i, split)
+            arrays[i] = self._turned(arrays[i], v, self.plan.sharding(v), enters)
+        results = super().equation(e, arrays)
+        if e.mark:
+            return results
+        return [
+            self._turned(x, v, result_sharding(e.operator_rule, i, split), self.plan.sharding(v))
+            for i, (x, v) in enumerate(zip(results, e.outputs, strict=True))
+        ]
+
+    def with_plan(self, e: Equation, results: Sequence[Any]) -> Sequence[Any]:
+        return results
+
+    def _turned(self, x: Any, value: Value | Constant, before: Sharding, after: Sharding) -> Any:
+        if before.dims == after.dims or _atoms(before) != _atoms(after):
+            return x
+        return self.constrained(self.constrained(x, value, before), value, after)
+
+
+def _atoms(sharding: Sharding) -> set[str]:
+    return {atom for atoms in sharding.dims for atom in atoms}
+
+
+def of_both_sides(program: Program, mesh: Mesh, plan: Plan) -> Callable[..., list[Any]]:
+    """A function of the program's flat inputs in which both sides of each all-to-all of a plan are constraints."""
+    return lambda *arrays: BothSides(mesh, plan).run(program.block, arrays)
+
+
 def compiled(name: str, topology: str, row: Row, limit: str) -> Any:
     """The compiled program; raises what the compiler raises."""
     config, machine = configured(name, topology, row.remat)
@@ -121,7 +163,9 @@ def compiled(name: str, topology: str, row: Row, limit: str) -> Any:
         return lowered.executable.compiled
     program, captured = lowered.program, len(lowered.program.captured)
     knows = lowered.plan if row.given in ("both sides", "every value") else None
-    f = xla_function(program, mesh, knows, turns_only=row.given == "both sides")
+    f = xla_function(program, mesh, knows)
+    if row.given == "both sides":
+        f = of_both_sides(program, mesh, lowered.plan)
     given = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in program.block.inputs]
     where: dict[str, Any] = {}
     # Its own choice needs to be told no more than which devices there are, which the marks do.

@@ -183,7 +183,7 @@ CPU, TPU = COMPILERS["cpu"], Machine.of("v5e:1x1").compiler
 
 def slicing_in_place(machine):
     """The machine with a compiler that slices stacks as libtpu does."""
-    compiler = dataclasses.replace(machine.compiler, products_slice_stacks=True, fills_forward_stacks=False)
+    compiler = dataclasses.replace(machine.compiler, products_slice_stacks=True)
     return dataclasses.replace(machine, compiler=compiler)
 
 

@@ -1,5 +1,8 @@
 """The peer: the same numbers under XLA's own partitioner, and what an expert's constraints spare it."""
 
+import sys
+from pathlib import Path
+
 import jax
 import numpy as np
 
@@ -10,6 +13,9 @@ from gshard.moe.experts import expert_layer, expert_specs
 from gshard.moe.param import init_params
 from gshard.xla import hlo_collectives
 from gshard.xla.peer import xla_function
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from paper_against_xla import of_both_sides
 
 CONFIG = TransformerConfig(32, 24, model_dim=16, hidden_dim=32, heads=2, head_dim=8, encoder_layers=2,
     decoder_layers=2, experts=8, group_size=None, partitions=8, remat="branches")  # fmt: skip
@@ -32,8 +38,8 @@ def test_an_expert_says_both_sides_of_each_all_to_all(rng):
     where = [named_sharding(lowered.mesh, s) for s in lowered.spmd.in_shardings]
     want = jax.tree.leaves(jax.jit(gradient)(*args))
     sent = {}
-    for name, plan in (("marks", None), ("expert", lowered.plan)):
-        f = xla_function(lowered.program, lowered.mesh, plan, turns_only=True)
+    of_marks = xla_function(lowered.program, lowered.mesh)
+    for name, f in (("marks", of_marks), ("expert", of_both_sides(lowered.program, lowered.mesh, lowered.plan))):
         made = jax.jit(f, in_shardings=where).lower(*flat).compile()
         sent[name] = hlo_collectives.summary(hlo_collectives.collectives(made.as_text()))
         found = made(*(jax.device_put(x, s) for x, s in zip(flat, where, strict=True)))

@@ -207,9 +207,9 @@ class Reason:
         return f"{verb} {self.equation}{location}"
 
 
-def local_bytes(v: Value, sharding: Sharding, mesh: Mesh) -> int:
-    """Bytes of one device's part of a value with this sharding."""
-    return math.prod(sharding.local_shape(mesh, v.shape)) * itemsize(v.dtype)
+def local_bytes(v: Value | Constant, sharding: Sharding, mesh: Mesh) -> int:
+    """Bytes of one device's part of a value with this sharding; of a constant, of all of it."""
+    return math.prod(sharding.local_shape(mesh, v.shape)) * itemsize(v.dtype) if isinstance(v, Value) else v.bytes
 
 
 # The attributes of a plan that determine the per-device program.

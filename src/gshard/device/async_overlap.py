@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from gshard.comm.collectives import KINDS
 from gshard.comm.reshard import plan_reshard
 from gshard.comm.steps import LOCAL, PERMUTE
 from gshard.core.mesh import Mesh
-from gshard.core.plan import Plan
+from gshard.core.plan import Plan, local_bytes
 from gshard.core.program import Block, Equation, Value, itemsize
 from gshard.core.rule import operand_sharding, parts, result_sharding
 from gshard.core.sharding import Sharding
@@ -207,7 +206,7 @@ def _moves(v: Value, target: Sharding, plan: Plan, machine: Machine) -> list[Ste
     for step in plan_reshard(source, target, v.shape, itemsize(v.dtype), mesh):
         if step.kind in LOCAL or step.kind == PERMUTE:
             continue
-        step_seconds = seconds(step.kind, bytes_of(v, step.before, mesh), mesh, machine, step.atoms)
+        step_seconds = seconds(step.kind, local_bytes(v, step.before, mesh), mesh, machine, step.atoms)
         arrives = (v, step.after), (v, target)  # local steps after it take no time
         steps.append(Step(step_seconds, (read,), arrives, step.kind))
         read = (v, step.after)
@@ -224,11 +223,6 @@ def product_seconds(e: Equation, plan: Plan, machine: Machine) -> float:
 def local_sizes(e: Equation, plan: Plan) -> list[int]:
     """Bytes of one device's parts of the operands, then of the results."""
     split, mesh = plan.splits[e], plan.mesh
-    operands = [bytes_of(v, operand_sharding(e.operator_rule, i, split), mesh) for i, v in enumerate(e.inputs)]
-    return operands + [bytes_of(v, result_sharding(e.operator_rule, i, split), mesh) for i, v in enumerate(e.outputs)]
-
-
-def bytes_of(v: Any, sharding: Sharding, mesh: Mesh) -> int:
-    """Bytes of one device's part of a value, or of a whole constant."""
-    shape = sharding.local_shape(mesh, v.shape) if isinstance(v, Value) else v.shape
-    return math.prod(shape) * itemsize(v.dtype)
+    operands = [(v, operand_sharding(e.operator_rule, i, split)) for i, v in enumerate(e.inputs)]
+    results = [(v, result_sharding(e.operator_rule, i, split)) for i, v in enumerate(e.outputs)]
+    return [local_bytes(v, sharding, mesh) for v, sharding in (*operands, *results)]

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from gshard.comm.collectives import KINDS, sent_bytes, sent_sizes
 from gshard.core.jax_adapter import user_place
@@ -56,6 +56,13 @@ class PricedKernel:
         """Seconds in one call of the program."""
         return self.seconds * self.times
 
+    def beside(self, overlapped: float) -> Self:
+        """The cost if other kernels run in some of its seconds. Each part keeps its share of the others."""
+        left = self.seconds - overlapped
+        share = left / self.seconds if self.seconds else 0.0
+        parts = tuple((what, spent * share) for what, spent in self.parts)
+        return dataclasses.replace(self, seconds=left, parts=parts, overlapped=overlapped)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCost(PricedKernel):
@@ -66,12 +73,6 @@ class KernelCost(PricedKernel):
     result: str  # the local result, as text
     axes: Atoms = ()  # the atoms of a collective
     equation: Equation  # its last equation, as emitted
-
-    def taking(self, seconds: float, overlapped: float = 0.0) -> KernelCost:
-        """The cost with other seconds. Each part keeps its share of them."""
-        share = seconds / self.seconds if self.seconds else 0.0
-        parts = tuple((what, spent * share) for what, spent in self.parts)
-        return dataclasses.replace(self, seconds=seconds, parts=parts, overlapped=overlapped)
 
 
 class CallTotals:
@@ -204,7 +205,7 @@ def cost_of_kernels(program: Kernels, mesh: Mesh, machine: Machine, donated: Ite
     }
     seconds_alone = {kernel: row.seconds for kernel, row in rows.items()}
     for kernel, overlapped in overlapped_of(program, seconds_alone, mesh, machine).items():
-        rows[kernel] = rows[kernel].taking(rows[kernel].seconds - overlapped, overlapped)
+        rows[kernel] = rows[kernel].beside(overlapped)
     return Cost(machine, tuple(rows.values()), program, tuple(donated))
 
 
@@ -238,18 +239,18 @@ def kernel_cost(kernel: Kernel, times: int, mesh: Mesh, machine: Machine) -> Ker
     )  # fmt: skip
 
 
-def sent_by(e: Equation) -> tuple[str, Atoms, Sequence[int]]:
-    """The kind of a collective equation, its atoms, and the bytes of each operand."""
+def sent_by(e: Equation, mesh: Mesh) -> tuple[str, Atoms, list[int], int]:
+    """The kind of a collective equation, its atoms, the bytes of each operand, and the bytes that a device sends."""
     axes: Any = e.params.get("axes", e.params.get("axis_name"))
     atoms = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
-    return KINDS[e.name], atoms, sent_sizes(e.name, [v.bytes for v in e.inputs if isinstance(v, Value)])
+    kind, operands = KINDS[e.name], sent_sizes(e.name, [v.bytes for v in e.inputs if isinstance(v, Value)])
+    return kind, atoms, [*operands], sum(sent_bytes(kind, operand, mesh.count(atoms)) for operand in operands)
 
 
 def _collective(kernel: Kernel, mesh: Mesh, machine: Machine) -> tuple[str, Atoms, int, float, float]:
     """The kind of a collective, its atoms, bytes sent, seconds of one run, and the latency in these seconds."""
     e = kernel.equation
-    name, atoms, operands = sent_by(e)
-    sent = sum(sent_bytes(name, operand, mesh.count(atoms)) for operand in operands)
+    name, atoms, operands, sent = sent_by(e, mesh)
     if "perm" in e.params:
         pairs = _pairs(e.params["perm"], atoms, mesh)
         return name, atoms, sent, permutation_seconds(sent, pairs, machine), permutation_seconds(0, pairs, machine)
@@ -277,7 +278,7 @@ def _pairs(perm: Sequence[tuple[int, int]], atoms: Atoms, mesh: Mesh) -> list[tu
     return [(device(a), device(b)) for a, b in perm]
 
 
-# Matches each collective kernel of a priced program with the collective that the partitioner emitted.
+# Matches each collective of a per-device program with the one that the partitioner emitted.
 
 
 def cause_of(kernel: KernelCost, collective: Collective | None) -> Equation:
@@ -286,26 +287,33 @@ def cause_of(kernel: KernelCost, collective: Collective | None) -> Equation:
 
 
 def origins(spmd: SpmdProgram, found: Cost) -> tuple[Collective | None, ...]:
-    """For each priced kernel, its collective; None for kernels that send nothing.
+    """For each priced kernel, its collective; None for kernels that send nothing."""
+    sends = {i: (k.equation, k.times) for i, k in enumerate(found.kernels) if k.kind == COLLECTIVE}
+    collectives = dict(zip(sends, emitted_as(spmd, [*sends.values()]), strict=True))
+    return tuple(collectives.get(i) for i in range(len(found.kernels)))
+
+
+def emitted_as(spmd: SpmdProgram, sends: Sequence[tuple[Equation, int]]) -> list[Collective | None]:
+    """For each collective equation with its number of runs, its collective; None for one that is new.
 
     Both are in the order in which they were emitted. Equal collectives are distinguished by the place where they were
     emitted, and then by their order.
     """
-    unmatched = [(i, k) for i, k in enumerate(found.kernels) if k.kind == COLLECTIVE]
     collectives = list(spmd.collectives)
-    pairs: dict[int, Collective] = {}
+    found: list[Collective | None] = [None] * len(sends)
     for attributes in _KEYS:
         queues: dict[Hashable, deque[Collective]] = {}
         for c in collectives:
             values = (c.kind, c.bytes, c.times, place_of(c.emitted), c.atoms)
             queues.setdefault(tuple(values[i] for i in attributes), deque()).append(c)
-        for i, k in unmatched:
-            values = (k.name, k.sent, k.times, place_of(k.equation), k.axes)
+        for n, (e, times) in enumerate(sends):
+            kind, atoms, _, sent = sent_by(e, spmd.mesh)
+            values = (kind, sent, times, place_of(e), atoms)
             candidates = queues.get(tuple(values[i] for i in attributes))
-            if i not in pairs and candidates:
-                pairs[i] = candidates.popleft()
+            if found[n] is None and candidates:
+                found[n] = candidates.popleft()
         collectives = [c for queue in queues.values() for c in queue]
-    return tuple(pairs.get(i) for i in range(len(found.kernels)))
+    return found
 
 
 # The attributes that must be equal: kind, bytes, times, place and atoms; then without the atoms, because a permutation

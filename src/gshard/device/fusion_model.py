@@ -673,7 +673,7 @@ def _slices_of(loop: Kernel, body: Kernels, compiler: Compiler) -> dict[Kernel, 
             continue
         if copying:
             found.setdefault(copying[0], []).append(StackSlice(v, copied=True, filled=False))
-    filled = compiler.fills_forward_stacks or bool(loop.equation.params["reverse"])
+    filled = not compiler.products_slice_stacks or bool(loop.equation.params["reverse"])
     for output in body.block.outputs[carry:]:
         if not isinstance(output, Value):
             continue

@@ -62,10 +62,8 @@ class Compiler:
     # time messages then go around a ring in one direction (``network``).
     exchanges_in_turn: bool = False
     # whether a product reads a slice of a loop's stack where it is, if no other product reads it, and writes its result
-    # into such a stack (``loop_stacks``)
+    # into such a stack. Then only stacks of loops that count down are filled with zeros before the loop; else all are.
     products_slice_stacks: bool = False
-    # whether the stacks of a loop that counts up are filled with zeros before the loop
-    fills_forward_stacks: bool = True
     # whether a product of ragged groups (``lax.ragged_dot``) multiplies all rows with the matrix of each group, because
     # there is no kernel for it
     multiplies_groups: bool = False
@@ -80,7 +78,6 @@ def _libtpu(*hides: str, schedules_read: bool = True) -> Compiler:
         copies_for_collectives=False,
         keeps_low_precision_copies=True,
         products_slice_stacks=True,
-        fills_forward_stacks=False,
     )
 
 

@@ -22,7 +22,7 @@ from gshard.core.planning_tables import tabulated, with_tables
 from gshard.core.program import Block, Equation, Value, itemsize
 from gshard.core.rule import operand_sharding, parts, result_sharding
 from gshard.core.sharding import Sharding
-from gshard.device.async_overlap import bytes_of, gather_stalls, local_sizes, product_seconds
+from gshard.device.async_overlap import gather_stalls, local_sizes, product_seconds
 from gshard.device.machine import PERMUTE, Machine
 from gshard.device.network import coordinates, goes_one_way, permuting, seconds
 from gshard.device.roofline import kernel_roofline
@@ -321,7 +321,7 @@ class Chooser:
         mesh, split, steps = plan.mesh, plan.splits[e], ring.steps(plan.mesh)
         (result,) = e.outputs
         sizes = local_sizes(e, plan)
-        result_bytes = bytes_of(result, leaving(e.operator_rule, split, ring, 0), mesh)
+        result_bytes = local_bytes(result, leaving(e.operator_rule, split, ring, 0), mesh)
         (atoms,) = ring.rotating
         if ring.result:
             sent = result_bytes
@@ -329,7 +329,7 @@ class Chooser:
             waited -= seconds("all_gather", sent, mesh, machine, atoms) if whole else 0.0
         else:
             i = ring.operands[0][0]
-            sent = bytes_of(e.inputs[i], entering(e.operator_rule, split, ring, i), mesh)
+            sent = local_bytes(e.inputs[i], entering(e.operator_rule, split, ring, i), mesh)
             waited = self._stalls.get((e, i), 0.0)
         compute = self._step_compute(ring, e, sizes)
         links = _links(ring.rotating, ring.order, mesh, machine)

@@ -6,23 +6,21 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from gshard.comm.collectives import sent_bytes
 from gshard.core.errors import GShardError
 from gshard.core.jax_adapter import no_mesh_set, optimization_barrier_p, scan_counts, shapes_of
 from gshard.core.jax_adapter_context import wide_enough_for
 from gshard.core.jax_adapter_retracing import with_mapping
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import with_tables
-from gshard.core.program import Block, Constant, Equation, Program, Value, format_bytes, itemsize
+from gshard.core.program import Block, Constant, Equation, Program, Value, format_bytes, itemsize, type_text
 from gshard.core.spmd import RECOMPUTED, Collective, Recomputation, Recomputed, SpmdProgram
 from gshard.core.xla_workarounds import opaque_identity
-from gshard.device.cost import kernel_cost, sent_by
+from gshard.device.cost import emitted_as, kernel_cost, sent_by
 from gshard.device.fusion_model import (
     COLLECTIVE,
     FUSED,
@@ -599,7 +597,7 @@ def replayed(spmd: SpmdProgram, before: Kernels, block: Block) -> SpmdProgram:
     wide = wide_enough_for(v.dtype for v in block.values())
     with jax.sharding.use_abstract_mesh(spmd.mesh.abstract_jax_mesh), wide:
         jaxpr = jax.make_jaxpr(program)(*shapes_of(spmd.jaxpr.in_avals))
-    return dataclasses.replace(spmd, jaxpr=jaxpr, collectives=_collectives_after(spmd, before, kernels_of(block)))
+    return dataclasses.replace(spmd, jaxpr=jaxpr, collectives=tuple(_collectives_of(block, spmd)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -615,41 +613,15 @@ class _WithOpaqueBarriers(Interpreter):
         return super().equation(e, inputs)
 
 
-_Attributes = tuple[str, tuple[str, ...], int, int, str, str]
-
-
-def _collectives_after(spmd: SpmdProgram, before: Kernels, after: Kernels) -> tuple[Collective, ...]:
-    """The collectives that the new program reports, without those that are gone and with those that are new.
-
-    Equal collectives in overlapping windows may be gone too: equal equations are one after they are read back.
-    """
-    equations = dict(_attributes(after, spmd.mesh))
-    old, new = (Counter(attributes for attributes, _ in _attributes(kernels, spmd.mesh)) for kernels in (before, after))
-    count_left: Counter[tuple[str, tuple[str, ...], int, int]] = Counter()
-    for attributes, count in new.items():
-        count_left[attributes[:4]] += count
-    kept = []
-    for c in spmd.collectives:
-        if count_left[c.kind, c.atoms, c.bytes, c.times]:
-            count_left[c.kind, c.atoms, c.bytes, c.times] -= 1
-            kept.append(c)
-    for attributes in (*(new - old).elements(), *new.elements()):
-        if count_left[attributes[:4]]:
-            count_left[attributes[:4]] -= 1
-            kind, atoms, sent, times, shape, line = attributes
-            e = equations[attributes]
-            kept.append(Collective(kind, atoms, sent, times, shape, line, RECOMPUTED, cause=e, emitted=e))
-    return tuple(kept)
-
-
-def _attributes(kernels: Kernels, mesh: Mesh) -> Iterator[tuple[_Attributes, Equation]]:
-    for kernel, times in kernels.walk():
-        if kernel.kind == COLLECTIVE:
-            e = kernel.equation
-            kind, atoms, sizes = sent_by(e)
-            for bytes_of_array, v in zip(sizes, (v for v in e.inputs if isinstance(v, Value)), strict=False):
-                shape = f"{v.dtype_name}[{','.join(map(str, v.shape))}]"
-                yield (kind, atoms, sent_bytes(kind, bytes_of_array, mesh.count(atoms)), times, shape, e.line), e
+def _collectives_of(block: Block, spmd: SpmdProgram) -> Iterator[Collective]:
+    """The collectives of a changed block: those of the program that remain, and new ones."""
+    sends = [(k.equation, times) for k, times in kernels_of(block).walk() if k.kind == COLLECTIVE]
+    for (e, times), known in zip(sends, emitted_as(spmd, sends), strict=True):
+        if known is not None:
+            yield dataclasses.replace(known, times=times)
+            continue
+        kind, atoms, _, sent = sent_by(e, spmd.mesh)
+        yield Collective(kind, atoms, sent, times, type_text(e.inputs[0]), e.line, RECOMPUTED, cause=e, emitted=e)
 
 
 # Compiles a program within a memory limit by the compiler's own figures.

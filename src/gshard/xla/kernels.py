@@ -283,21 +283,20 @@ class _Clock:
         inner: list[Inner] = []
         for (one, step), start, hidden in zip(run, laid.begins, laid.hidden, strict=True):
             if isinstance(one, Sent):
-                rows.append(self._of_collective(one, name, times, start, step.seconds, step.seconds - hidden))
+                rows.append(self._of_collective(one, name, times, start, step.seconds).beside(hidden))
             elif isinstance(one, Ran):
                 rows.append(dataclasses.replace(one, start=start))
             elif one is not None:
                 inner.append(dataclasses.replace(one, start=start))
         return Elapsed(laid.seconds, tuple(sorted(rows, key=lambda row: row.start)), tuple(inner))
 
-    def _of_collective(self, sent: Sent, name: str, times: int, begins: float, taken: float, waited: float) -> Ran:
-        """One collective; of what is waited for it, latency has the share that it has of all of it."""
-        first = self.network(dataclasses.replace(sent.collective, operand_bytes=1), sent.itself) if taken else 0.0
-        latency = waited * min(1.0, first / taken) if taken else 0.0
-        parts = (("network", waited - latency), ("latency", latency))
+    def _of_collective(self, sent: Sent, name: str, times: int, start: float, taken: float) -> Ran:
+        """One collective, as if nothing ran beside it."""
+        empty = dataclasses.replace(sent.collective, operand_bytes=1)
+        latency = min(taken, self.network(empty, sent.itself)) if taken else 0.0
         return Ran(
             computation=name, made=sent.made, kind=COLLECTIVE, times=times, sent=sent.collective.bytes_moved,
-            seconds=waited, overlapped=taken - waited, parts=parts, collective=sent, start=begins,
+            seconds=taken, parts=(("network", taken - latency), ("latency", latency)), collective=sent, start=start,
         )  # fmt: skip
 
     def _kernel(self, computation: Computation, name: str, made: Instruction, times: int) -> Ran | None:
@@ -395,11 +394,12 @@ def _peak(module: Module, name: str, *, is_entry: bool = False) -> _Peak:
     held: list[Held] = []
     of: dict[str, _Buffers] = {}
     last: dict[int, int] = {}
-    made_at: list[int] = []
+    new: list[range] = []  # for each instruction, the buffers that it makes
     for i, made in enumerate(order):
+        count = len(held)
         of[made.name] = _buffers(module, name, computation, made, of, held)
-        last |= {buffer: i for buffer in range(len(made_at), len(held))}
-        made_at += [i] * (len(held) - len(made_at))
+        new.append(range(count, len(held)))
+        last.update(dict.fromkeys(new[-1], i))
         for operand in made.operands:
             last.update(dict.fromkeys(of.get(operand, ()), i))
     # The results of the whole program count by themselves; those of a body are the state that its caller holds.
@@ -410,21 +410,20 @@ def _peak(module: Module, name: str, *, is_entry: bool = False) -> _Peak:
     now, most = 0, _Peak()
     live: set[int] = set()
     moments: list[Moment] = []
-    counted = 0
     for i, made in enumerate(order):
-        while counted < len(held) and made_at[counted] == i:
-            if not (is_entry and counted in returned):
-                if made.opcode == "fusion" or made.opcode in ELEMENTWISE:
-                    # Each element is read before it is written: an operand of that size that nothing else reads is the
-                    # buffer of the result.
-                    size = held[counted].bytes
-                    ending = (b for b in ends.get(i, ()) if b in live and held[b].bytes == size)
-                    for taken in itertools.islice((b for b in ending if is_entry or b not in returned), 1):
-                        live.discard(taken)
-                        now -= size
-                live.add(counted)
-                now += held[counted].bytes
-            counted += 1
+        for buffer in new[i]:
+            if is_entry and buffer in returned:
+                continue
+            if made.opcode == "fusion" or made.opcode in ELEMENTWISE:
+                # Each element is read before it is written: an operand of that size that nothing else reads is the
+                # buffer of the result.
+                size = held[buffer].bytes
+                ending = (b for b in ends.get(i, ()) if b in live and held[b].bytes == size)
+                for taken in itertools.islice((b for b in ending if is_entry or b not in returned), 1):
+                    live.discard(taken)
+                    now -= size
+            live.add(buffer)
+            now += held[buffer].bytes
         inside = _peak_inside(module, made)
         if now + inside.bytes > most.bytes:
             most = _Peak(now + inside.bytes, [*(held[b] for b in live), *inside.alive])
