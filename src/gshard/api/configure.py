@@ -41,7 +41,7 @@ from gshard.search.builder_choices import choices_of, combinations, text_of
 from gshard.search.find import MeshSearch
 from gshard.search.pipeline import PricedPlan
 from gshard.search.state_on_host import state_to_offload
-from gshard.search.time_budget import TimeBudget, in_a_line, seconds_of, until_stopped
+from gshard.search.time_budget import TimeBudget, in_a_line, until_stopped
 
 
 @with_tables
@@ -414,7 +414,7 @@ def configure(
     >>> found.best.keywords
     {'micro_batches': 1}
     """
-    budget = TimeBudget.of(seconds_of(budget_seconds), progress)
+    budget = TimeBudget.of(budget_seconds, progress)
     budget.progress.name = "gshard.configure"
     found, fixed = choices_of(step_builder, global_batch, choices)
     own = {

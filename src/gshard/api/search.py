@@ -26,7 +26,7 @@ from gshard.explanation.search_result import FunctionSource, SearchResult
 from gshard.remat.rematerialise import bytes_of
 from gshard.search.find import NAMES, MeshSearch, axes_text, cut_in_two, meshes
 from gshard.search.pipeline import PricedPlan
-from gshard.search.time_budget import EFFORT, TimeBudget, in_a_line, seconds_of, until_stopped
+from gshard.search.time_budget import EFFORT, TimeBudget, in_a_line, until_stopped
 from gshard.xla_programs.compiled_ranking import devices_on, ranked
 
 # Search run: the search for a plan of one function on one or several meshes, in steps that a caller may combine.
@@ -297,7 +297,7 @@ def search(
     >>> found.plan.format(found.plan.program.block.inputs[0]), found.gap
     ('f32[8192,8192@devices]', 0.0)
     """
-    budget = TimeBudget.of(seconds_of(budget_seconds), progress)
+    budget = TimeBudget.of(budget_seconds, progress)
     own: dict[str, Any] = {
         "static_argnums": static_argnums, "static_argnames": static_argnames,
         "donate_argnums": donate_argnums, "donate_argnames": donate_argnames,

@@ -311,7 +311,7 @@ class MeshSearch:
         inner.pricing, inner.name, inner.always_prices = self.pricing, best_pipeline.name, False
         inner.solve(EFFORT)
         inner.price_solutions()
-        plans = [dataclasses.replace(found, plan=best_pipeline.unmarked(found.plan)) for found in inner.solutions]
+        plans = [dataclasses.replace(found, plan=best_pipeline.unmarked(found.plan)) for found in inner._priced]
         if plans:
             self._kept(*plans)
 
@@ -387,11 +387,6 @@ class MeshSearch:
         """The plan of the last solution. Requires ``is_solved``."""
         assert self.graph is not None
         return _plan(self.graph, self._solved[-1], self.pricing)
-
-    @property
-    def solutions(self) -> list[PricedPlan]:
-        """The plans of the solutions that are priced."""
-        return list(self._priced)
 
     @property
     def is_solved(self) -> bool:

@@ -16,7 +16,7 @@ from gshard.core.program import Program, Value
 from gshard.device.cost import Cost
 from gshard.device.machine import Machine
 from gshard.naming.argument_names import path_of_name
-from gshard.naming.dimension_classes import Dimensions, dimensions_of, of_equal_layers
+from gshard.naming.dimension_classes import dimensions_of, of_equal_layers
 from gshard.planning.layer_stacks import LayerStacks, all_schedules, layer_stacks, schedules_of, with_schedules
 from gshard.search.pipeline import Planned, PricedPlan, plans_of
 
@@ -83,15 +83,12 @@ def _by_dimension(program: Program, mesh: Mesh, data: Sequence[int]) -> Iterator
     """Splits the largest dimension of arguments over all devices; or over the last axis, with the batch over others."""
     axes = {name: atoms for name, atoms in mesh.atoms_of.items() if atoms}
     dimensions = of_equal_layers(dimensions_of(program))
-    inputs = program.block.inputs
-    bytes_of_inputs = _bytes(dimensions, inputs)
+    inputs, labels = program.block.inputs, dimensions.labels
     possible = [c for c in dimensions.classes if c.arguments and not c.is_product]
-    c = max(possible, key=lambda c: bytes_of_inputs.get(c.label, 0), default=None)
+    c = max(possible, key=lambda c: sum(v.bytes for v in inputs if c.label in labels[v]), default=None)
     if c is None or not axes:
         return
-    dim_of_input = {
-        i: dimensions.labels[v].index(c.label) for i, v in enumerate(inputs) if c.label in dimensions.labels[v]
-    }
+    dim_of_input = {i: labels[v].index(c.label) for i, v in enumerate(inputs) if c.label in labels[v]}
     largest = max(dim_of_input, key=lambda i: inputs[i].bytes)
     place = f"dimension {dim_of_input[largest]} of {path_of_name(program.names[largest])}"
     class_name = f"{c.names[0] if c.names else place} ({c.size})"
@@ -103,15 +100,6 @@ def _by_dimension(program: Program, mesh: Mesh, data: Sequence[int]) -> Iterator
     other_atoms = tuple(a for name in others for a in axes[name])
     batch = {i: split_over(inputs[i], 0, other_atoms, mesh) for i in data if i not in dim_of_input}
     yield f"{class_name} over {last}, batch over the rest", {**batch, **split_marks}
-
-
-def _bytes(dimensions: Dimensions, values: Iterable[Value]) -> dict[str, int]:
-    """For each class of dimensions, the bytes of the values with such a dimension."""
-    bytes_of: dict[str, int] = {}
-    for v in values:
-        for label in set(dimensions.labels[v]):
-            bytes_of[label] = bytes_of.get(label, 0) + v.bytes
-    return bytes_of
 
 
 def split_over(v: Value, dim: int, atoms: Atoms, mesh: Mesh) -> Mark | None:

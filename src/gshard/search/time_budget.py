@@ -103,6 +103,12 @@ class TimeBudget:
     @staticmethod
     def of(seconds: float | None, progress: bool | Callable[[str], object] | None = None) -> TimeBudget:
         """Reads the options ``budget_seconds`` and ``progress`` of ``gshard.search``."""
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if seconds is not None and not (is_number and seconds > 0):
+            raise ArgumentError(
+                f"budget_seconds={seconds!r} is no time to search for.",
+                hint="Give seconds above zero, or None for as many steps as follow from the size of the program.",
+            )
         uses_all = seconds is not None and math.isfinite(seconds)
         return TimeBudget(DEFAULT_SECONDS if seconds is None else seconds, uses_all, Progress.of(progress))
 
@@ -160,17 +166,6 @@ def in_a_line(error: Exception) -> str:
     'ValueError: no such size'
     """
     return f"{type(error).__name__}: {[*str(error).splitlines(), ''][0]}"
-
-
-def seconds_of(budget_seconds: float | None) -> float | None:
-    """Checks the option ``budget_seconds``, and returns it."""
-    is_number = isinstance(budget_seconds, int | float) and not isinstance(budget_seconds, bool)
-    if budget_seconds is None or (is_number and budget_seconds > 0):
-        return budget_seconds
-    raise ArgumentError(
-        f"budget_seconds={budget_seconds!r} is no time to search for.",
-        hint="Give seconds above zero, or None for a number of steps that follows from the size of the program.",
-    )
 
 
 # Lets Ctrl-C and SIGTERM end a search, which then returns the best plan so far.
