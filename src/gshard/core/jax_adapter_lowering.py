@@ -158,7 +158,7 @@ def _sources(value: Any, symbols: Any) -> Iterator[Any]:
     function = owner.owner.operation if hasattr(owner.owner, "operation") else owner.owner
     is_main = function.name == "func.func" and ir.StringAttr(function.attributes["sym_name"]).value == "main"
     attributes = ir.ArrayAttr(function.attributes["arg_attrs"]) if "arg_attrs" in function.attributes else ()
-    given = ir.DictAttr(attributes[value.arg_number]) if value.arg_number < len(attributes) else ()
+    given: Any = ir.DictAttr(attributes[value.arg_number]) if value.arg_number < len(attributes) else ()
     if not is_main or ("sdy.sharding" in given and _names_devices(given["sdy.sharding"], symbols)):
         yield _PLACED
 

@@ -98,7 +98,7 @@ def written_out(params: dict[str, Any], in_avals: Sequence[Any]) -> Any | None:
         def flags_of(carry: Sequence[Any]) -> Any:
             return jaxpr_as_fun(condition)(*consts[:cond_consts], *carry)[0]
 
-        def step(state: tuple[Any, Sequence[Any]]) -> tuple[Any, Sequence[Any]]:
+        def step(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
             flags, carry = state
             results = jaxpr_as_fun(params["body_jaxpr"])(*consts[cond_consts:], *carry)
             # New values for examples whose flag is set. The examples are the leading dimensions.
