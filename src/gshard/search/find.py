@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import functools
+import itertools
 import math
 import signal
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
