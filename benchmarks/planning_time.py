@@ -31,7 +31,7 @@ import families
 import gshard
 from gshard.device.machine import Machine
 from gshard.emit.partition import partition
-from gshard.planning import reshard_costs as axis_steps
+from gshard.comm import reshard as axis_steps
 from gshard.search import seconds as emitted
 from gshard.search.pipeline import plans_of
 from gshard.search.seconds import on_machine
@@ -190,7 +190,7 @@ def measured(name: str, program: tuple[Callable[..., Any], tuple[Any, ...], gsha
     """Traces and plans a program, by bytes (``none``) or by seconds on a kind of device."""
     (f, args, mesh), counts = program, dict[str, int]()
     machine = None if called == "none" else Machine.of(called, mesh.size)
-    with counting(axis_steps, "steps_from", counts), counting(emitted, "emitted_alone", counts):
+    with counting(axis_steps, "shortest", counts), counting(emitted, "emitted_alone", counts):
         start = time.process_time()
         traced = trace(f, *args)
         middle = time.process_time()

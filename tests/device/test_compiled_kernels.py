@@ -7,12 +7,12 @@ import pytest
 
 import gshard
 from families import CASES
+from gshard.comm.reshard import axes_of
 from gshard.core.sharding import Sharding
 from gshard.device.cost import cost
 from gshard.device.fusion_model import FUSED, REGION, as_compiled, device_program
 from gshard.device.machine import COMPILERS, Machine
 from gshard.device.memory import memory_of
-from gshard.planning.reshard_costs import axes_of
 from gshard.search.seconds import Seconds
 
 GPU = COMPILERS["gpu"]

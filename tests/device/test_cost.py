@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from device.models import MODELS, WITH_EXPERTS, f32, lowered, model
 from gshard import Mesh, split
+from gshard.comm.reshard import axes_of
 from gshard.comm.steps import ALL_SLICE, Step
 from gshard.core.program import itemsize
 from gshard.core.sharding import Sharding
@@ -26,7 +27,6 @@ from gshard.device.machine import COMPILERS, Machine
 from gshard.device.memory import memory_of
 from gshard.device.network import StepTimes
 from gshard.device.roofline import INDICES, copy_seconds, launch_seconds, roofline
-from gshard.planning.reshard_costs import axes_of
 from gshard.search.seconds import Seconds
 from gshard.testing.rule_checks import emitted, reported
 from gshard.tracing.trace import trace

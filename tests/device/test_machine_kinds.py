@@ -13,7 +13,7 @@ import gshard
 from gshard import Machine, Mesh, split
 from gshard.device.cost import cost
 from gshard.device.machine import COMPILERS, DEVICE_KINDS, DIRECT, KINDS, Dimension, kind_called
-from gshard.device.network import least_gather_seconds, permutation_seconds, seconds
+from gshard.device.network import permutation_seconds, seconds
 from gshard.xla.calibrate import calibrate
 from gshard.xla.tpu import PlanningError, topology_mesh
 
@@ -152,7 +152,6 @@ def test_direct_links_are_used_together_by_collectives_and_singly_by_messages():
         assert seconds("all_to_all", data, mesh, machine, atoms) == pytest.approx(2e-6 + data / members / 64e9)
         taken = seconds("all_gather", data, mesh, machine, atoms)
         assert taken == pytest.approx(2e-6 + data / 64e9)
-        assert least_gather_seconds(data, data * members, machine) <= taken
     around = [(i, (i + 1) % 8) for i in range(8)]
     assert permutation_seconds(data, around, machine) == pytest.approx(2e-6 + data / 64e9)
     assert permutation_seconds(data, [(0, 1), (1, 0)], machine) == pytest.approx(2e-6 + data / 64e9)

@@ -11,7 +11,7 @@ import math
 import pytest
 
 from every_choice import every_choice
-from gshard.comm.reshard import MESSAGE
+from gshard.comm.reshard import MESSAGE, axes_of
 from gshard.device.cost import cost
 from gshard.device.machine import Machine
 from gshard.emit.partition import partition
@@ -19,7 +19,6 @@ from gshard.planning.choices import graph_of
 from gshard.planning.demands import at_boundary
 from gshard.planning.objective import bytes_on
 from gshard.planning.propagate import decided, propagate
-from gshard.planning.reshard_costs import axes_of
 from gshard.planning.settled import settled
 from laws.test_one_mark_more import planned
 

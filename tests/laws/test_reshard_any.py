@@ -1,5 +1,6 @@
-"""Any sharding to any other: the right values, and never more bytes than gathering everything and cutting again."""
+"""Any sharding to any other: the right values at the planned price, which is never that of gathering everything."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -10,16 +11,25 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from gshard.comm.reshard import plan_reshard, reshard_bytes
+from gshard.comm.reshard import axes_of, plan_reshard, reshard_bytes, reshards_of, step_cost
 from gshard.comm.steps import run
 from gshard.core.mesh import Mesh
+from gshard.core.planning_tables import tables
 from gshard.core.sharding import Sharding
+from gshard.device.machine import Machine
+from gshard.device.network import StepTimes
 from gshard.simulator.simulate import simulate_function
 from gshard.testing.rule_checks import parts_of
 
 CUBE = Mesh.abstract(a=2, b=2, c=2)
 UNEVEN = Mesh.abstract(a=2, b=3)
 SHAPES = ((8, 6, 4), (5, 7, 3), (1, 0, 6), (2, 9, 1))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tables_of_a_file():
+    with tables():
+        yield
 
 
 @functools.cache
@@ -75,6 +85,29 @@ def test_values_arrive(mesh, shape, count, rng):
     x = rng.integers(-900, 900, shape).astype(np.int32)
     for source, target in sample(mesh, 3, count):
         move(x, source, target, mesh)
+
+
+@pytest.mark.parametrize("timed", [False, True], ids=["bytes", "seconds"])
+@pytest.mark.parametrize("shape", [(1024, 2048), (1022, 2048), (1022, 2050), (64, 128, 256), (2, 9, 64)], ids=str)
+@pytest.mark.parametrize("axes", [{"a": 2, "b": 2, "c": 2}, {"a": 4, "b": 2}, {"a": 2, "b": 3}, {"a": 8}], ids=str)
+@pytest.mark.one_in(2)
+def test_what_is_planned_is_emitted(axes, shape, timed):
+    """For pairs of shardings, of even and of uneven parts, a table has the price of the steps that run."""
+    mesh = Mesh.abstract(**axes)
+    if timed:
+        mesh = dataclasses.replace(mesh, times=StepTimes(Machine.of("h100", mesh.size)))
+    moves = reshards_of(mesh, axes_of(mesh))
+    whole = [s for s in shardings(mesh, len(shape)) if moves.in_axes(s) is not None]
+    for source, target in itertools.islice(itertools.product(whole, whole), 0, None, 1 + len(whole) ** 2 // 997):
+        steps = plan_reshard(source, target, shape, 4, mesh)
+        emitted = sum(step_cost(s, shape, 4, mesh, mesh, s.atoms) for s in steps)
+        assert moves.move(source, target, shape, 4) == pytest.approx(emitted, rel=1e-9, abs=1e-15), (source, target)
+
+
+@pytest.mark.parametrize(("shape", "most"), [((1024, 2048), 524_288), ((1022, 2048), 524_288), ((1022, 2050), 524_800)])
+def test_uneven_parts_are_not_gathered(shape, most):
+    """Only a split over both axes at once has parts that line up."""
+    assert reshard_bytes(Sharding(((), ("c",))), Sharding((("a", "b", "c"), ())), shape, 4, CUBE) == most
 
 
 @pytest.mark.parametrize("mesh", [CUBE, UNEVEN], ids=str)

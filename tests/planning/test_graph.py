@@ -10,6 +10,7 @@ import gshard
 from every_choice import every_choice
 from families import CASES
 from gshard.comm.collectives import KINDS
+from gshard.comm.reshard import axes_of
 from gshard.core.program import Value
 from gshard.device.cost import cost, kernel_cost
 from gshard.device.fusion_model import REGION
@@ -17,7 +18,6 @@ from gshard.device.machine import Machine
 from gshard.device.roofline import copy_seconds
 from gshard.emit.partition import partition
 from gshard.planning.choices import graph_of
-from gshard.planning.reshard_costs import axes_of
 from gshard.planning.saved_plan import plan_of
 from gshard.planning.strategies import components
 from gshard.search.find import best_plan

@@ -9,10 +9,10 @@ import pytest
 from jax import ShapeDtypeStruct
 
 import gshard
+from gshard.comm.reshard import axes_of
 from gshard.planning import propagate as of_propagate
 from gshard.planning.choices import graph_of
 from gshard.planning.objective import bytes_on
-from gshard.planning.reshard_costs import axes_of
 from gshard.planning.settled import settled
 from gshard.solver.descent import Descent
 from gshard.solver.problem import Problem

@@ -10,6 +10,7 @@ import pytest
 
 import gshard
 from families import SMALL
+from gshard.comm.reshard import axes_of, joined
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
@@ -17,9 +18,9 @@ from gshard.planning import strategies as nearby
 from gshard.planning.choices import graph_of
 from gshard.planning.objective import Bytes, bytes_on
 from gshard.planning.propagate import choose, propagate
-from gshard.planning.reshard_costs import axes_of, axis_steps, in_two, joined
 from gshard.planning.settled import settled
 from gshard.planning.strategies import is_limited, places_for, places_of, runs_of, shardings
+from gshard.search.find import in_two
 from gshard.search.seconds import seconds_on
 from gshard.testing.rule_checks import emit
 from gshard.tracing.trace import trace
@@ -157,11 +158,8 @@ def test_reshards_pass_through_some_shardings(machine):
     assert np.isfinite(few.table(ends, ends, shape, 4)).all()  # a reshard that they do not allow has its own steps
     assert not np.array_equal(few.table(ends, ends, shape, 4), through_all)
     assert np.array_equal(moves.table(ends, ends, shape, 4), through_all)
-    places = [s for s in few._all_in_axes(ends) if s is not None]
-    dims = frozenset(s.dims for s in places)
-    table = axis_steps(CUBE, axes, dims).table(3, ("add",))
-    table.add(places)
-    assert {s.dims for s in table._places} == dims
+    table = few._steps.table(3, ("add",))
+    assert {s.dims for s in table.places} == {few.in_axes(s).dims for s in ends}
 
 
 def test_axes_in_a_row_are_elsewhere_together():

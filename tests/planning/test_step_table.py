@@ -6,15 +6,23 @@ import itertools
 import numpy as np
 import pytest
 
-from gshard.comm.reshard import single_steps
-from gshard.comm.steps import PERMUTE, TO_PARTIAL, Step
+from gshard.comm.reshard import axes_of, step_cost
+from gshard.comm.steps import (
+    ALL_SLICE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    Step,
+    aligned,
+    can_be_exchanged,
+    is_exchange,
+    is_of_tiles,
+    moved,
+)
 from gshard.core.mesh import Mesh
-from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
 from gshard.planning.objective import bytes_on
-from gshard.planning.reshard_costs import axes_of, swapped
 from gshard.planning.strategies import shardings
-from gshard.search.seconds import Seconds, seconds_on
+from gshard.search.seconds import seconds_on
 
 SHAPES = [((8, 16), 4), ((6, 5), 2), ((1, 3), 4), ((0, 8), 4), ((7,), 8), ((), 4), ((4, 1, 6), 1), ((12, 9, 2), 4)]
 MORE = {"a": 2, "b": 2, "c": 2}, {"a": 4, "b": 2, "c": 2}
@@ -26,9 +34,20 @@ def objective(mesh, machine):
     return seconds_on(Machine.of(machine, mesh.size))(mesh, axes) if machine else bytes_on(mesh, axes)
 
 
+def is_possible(step, shape, mesh):
+    """Whether the parts of an array of this very shape line up."""
+    before, after = ([mesh.count(dim) for dim in s.dims] for s in (step.before, step.after))
+    if is_of_tiles(step) or is_exchange(step, mesh):
+        return all(n % p == n % q == 0 for n, p, q in zip(shape, before, after, strict=True))
+    g, d, e = mesh.count(step.atoms), step.dim, step.to
+    if step.kind == ALL_TO_ALL:
+        return aligned(shape[d], after[d], g) and aligned(shape[e], before[e], g)
+    return step.kind not in (ALL_SLICE, REDUCE_SCATTER) or aligned(shape[d], before[d], g)
+
+
 def one_by_one(moves, source, monoids, shape, itemsize):
-    """The shortest ways from a sharding (Dijkstra), by steps that are found and priced for this shape."""
-    mesh, names = moves._coarse, moves._coarse.atoms
+    """The shortest ways from a sharding (Dijkstra), by steps that are priced for this shape, each alone."""
+    mesh, atoms_of = moves._steps.coarse, moves._steps.atoms_of
     found = {}
     queue, order = [(0.0, 0, source)], itertools.count(1)
     while queue:
@@ -36,13 +55,17 @@ def one_by_one(moves, source, monoids, shape, itemsize):
         if here in found:
             continue
         found[here] = cost
-        steps = [step for step, _ in single_steps(here, frozenset(), moves._steps.blocks, shape, itemsize, mesh)]
-        for name, monoid in itertools.product((name for name in names if name not in here.atoms), monoids):
-            after = here.with_unreduced({**dict(here.unreduced), name: monoid})
-            steps.append(Step(TO_PARTIAL, (name,), here, after, monoid=monoid))
-        steps += (Step(PERMUTE, names, here, after) for after in swapped(here, shape, mesh))
+        steps = moves._steps.of(here, monoids)
+        if here == source:  # the first step may also be an all-to-all of tiles
+            others = (
+                s for s in moves._steps.table(len(shape), monoids).places if can_be_exchanged(here, s, shape, mesh)
+            )
+            steps = [*steps, *(Step(ALL_TO_ALL, moved(here.dims, s.dims), here, s) for s in others)]
         for step in steps:
-            heapq.heappush(queue, (cost + moves.step(step, shape, itemsize, mesh), next(order), step.after))
+            if is_possible(step, shape, mesh):
+                atoms = tuple(a for name in step.atoms for a in atoms_of[name])
+                price = step_cost(step, shape, itemsize, mesh, moves.mesh, atoms)
+                heapq.heappush(queue, (cost + price, next(order), step.after))
     return found
 
 
@@ -58,26 +81,9 @@ def test_moves_cost_what_their_steps_cost(axes, machine):
         states = shardings(shape, mesh, moves.axes, unreduced=monoid)
         table = moves.table(states, states, shape, itemsize)
         for i in generator.permutation(len(states))[:3].tolist():
-            here = moves._in_axes(states[i])
+            here = moves.in_axes(states[i])
             expected = one_by_one(moves, here, (monoid,) if monoid else (), shape, itemsize)
             for j, target in enumerate(states):
-                there = moves._in_axes(target)
+                there = moves.in_axes(target)
                 if there in expected:
                     assert table[i, j] == pytest.approx(expected[there], rel=1e-12, abs=1e-18), (states[i], target)
-
-
-@pytest.mark.parametrize("machine", ["", "h100:1x8", "h100:2x4", "v5e"])
-@pytest.mark.parametrize("axes", [{"a": 2, "b": 2, "c": 2}, {"a": 4, "b": 2}, {"a": 8}], ids=str)
-def test_steps_of_one_group_have_one_price_class(axes, machine):
-    mesh = Mesh.abstract(**axes)
-    cuts = [Sharding(((mesh.atoms_of["a"][0],),))] if "a" in axes else []
-    named = Machine.of(machine) if ":" in machine else Machine.of(machine, mesh.size) if machine else None
-    moves = Seconds(mesh, named, axes_of(mesh, cuts)) if named else bytes_on(mesh, axes_of(mesh, cuts))
-    steps, classes = moves._steps, dict[object, set[object]]()
-    for rank in (2, 3):
-        table = steps.table(rank, ("add",))
-        table.add([Sharding.replicated(rank)])
-        for step in table._steps:
-            classes.setdefault(steps.group(step), set()).add(moves.price_class(step))
-    assert len(classes) > 5
-    assert all(len(found) == 1 for found in classes.values())

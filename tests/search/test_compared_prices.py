@@ -13,13 +13,13 @@ from jax import ShapeDtypeStruct
 import gshard
 from families import CASES, SMALL
 from gshard.api.configure import estimated
+from gshard.comm.reshard import axes_of
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import tables
 from gshard.device.cost import cost
 from gshard.device.machine import Machine
 from gshard.device.network import interchangeable
 from gshard.planning.propagate import Choice
-from gshard.planning.reshard_costs import axes_of
 from gshard.planning.strategies import components, splits
 from gshard.rewrite import driver
 from gshard.search import seconds as emitted

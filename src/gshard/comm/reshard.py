@@ -1,35 +1,51 @@
-"""Plans the cheapest sequence of collectives that moves an array from one sharding to another.
+"""Finds the cheapest steps from one sharding of an array to another, and their cost.
 
-The plan is a shortest path over shardings (A*). Edges are ``comm.steps``; their length is the bytes sent plus
-``MESSAGE`` for each message, or seconds (``Mesh.times``). Atoms that move together are one block.
+The planner, which prices reshards, and the partitioner, which emits them, read the same graph: its places are
+shardings, its edges are ``comm.steps``, and a reshard is a shortest path. The length of an edge is its seconds
+(``Mesh.times``), or else the bytes that it sends, with messages counted as bytes (``step_cost``).
+
+Steps move whole axes, or the parts of an axis that some sharding uses (``axes_of``). They depend on the shape of an
+array through divisibility only: gshard finds them once for each rank, and numpy leaves out those whose parts do not
+line up. Steps with equal numbers are priced once.
 """
 
 from __future__ import annotations
 
-import heapq
+import collections
+import copy
+import dataclasses
 import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gshard.comm.steps import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_SLICE,
     ALL_TO_ALL,
+    LOCAL,
     PERMUTE,
     REDUCE_SCATTER,
     TO_PARTIAL,
     Step,
-    aligned,
     bytes_sent,
-    can_be_exchanged,
     can_change,
     moved,
     rounds,
 )
+from gshard.core.deadline import check_deadline
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding, common_prefix
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+# Prices one step.
 
 # The cost of a message in bytes, in addition to its content; also used by ``planning.objective``. During the latency of
 # a hop a TPU sends 1e5 bytes and a GPU 1e6. But a plan without a machine should equal the plan of the same program at
@@ -37,311 +53,285 @@ from gshard.core.sharding import Sharding, common_prefix
 # ``benchmarks/against_xla_programs.py`` send more, and 4 take longer on ``h100:1x8``; with 4 KiB a pipeline holds 12 %
 # more. The plans at full size are equal for all these values.
 MESSAGE = 256
-# Among chains that send equally many bytes, the search prefers the one that sends fewer over the outer axes of the
-# mesh, along which devices are farther apart (nodes, slices). Such a chain gathers along these axes first, while parts
-# are small.
+# A step that sends nothing, in bytes. It breaks ties in favour of fewer steps; so do the seconds added to each step.
+_SILENT, _TIE = 1e-2, 1e-12
+# Of paths that send equally many bytes, the one that sends fewer over the outer axes of the mesh is cheaper. Along
+# these, devices are farther apart (nodes, slices). It gathers along them first, while parts are small.
 _OUTER = 1e-9
-# Seconds added to each step, to prefer short chains among chains of equal time.
-_TIE = 1e-12
-# Two or three blocks of atoms may move anywhere. More blocks, a single one, and parts of blocks, into which a permute
-# may divide them, move only directly towards the target.
-_FEW = 3
+
+
+def step_cost(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh, whole: Mesh, atoms: Atoms) -> float:
+    """The cost of a step over axes ``mesh``, whose atoms are ``atoms`` of the mesh ``whole``."""
+    if whole.times is not None:
+        return float(whole.times.seconds(step, shape, itemsize, mesh, among=(whole, atoms))) + _TIE
+    if step.kind in LOCAL:
+        return _SILENT
+    outermost = 1 - min(map(whole.atoms.index, atoms), default=0) / len(whole.atoms)
+    sent = bytes_sent(step, shape, itemsize, mesh) * (1 + _OUTER * outermost)
+    return sent + MESSAGE * rounds(step, mesh)
+
+
+# Determines the axes that move as wholes.
+
+# Up to so many axes, everything is compared: all orders of the axes, and any of them in any dimension.
+FEW = 3
+
+
+def parts_of(mesh: Mesh, axes: Sequence[Atoms]) -> list[tuple[Atoms, ...]]:
+    """For each axis of the mesh that has several devices, the axes that are parts of it."""
+    axis_of = {a: axis for axis, atoms in mesh.atoms_of.items() for a in atoms}
+    return [tuple(parts) for _, parts in itertools.groupby(axes, lambda part: axis_of[part[0]])]
+
+
+def has_many(mesh: Mesh, axes: Sequence[Atoms]) -> bool:
+    """Whether there are too many axes to compare all choices."""
+    return len(parts_of(mesh, axes)) > FEW
+
+
+def axes_of(mesh: Mesh, shardings: Iterable[Sharding] = ()) -> tuple[Atoms, ...]:
+    """The axes that move as wholes: those of the mesh, divided where one of these shardings uses a part of an axis.
+
+    Axes stand in the mesh's order, or in the order in which most shardings split a dimension over them.
+
+    >>> mesh = Mesh.abstract(data=8, model=3)
+    >>> axes_of(mesh)
+    (('data.0', 'data.1', 'data.2'), ('model',))
+    >>> axes_of(mesh, [Sharding((("data.0", "data.1"),))])
+    (('data.0', 'data.1'), ('data.2',), ('model',))
+    >>> axes_of(mesh, [Sharding((("model", "data.0", "data.1", "data.2"),))])
+    (('model',), ('data.0', 'data.1', 'data.2'))
+    """
+    cuts: set[tuple[str, ...]] = set()
+    counts = collections.Counter(shardings)
+    for sharding in counts:
+        partial = tuple(a for a in mesh.atoms if a in dict(sharding.unreduced))
+        cuts.update(atoms for atoms in (*sharding.dims, partial) if atoms)
+    parts: list[Atoms] = []
+    for axis_atoms in _ordered(mesh, counts):
+        ends = {len(axis_atoms)}
+        for atoms in cuts:
+            at = [atoms.index(a) if a in atoms else None for a in axis_atoms]
+            ends.update(
+                i for i in range(1, len(at)) if at[i] != (None if (before := at[i - 1]) is None else before + 1)
+            )
+        starts = [0, *sorted(ends)]
+        parts += [axis_atoms[a:b] for a, b in itertools.pairwise(starts) if b > a]
+    return tuple(parts)
+
+
+def _ordered(mesh: Mesh, counts: collections.Counter[Sharding]) -> list[Atoms]:
+    """The atoms of each axis. The dimensions that most shardings have determine the order of axes."""
+    axes = [atoms for atoms in mesh.atoms_of.values() if atoms]
+    axis_of = {a: atoms for atoms in axes for a in atoms}
+    rows: collections.Counter[tuple[Atoms, ...]] = collections.Counter()
+    for sharding, count in counts.items():
+        for atoms in sharding.dims:
+            rows[tuple(dict.fromkeys(axis_of[a] for a in atoms))] += count
+    kept: list[tuple[Atoms, ...]] = []
+    for row, _ in rows.most_common():
+        row_axes = iter(row)
+        tried = [next(row_axes) if axis in row else axis for axis in axes]
+        if all(sorted(other, key=tried.index) == [*other] for other in kept):
+            axes, kept = tried, [*kept, row]
+    return axes
+
+
+def _divided(mesh: Mesh, axes: tuple[Atoms, ...]) -> tuple[Atoms, ...]:
+    """The axes. One of two is divided if a part of it has the size of the other: these two can be exchanged.
+
+    >>> mesh = Mesh.abstract(data=4, model=2)
+    >>> _divided(mesh, axes_of(mesh))
+    (('data.0',), ('data.1',), ('model',))
+    """
+    for i, axis in enumerate(axes if len(axes) == 2 else ()):
+        for k in range(1, len(axis)):
+            if mesh.count(axes[1 - i]) in (mesh.count(axis[:k]), mesh.count(axis[k:])):
+                return (*axes[:i], axis[:k], axis[k:], *axes[i + 1 :])
+    return axes
+
+
+def joined(mesh: Mesh, axes: tuple[Atoms, ...], shardings: Sequence[Sharding]) -> tuple[Atoms, ...]:
+    """If there are many axes, joins those that no sharding uses, and those that all shardings use in a row.
+
+    >>> mesh = Mesh.abstract(data=4, model=2, pods=2, hosts=2)
+    >>> joined(mesh, axes_of(mesh), [Sharding((("data.0", "data.1"), ("model",)))])
+    (('data.0', 'data.1'), ('model',), ('pods', 'hosts'))
+    >>> joined(mesh, axes_of(mesh), [Sharding((("data.0", "data.1", "model"), ()))])
+    (('data.0', 'data.1', 'model'), ('pods', 'hosts'))
+    """
+    if not has_many(mesh, axes):
+        return axes
+    atoms_in_order = tuple(itertools.chain(*axes))
+    runs = {atoms for s in shardings for atoms in s.dims}
+    runs |= {
+        tuple(a for a in atoms_in_order if (a, monoid) in s.unreduced) for s in shardings for _, monoid in s.unreduced
+    }
+    used = {a for atoms in runs for a in atoms}
+    found: list[Atoms] = []
+    others: Atoms = ()
+    for axis in axes:
+        if not used.intersection(axis):
+            others += axis
+        elif found and all(_are_in_a_row(found[-1], axis, atoms) for atoms in runs):
+            found[-1] += axis
+        else:
+            found.append(axis)
+    return (*found, others) if others else tuple(found)
+
+
+def _are_in_a_row(a: Atoms, b: Atoms, atoms: Atoms) -> bool:
+    """Whether these atoms contain the two axes one after the other, or neither."""
+    ends = [i + 1 for i, atom in enumerate(atoms) if atom == a[-1]]
+    starts = [i for i, atom in enumerate(atoms) if atom == b[0]]
+    return ends == starts
+
+
+# Lists the steps from a sharding.
+
 _WITH_REDUCE_SCATTER = frozenset({"add", "pick"})
 
 
-def plan_reshard(
-    source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int, mesh: Mesh
-) -> tuple[Step, ...]:
-    """The steps from ``source`` to ``target``.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Between:
+    """The dimensions of shardings between two: each axis is where one of the two has it, or splits nothing."""
 
-    If the target is unreduced and the source is not, the last steps convert the value locally: one device keeps it, and
-    the others hold the identity of the monoid.
-    """
-    if source == target:
-        return ()
-    size = math.prod(shape)
-    if mesh.times is None and size and all(n % mesh.size == 0 for n in shape):
-        # All splits are even, so the plan depends only on the order of magnitude of the size. Equal plans are shared.
-        shape, size = (mesh.size,) * len(shape), size * itemsize // mesh.size ** len(shape)
-        itemsize = 1 << (size - 1).bit_length()
-    return _planned(source, target, shape, itemsize, mesh)
+    source: Sharding
+    target: Sharding
+
+    def __contains__(self, dims: tuple[Atoms, ...]) -> bool:
+        ends = [*zip(self.source.dims, self.target.dims, strict=True)]
+        return all(a in have or a in wanted for own, (have, wanted) in zip(dims, ends, strict=True) for a in own)
 
 
-@tabulated(65536)
-def _planned(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> tuple[Step, ...]:
-    if new := dict(set(target.unreduced) - set(source.unreduced)):
-        reduced = target.with_unreduced({a: m for a, m in target.unreduced if a not in new})
-        chain = list(plan_reshard(source, reduced, shape, itemsize, mesh))
-        here = reduced
-        for monoid in sorted(set(new.values())):
-            atoms = tuple(a for a in mesh.atoms if new.get(a) == monoid)
-            after = here.with_unreduced({**dict(here.unreduced), **dict.fromkeys(atoms, monoid)})
-            chain.append(Step(TO_PARTIAL, atoms, here, after, monoid=monoid))
-            here = after
-        return tuple(chain)
-    # Atoms at their final place need not move, unless a part is too small to be split there.
-    last_step = _search(source, target, _blocks(source, target, mesh, True), shape, itemsize, mesh)
-    if target not in last_step:
-        last_step = _search(source, target, _blocks(source, target, mesh, False), shape, itemsize, mesh)
-    steps: list[Step] = []
-    current = target
-    while current != source:
-        steps.append(last_step[current])
-        current = last_step[current].before
-    return tuple(reversed(steps))
+Through = Between | frozenset[tuple[Atoms, ...]]
 
 
-def _search(
-    source: Sharding, target: Sharding, blocks: tuple[Atoms, ...], shape: tuple[int, ...], itemsize: int, mesh: Mesh
-) -> dict[Sharding, Step]:
-    """The last step of the cheapest chain to each sharding that the search visits; includes the target if reached."""
-    whole = itemsize * math.prod(shape)
-    share = whole // _parts(target, mesh)
-    queue: list[tuple[float, int, float, Sharding]] = [(0, 0, 0, source)]
-    best: dict[Sharding, float] = {source: 0}
-    last_step: dict[Sharding, Step] = {}
-    least_of: dict[int, float] = {}
-    order = itertools.count(1)
+class AxisSteps:
+    """The steps between shardings over whole axes, of arrays whose size every split divides. Each is found once."""
 
-    def least(after: Sharding) -> float:
-        """A lower bound of the remaining cost: a device must receive what it holds in the end and not here."""
-        held = -(-whole // _parts(after, mesh))
-        if mesh.times is None:
-            return share - held + MESSAGE + 1 if share > held else int(after != target)
-        if after == target:
-            return 0.0
-        if held not in least_of:
-            least_of[held] = mesh.times.least(held, share)
-        return least_of[held]
+    def __init__(self, mesh: Mesh, axes: tuple[Atoms, ...], through: Through | None = None):
+        # for each axis of ``coarse``, its atoms in the mesh
+        self.atoms_of = {mesh.format_atoms(axis): axis for axis in axes}
+        # a mesh of the axes themselves, without atoms: few steps lead from one sharding to others
+        self.coarse = Mesh(tuple((name, mesh.count(axis)) for name, axis in self.atoms_of.items()), factored=False)
+        self._through = through  # the dimensions of shardings that reshards pass through; None: all
+        # Axes that move in one message, in each order: a dimension that is split over two axes at once may have parts
+        # that do not line up if it is split over one after the other.
+        names = self.coarse.atoms
+        orders = itertools.permutations if len(names) <= FEW else itertools.combinations
+        blocks = [block for k in range(len(names)) for block in orders(names, k + 1)]
+        if isinstance(through, Between):
+            blocks += [
+                dim[a:b] for dim in through.target.dims for a, b in itertools.combinations(range(len(dim) + 1), 2)
+            ]
+        self._blocks = tuple(dict.fromkeys(blocks))
+        self._steps: dict[Sharding, list[Step]] = {}
+        self._tables: dict[tuple[int, tuple[str, ...]], Table] = {}
+        self.groups: dict[Hashable, int] = {}  # a number for each group of steps (``group``)
 
-    while queue:
-        _, _, cost, here = heapq.heappop(queue)
-        if here == target:
-            break
-        if cost > best[here]:
-            continue
-        for step, sent in _moves(here, target, blocks, shape, itemsize, mesh):
-            if best.get(step.after, cost + 1) <= cost:
-                continue  # no step has a negative cost
-            remaining = least(step.after)
-            if cost + remaining > best.get(target, math.inf):
-                continue  # so it is not necessary to price the step
-            if mesh.times is None:
-                total = cost + sent * (1 + _OUTER * _outermost(step, mesh)) + MESSAGE * rounds(step, mesh) + 1
-            else:
-                total = cost + _seconds(step, shape, itemsize, mesh) + _TIE
-            if total < best.get(step.after, total + 1) and total < best.get(target, total + 1):
-                best[step.after] = total
-                last_step[step.after] = step
-                heapq.heappush(queue, (total + remaining, next(order), total, step.after))
-    return last_step
+    def over_atoms(self, axes: Atoms) -> Atoms:
+        """The atoms of axes of ``coarse``."""
+        return tuple(a for name in axes for a in self.atoms_of[name])
 
+    def table(self, rank: int, monoids: tuple[str, ...]) -> Table:
+        """The steps between shardings of arrays of this rank, which may be unreduced with ``monoids``."""
+        if (rank, monoids) not in self._tables:
+            self._tables[rank, monoids] = Table(self, monoids)
+        return self._tables[rank, monoids]
 
-@tabulated(65536)
-def _seconds(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
-    """The seconds of a step on a machine. Memoised, because many searches use the same step."""
-    assert mesh.times is not None
-    return mesh.times.seconds(step, shape, itemsize, mesh)
+    def of(self, here: Sharding, monoids: Sequence[str]) -> list[Step]:
+        """The steps from a sharding to those that reshards pass through."""
+        if here not in self._steps:
+            kinds = self._cut, self._joined, self._reduced, self._permuted
+            steps = itertools.chain(*(kind(here) for kind in kinds))
+            self._steps[here] = [s for s in steps if self._through is None or s.after.dims in self._through]
+        unused = [name for name in self.coarse.atoms if name not in here.atoms]
+        partial = [
+            Step(
+                TO_PARTIAL,
+                some,
+                here,
+                here.with_unreduced({**dict(here.unreduced), **dict.fromkeys(some, m)}),
+                monoid=m,
+            )
+            for m in monoids
+            for k in range(len(unused))
+            for some in itertools.combinations(unused, k + 1)
+        ]
+        return self._steps[here] + partial
 
-
-def _outermost(step: Step, mesh: Mesh) -> float:
-    """1 for a step over the outermost atom of the mesh, less for a step over inner atoms only."""
-    return 1 - min(map(mesh.atoms.index, step.atoms), default=0) / len(mesh.atoms)
-
-
-def _parts(sharding: Sharding, mesh: Mesh) -> int:
-    return math.prod(mesh.count(atoms) for atoms in sharding.dims)
-
-
-def reshard_bytes(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> int:
-    """Bytes that each device sends in the reshard from ``source`` to ``target``."""
-    return sum(bytes_sent(s, shape, itemsize, mesh) for s in plan_reshard(source, target, shape, itemsize, mesh))
-
-
-def _moves(
-    here: Sharding, target: Sharding, blocks: tuple[Atoms, ...], shape: tuple[int, ...], itemsize: int, mesh: Mesh
-) -> Iterator[tuple[Step, int]]:
-    """The steps from a sharding that may lead to the target, each with the bytes that each device sends."""
-    keep = frozenset(a for a, _ in target.unreduced)
-    steps = single_steps(here, keep, blocks, shape, itemsize, mesh)
-    anywhere = 1 < len(blocks) <= _FEW and not _divides(here, blocks)
-    yield from steps if anywhere else (s for s in steps if _is_straight(s[0], target))
-    others = list(_at_once(here, target, keep, shape, mesh))
-    arranged = _arranged(here, target, mesh)
-    if arranged is not None and arranged != here:
-        others.append(Step(PERMUTE, mesh.atoms, here, arranged))
-    others += _exchanges(here, target, shape, mesh)
-    for step in others:
-        yield step, bytes_sent(step, shape, itemsize, mesh)
-
-
-def _exchanges(here: Sharding, target: Sharding, shape: tuple[int, ...], mesh: Mesh) -> Iterator[Step]:
-    """All-to-alls of tiles and exchanges, to the target or to a sharding that a gather converts to the target."""
-    more = tuple(a for dim in here.dims for a in dim if not any(a in wanted for wanted in target.dims))
-    after = Sharding(target.dims, here.unreduced)
-    for cut in (_with(after, {d: (*dim, *more)}) for d, dim in enumerate(after.dims)) if more else (after,):
-        if can_be_exchanged(here, cut, shape, mesh):
-            yield Step(ALL_TO_ALL, moved(here.dims, cut.dims), here, cut)
-        elif can_change(here, cut, shape, mesh):
-            yield Step(PERMUTE, mesh.atoms, here, cut)
-
-
-def _at_once(
-    here: Sharding, target: Sharding, keep: frozenset[str], shape: tuple[int, ...], mesh: Mesh
-) -> Iterator[Step]:
-    """Splits of a dimension over several atoms of the target at once, which may be aligned if single ones are not."""
-    for d, (have, wanted) in enumerate(zip(here.dims, target.dims, strict=True)):
-        for end in range(len(have) + 1, len(wanted) + 1) if wanted[: len(have)] == have else ():
-            step = _cut_further(here, d, wanted[len(have) : end], keep, shape, mesh)
-            if step is not None:
-                yield step
-
-
-def _cut_further(
-    here: Sharding, d: int, atoms: Atoms, keep: frozenset[str], shape: tuple[int, ...], mesh: Mesh
-) -> Step | None:
-    """Splits a dimension over more atoms: a slice over free atoms, a reduce-scatter over unreduced ones, else None."""
-    have, partial = here.dims[d], dict(here.unreduced)
-    free = partial.keys().isdisjoint(atoms) and not any(a in dim for dim in here.dims for a in atoms)
-    if not free:
-        monoids = {partial.get(a, "") for a in atoms}
-        if not (keep.isdisjoint(atoms) and len(monoids) == 1 and monoids <= _WITH_REDUCE_SCATTER):
-            return None
-    if not aligned(shape[d], mesh.count(have), mesh.count(atoms)):
-        return None
-    cut = _with(here, {d: (*have, *atoms)})
-    if free:
-        return Step(ALL_SLICE, atoms, here, cut, d)
-    return Step(REDUCE_SCATTER, atoms, here, _without(cut, atoms), d, monoid=partial[atoms[0]])
-
-
-def _divides(sharding: Sharding, blocks: tuple[Atoms, ...]) -> bool:
-    """Whether a dimension of a sharding is split over some atoms of a block, but not over all of them in a row."""
-    for block in blocks:
-        for dim in sharding.dims if len(block) > 1 else ():
-            if not set(block).isdisjoint(dim):
-                start = dim.index(block[0]) if block[0] in dim else 0
-                if dim[start : start + len(block)] != block:
-                    return True
-    return False
-
-
-def _is_straight(step: Step, target: Sharding) -> bool:
-    """Whether a step leads directly towards the target."""
-    if step.kind in (ALL_SLICE, REDUCE_SCATTER):
-        return target.dims[step.dim][: len(step.after.dims[step.dim])] == step.after.dims[step.dim]
-    return step.kind != ALL_TO_ALL or not set(step.atoms).isdisjoint(target.dims[step.to])
-
-
-@tabulated(65536)
-def single_steps(
-    here: Sharding,
-    keep: frozenset[str],
-    blocks: tuple[Atoms, ...],
-    shape: tuple[int, ...],
-    itemsize: int,
-    mesh: Mesh,
-) -> tuple[tuple[Step, int], ...]:
-    """All steps from a sharding that move whole blocks, except permutes, each with the bytes that each device sends."""
-    return tuple((s, bytes_sent(s, shape, itemsize, mesh)) for s in steps_from(here, keep, blocks, shape, mesh))
-
-
-def steps_from(
-    here: Sharding, keep: frozenset[str], blocks: tuple[Atoms, ...], shape: tuple[int, ...], mesh: Mesh
-) -> list[Step]:
-    """The steps of ``single_steps``, without bytes."""
-    steps: list[Step] = []
-    partial = dict(here.unreduced)
-    for d, have in enumerate(here.dims):
-        for atoms in blocks:
-            if (step := _cut_further(here, d, atoms, keep, shape, mesh)) is not None:
-                steps.append(step)
-        # Innermost atoms leave this dimension: they move to another dimension, or the dimension is gathered.
-        for atoms in _suffixes(have, blocks):
-            rest = have[: len(have) - len(atoms)]
-            steps.append(Step(ALL_GATHER, atoms, here, _with(here, {d: rest}), d))
-            if not aligned(shape[d], mesh.count(rest), mesh.count(atoms)):
+    def _cut(self, here: Sharding) -> Iterator[Step]:
+        """Splits of a dimension over more axes: a slice over free ones, a reduce-scatter over unreduced ones."""
+        partial = dict(here.unreduced)
+        for block in self._blocks:
+            monoids = {partial.get(a) for a in block}
+            is_free = monoids == {None} and not any(a in dim for dim in here.dims for a in block)
+            if not is_free and not (len(monoids) == 1 and monoids <= _WITH_REDUCE_SCATTER):
                 continue
-            for e, other in enumerate(here.dims):
-                if e != d and aligned(shape[e], mesh.count(other), mesh.count(atoms)):
-                    after = _with(here, {d: rest, e: (*other, *atoms)})
-                    steps.append(Step(ALL_TO_ALL, atoms, here, after, d, e))
-    for monoid in sorted(set(partial.values())):
-        reducible = [b for b in blocks if all(partial.get(a) == monoid and a not in keep for a in b)]
-        for k in range(1, len(reducible) + 1) if len(blocks) <= _FEW else {1, len(reducible)} - {0}:
-            for subset in itertools.combinations(reducible, k):
-                atoms = tuple(a for a in mesh.atoms if any(a in b for b in subset))
-                steps.append(Step(ALL_REDUCE, atoms, here, _without(here, atoms), monoid=monoid))
-    return steps
-
-
-def _arranged(here: Sharding, target: Sharding, mesh: Mesh) -> Sharding | None:
-    """The same numbers of parts over the atoms of the target where possible, else over others; None if impossible."""
-    partial = set(dict(here.unreduced))
-    spare = [a for a in dict.fromkeys((*here.atoms, *mesh.atoms)) if not any(a in dim for dim in target.dims)]
-    dims = []
-    for have, wanted in zip(here.dims, target.dims, strict=True):
-        atoms: list[str] = []
-        for a in (*wanted, *spare):
-            if mesh.count(have) % mesh.count((*atoms, a)) == 0:
-                atoms.append(a)
-        if mesh.count(atoms) != mesh.count(have) or not partial.isdisjoint(atoms):
-            return None
-        spare = [a for a in spare if a not in atoms]
-        dims.append(tuple(atoms))
-    return Sharding(tuple(dims), here.unreduced)
-
-
-@tabulated(4096)
-def _blocks(source: Sharding, target: Sharding, mesh: Mesh, stay: bool) -> tuple[Atoms, ...]:
-    """Atoms that may move together: adjacent both in the source and in the target, or equally absent."""
-
-    def follow(a: str, b: str, sharding: Sharding) -> bool:
-        if any((a, b) in itertools.pairwise(dim) for dim in sharding.dims):
-            return True
-        partial = dict(sharding.unreduced)
-        return not any(x in dim for x in (a, b) for dim in sharding.dims) and partial.get(a) == partial.get(b)
-
-    # Atoms in neither sharding may help to reduce parts: each copy can reduce a part of the array. For other purposes
-    # they are useless, because the array would have to be gathered again.
-    combines = source.unreduced != target.unreduced
-    atoms = tuple(a for a in mesh.atoms if combines or a in source.atoms or a in target.atoms)
-    if len(mesh.atoms) <= _FEW:
-        return tuple((a,) for a in atoms)
-    blocks: list[list[str]] = []
-    for sharding in (source, target, Sharding((atoms,))):
-        for dim in sharding.dims:
-            for a in dim:
-                if any(a in block for block in blocks):
-                    continue
-                last = blocks[-1][-1] if blocks else ""
-                if last and follow(last, a, source) and follow(last, a, target):
-                    blocks[-1].append(a)
+            for d, have in enumerate(here.dims):
+                after = _with(here, {d: (*have, *block)})
+                if is_free:
+                    yield Step(ALL_SLICE, block, here, after, d)
                 else:
-                    blocks.append([a])
-    if stay and len(blocks) > 1:
-        placed = {a for have, wanted in zip(source.dims, target.dims, strict=True) for a in common_prefix(have, wanted)}
-        blocks = [block for block in blocks if not placed.issuperset(block)]
-    # Divide few blocks such that a part of one has the size of another: the two can be exchanged.
-    was_divided = True
-    while was_divided and len(blocks) < _FEW:
-        was_divided = False
-        sizes = {mesh.count(block) for block in blocks}
-        for i, block in enumerate(blocks):
-            positions = range(1, len(block))
-            k = next((k for k in positions if {mesh.count(block[:k]), mesh.count(block[k:])} & sizes), None)
-            if k is not None:
-                blocks[i : i + 1] = [block[:k], block[k:]]
-                was_divided = True
-                break
-    return tuple(map(tuple, blocks))
+                    yield Step(REDUCE_SCATTER, block, here, _without(after, block), d, monoid=partial[block[0]])
+
+    def _joined(self, here: Sharding) -> Iterator[Step]:
+        """The innermost axes leave a dimension: they move to another one, or the dimension is gathered."""
+        for d, have in enumerate(here.dims):
+            for k in range(len(have)):
+                rest, axes = have[:k], have[k:]
+                yield Step(ALL_GATHER, axes, here, _with(here, {d: rest}), d)
+                for e, other in enumerate(here.dims):
+                    if e != d:
+                        yield Step(ALL_TO_ALL, axes, here, _with(here, {d: rest, e: (*other, *axes)}), d, e)
+
+    def _reduced(self, here: Sharding) -> Iterator[Step]:
+        """All-reduces over some of the axes with one monoid."""
+        by_monoid: dict[str, list[str]] = {}
+        for name, monoid in here.unreduced:
+            by_monoid.setdefault(monoid, []).append(name)
+        for monoid, names in by_monoid.items():
+            for k in range(len(names)):
+                for axes in itertools.combinations([a for a in self.coarse.atoms if a in names], k + 1):
+                    yield Step(ALL_REDUCE, axes, here, _without(here, axes), monoid=monoid)
+
+    def _permuted(self, here: Sharding) -> Iterator[Step]:
+        """Permutes and exchanges, after which other axes split the dimensions: of few axes, in any order."""
+        mesh, shape = self.coarse, (self.coarse.size,) * len(here.dims)
+        counts = [mesh.count(dim) for dim in here.dims]
+        free = [a for a in mesh.atoms if a not in dict(here.unreduced)]
+        if isinstance(self._through, Between):
+            found = [self._through.target.dims]
+        else:
+            others = [{a: b, b: a} for a, b in itertools.combinations(free, 2)]
+            if len(mesh.atoms) <= FEW:
+                others = [dict(zip(free, order, strict=True)) for order in itertools.permutations(free)]
+            found = [tuple(tuple(other.get(a, a) for a in dim) for dim in here.dims) for other in others]
+            found += _redistributed(here.dims)
+        for dims in dict.fromkeys(found):
+            after = Sharding(dims, here.unreduced)
+            has_same_parts = counts == [mesh.count(dim) for dim in dims] and all(a in free for dim in dims for a in dim)
+            if dims != here.dims and (has_same_parts or can_change(here, after, shape, mesh)):
+                yield Step(PERMUTE, mesh.atoms, here, after)
+
+    def group(self, step: Step) -> Hashable:
+        """A key: steps with equal keys cost the same if their parts have the same sizes."""
+        if step.kind in LOCAL:
+            return ()
+        if step.kind != PERMUTE:
+            return step.kind, frozenset(step.atoms), step.monoid
+        changed = (dims for dims in zip(step.before.dims, step.after.dims, strict=True) if dims[0] != dims[1])
+        return step.kind, frozenset(changed), frozenset(step.before.atoms)
 
 
-def _suffixes(atoms: Atoms, blocks: Sequence[Atoms]) -> Iterator[Atoms]:
-    firsts = {block[0] for block in blocks}
-    for k, a in enumerate(atoms):
-        if a in firsts:
-            yield atoms[k:]
+def _redistributed(dims: tuple[Atoms, ...]) -> Iterator[tuple[Atoms, ...]]:
+    """The dimensions of a sharding after two of them share their axes in another way."""
+    for d, e in itertools.combinations(range(len(dims)), 2):
+        both = dims[d] + dims[e]
+        for order in itertools.permutations(both) if len(both) > 1 else ():
+            for k in range(len(order) + 1):
+                changes = {d: order[:k], e: order[k:]}
+                yield tuple(changes.get(i, dim) for i, dim in enumerate(dims))
 
 
 def _with(sharding: Sharding, changes: dict[int, Atoms]) -> Sharding:
@@ -350,3 +340,387 @@ def _with(sharding: Sharding, changes: dict[int, Atoms]) -> Sharding:
 
 def _without(sharding: Sharding, atoms: Atoms) -> Sharding:
     return sharding.with_unreduced({a: m for a, m in sharding.unreduced if a not in atoms})
+
+
+@tabulated(64)
+def _axis_steps(mesh: Mesh, axes: tuple[Atoms, ...], through: Through | None) -> AxisSteps:
+    """The steps over the axes of a mesh without times. Plans that are made together share them."""
+    return AxisSteps(mesh, axes, through)
+
+
+# Tabulates the steps between all shardings of one rank, and prices them for arrays of any shape.
+
+_OTHER, _SLICED, _SCATTERED, _GATHERED, _TURNED, _EXCHANGED = range(6)
+_KINDS = {ALL_SLICE: _SLICED, REDUCE_SCATTER: _SCATTERED, ALL_GATHER: _GATHERED, ALL_TO_ALL: _TURNED}
+_HASH = np.random.default_rng(0).integers(1 << 62, size=10)  # factors that give rows of numbers different sums
+_SOURCES = 64  # the most sources of paths at a time, which bounds the memory
+
+
+# Gets a step and numbers: steps with equal numbers cost the same for any shape.
+Price = Callable[[Step, tuple[int, ...]], float]
+
+
+class Table:
+    """The steps between the shardings of arrays of one rank.
+
+    Steps of one *class* have one price for any shape: they have one group, and divide each dimension into the same
+    numbers of parts.
+    """
+
+    def __init__(self, steps: AxisSteps, monoids: tuple[str, ...]):
+        self._axis_steps, self._monoids = steps, monoids
+        self.places: dict[Sharding, int] = {}
+        self._shardings: list[Sharding] = []  # of each place
+        self._parts_of: list[tuple[int, ...]] = []  # of each place: the parts of its dimensions
+        self._codes: tuple[Ints, Ints, Bools, Ints] | None = None
+        self._steps: list[Step] = []
+        self._rows: list[tuple[int, int, int]] = []  # for each step: begin, end, class
+        self._classes: dict[tuple[object, ...], int] = {}
+        self._ones: list[Step] = []  # a step of each class
+        self._numbers: list[tuple[int, ...]] = []  # of each class: group, kind, two dimensions, devices
+        self._parts: list[tuple[tuple[int, ...], ...]] = []  # of each class: the parts of dimensions before and after
+        self._made: tuple[Ints, Ints, Ints, list[Step]] | None = None
+
+    def add(self, shardings: Iterable[Sharding]) -> None:
+        """Adds shardings and all shardings that steps reach from them."""
+        queue = [s for s in dict.fromkeys(shardings) if s not in self.places]
+        for s in queue:
+            self._place(s)
+        for here in queue:  # the queue grows
+            begin = self.places[here]
+            for step in self._axis_steps.of(here, self._monoids):
+                if (end := self.places.get(step.after)) is None:
+                    end = self._place(step.after)
+                    queue.append(step.after)
+                self._rows.append((begin, end, self._class_of(step, self._parts_of[begin], self._parts_of[end])))
+                self._steps.append(step)
+        if queue:
+            self._made = self._codes = None
+
+    def _place(self, sharding: Sharding) -> int:
+        self.places[sharding] = place = len(self.places)
+        self._shardings.append(sharding)
+        self._parts_of.append(tuple(map(self._axis_steps.coarse.count, sharding.dims or ((),))))
+        return place
+
+    def _class_of(self, step: Step, *parts: tuple[int, ...]) -> int:
+        mesh, groups = self._axis_steps.coarse, self._axis_steps.groups
+        kind = _KINDS.get(step.kind, _OTHER)
+        if step.kind == PERMUTE and parts[0] != parts[1]:
+            kind = _EXCHANGED
+        group = groups.setdefault(self._axis_steps.group(step), len(groups))
+        numbers = group, kind, max(step.dim, 0), max(step.to, 0), mesh.count(step.atoms)
+        if (key := (numbers, parts)) not in self._classes:
+            self._classes[key] = len(self._ones)
+            self._ones.append(step)
+            self._numbers.append(numbers)
+            self._parts.append(parts)
+        return self._classes[key]
+
+    def edges(self) -> tuple[Ints, Ints, Ints, list[Step]]:
+        """int64 [steps]: where the steps begin and end, and their classes, in the order of the ends; the steps."""
+        if self._made is None:
+            rows = np.array(self._rows, dtype=np.int64).reshape(-1, 3)
+            order = np.argsort(rows[:, 1], kind="stable")
+            self._made = (*rows[order].T.copy(), [self._steps[k] for k in order.tolist()])
+        return self._made
+
+    def costs(self, shape: tuple[int, ...], price: Price) -> Floats:
+        """float64 [classes]: the costs of steps of an array of this global shape; ``inf`` if parts do not line up.
+
+        The numbers of a step are its group, the elements of a part before and after, whether the layout changes, and
+        the sizes and numbers of parts of the two dimensions if these do not divide evenly.
+        """
+        n = np.array(shape or (1,), dtype=np.int64)
+        group, kind, dim, to, devices = np.array(self._numbers, dtype=np.int64).reshape(-1, 5).T
+        parts = np.array(self._parts, dtype=np.int64).reshape(-1, 2, n.size)
+        before, after = parts[:, 0], parts[:, 1]
+        every = np.arange(len(parts))
+        of_dim, of_to = (np.stack([n[d], before[every, d], after[every, d]], 1) for d in (dim, to))
+        turned, scattered = kind == _TURNED, kind == _SCATTERED
+        left = np.where(turned, of_dim[:, 2], of_dim[:, 1])
+        fits = ~(turned | scattered | (kind == _SLICED)) | _aligned(of_dim[:, 0], left, devices)
+        fits &= ~turned | _aligned(of_to[:, 0], of_to[:, 1], devices)
+        fits &= (kind != _EXCHANGED) | (n % np.lcm(before, after) == 0).all(1)
+        local = -(-n // parts)
+        # A device copies parts into place if more than one element lies before the dimension, or between the two.
+        several, at = local.min(1) > 1, np.arange(n.size)
+        low, high = np.where(turned, np.minimum(dim, to), 0), np.where(turned, np.maximum(dim, to), dim)
+        copies = (several & (at >= low[:, None]) & (at < high[:, None])).any(1)
+        sends_parts = turned | scattered | (kind == _GATHERED)
+        is_uneven = (n % parts > 0).any(1)  # [classes, dimensions]
+        uneven = sends_parts & (is_uneven[every, dim] | (turned & is_uneven[every, to]))
+        numbers = np.column_stack(
+            [group, local.prod(2), copies & sends_parts, of_dim * uneven[:, None], of_to * (uneven & turned)[:, None]]
+        )
+        costs, chosen = np.full(len(parts), np.inf), np.flatnonzero(fits)
+        costs[chosen] = _priced(numbers[chosen], lambda k: self._ones[chosen[k]], price)
+        return costs
+
+    def in_tiles(self, sources: Ints, shape: tuple[int, ...], price: Price) -> Floats:
+        """float64 [sources, places]: the costs of one all-to-all of tiles (``comm.steps``); ``inf`` if there is none.
+
+        There are many, and only the first step of a reshard is one. So they are no edges of the graph.
+        """
+        codes, sums, allowed, lost = self._coded()
+        n, parts = np.array(shape or (1,), dtype=np.int64), np.array(self._parts_of, dtype=np.int64)
+        even = (n % parts == 0).all(1)
+        used = np.bitwise_or.reduce(lost[codes, 0], 1)  # code 0 is a whole dimension
+        ok = even[sources][:, None] & even & (sums[sources][:, None] == sums) & (used & sums == 0)
+        moving = np.zeros(ok.shape, dtype=np.int64)
+        for code in codes.T:
+            pairs = code[sources][:, None], code
+            ok &= allowed[pairs]
+            moving |= lost[pairs]
+        ok &= (moving > 0) & (moving & used == moving)
+        costs, (begin, end) = np.full(ok.shape, np.inf), np.nonzero(ok)
+        numbers = np.stack([-1 - moving[ok], (-(-n // parts)).prod(1)[end]], 1)  # negative: no group
+        costs[ok] = _priced(numbers, lambda k: self.step_in_tiles(int(sources[begin[k]]), int(end[k])), price)
+        return costs
+
+    def step_in_tiles(self, begin: int, end: int) -> Step:
+        """The all-to-all of tiles between two places."""
+        before, after = self._shardings[begin], self._shardings[end]
+        return Step(ALL_TO_ALL, moved(before.dims, after.dims), before, after)
+
+    def _coded(self) -> tuple[Ints, Ints, Bools, Ints]:
+        """The dimensions of places as numbers, and their unreduced axes as bits; for two dimensions, whether tiles can
+        move between them, and the axes that leave as bits."""
+        if self._codes is None:
+            bits = {name: 1 << i for i, name in enumerate(self._axis_steps.coarse.atoms)}
+            numbers: dict[Atoms, int] = {(): 0}
+            codes = [[numbers.setdefault(dim, len(numbers)) for dim in s.dims or ((),)] for s in self._shardings]
+            sums = [sum(bits[name] for name, _ in s.unreduced) for s in self._shardings]
+            kept = [[len(common_prefix(have, wanted)) for wanted in numbers] for have in numbers]
+            allowed = [[k in (len(a), len(b)) for b, k in zip(numbers, row)] for a, row in zip(numbers, kept)]
+            lost = [[sum(bits[name] for name in have[k:]) for k in row] for have, row in zip(numbers, kept)]
+            self._codes = np.array(codes), np.array(sums), np.array(allowed), np.array(lost)
+        return self._codes
+
+
+def _priced(numbers: Ints, step_of: Callable[[int], Step], price: Price) -> Floats:
+    """float64 [rows]: the price of each row of numbers; ``step_of`` makes a step that has the numbers of a row."""
+    _, first, which = np.unique(numbers @ _HASH[: numbers.shape[1]], return_index=True, return_inverse=True)
+    keys = numbers[first]
+    assert np.array_equal(keys[which], numbers), "different numbers have different hashes"
+    return np.array([price(step_of(k), tuple(key)) for k, key in zip(first.tolist(), keys.tolist())])[which]
+
+
+def _aligned(n: Ints, parts: Ints, more: Ints) -> Bools:
+    """As ``comm.steps.aligned``."""
+    return (parts == 1) | (-(-n // parts) == more * -(-n // (parts * more)))
+
+
+def shortest(begins: Ints, ends: Ints, costs: Floats, lengths: Floats) -> Floats:
+    """float64 [places, sources]: the lengths of the shortest paths, which are at most ``lengths``.
+
+    This is the Bellman-Ford algorithm, for all sources at once. ``ends`` increases.
+    """
+    first = np.flatnonzero(np.diff(ends, prepend=-1))
+    reached, changes = ends[first], bool(ends.size)
+    while changes:
+        through = np.minimum.reduceat(lengths[begins] + costs[:, None], first)
+        changes = bool((through < lengths[reached]).any())
+        lengths[reached] = np.minimum(lengths[reached], through)
+    return lengths
+
+
+class _Graph:
+    """The shardings of one array that reshards pass through, and the shortest paths from some of them."""
+
+    def __init__(self, table: Table, shape: tuple[int, ...], price: Price):
+        self.table, self._shape, self._price = table, shape, price
+        self._lengths = dict[int, Floats]()  # of the paths from a place to all
+        self._known = 0  # the number of places for which these are
+        # where the edges begin and end, their costs, and their numbers in the table; those that are possible
+        self._edges: tuple[Ints, Ints, Floats, Ints]
+
+    def lengths(self, sources: Sequence[Sharding]) -> list[Floats]:
+        """For each source, float64 [places]: the lengths of the shortest paths from it."""
+        table = self.table
+        table.add(sources)
+        if new := len(table.places) - self._known:
+            self._known += new
+            begins, ends, classes, _ = table.edges()
+            costs = table.costs(self._shape, self._price)[classes]
+            possible = np.flatnonzero(np.isfinite(costs))
+            self._edges = begins[possible], ends[possible], costs[possible], possible
+            self._lengths = {p: np.pad(old, (0, new), constant_values=np.inf) for p, old in self._lengths.items()}
+        places = [table.places[s] for s in sources]
+        missing = np.array([*dict.fromkeys(p for p in places if p not in self._lengths)], dtype=np.int64)
+        for some in np.split(missing, range(_SOURCES, missing.size, _SOURCES)) if missing.size else ():
+            lengths = table.in_tiles(some, self._shape, self._price).T
+            lengths[some, np.arange(some.size)] = 0.0
+            self._lengths.update(zip(some.tolist(), shortest(*self._edges[:3], lengths).T, strict=True))
+        return [self._lengths[p] for p in places]
+
+    def path(self, source: Sharding, target: Sharding) -> list[Step]:
+        """The steps of a shortest path."""
+        (lengths,) = self.lengths([source])
+        begin, end = self.table.places[source], self.table.places[target]
+        (in_tiles,) = self.table.in_tiles(np.array([begin]), self._shape, self._price)
+        begins, ends, costs, numbers = self._edges
+        steps: list[Step] = []
+        while end != begin:
+            if in_tiles[end] <= lengths[end]:
+                steps.append(self.table.step_in_tiles(begin, end))
+                break
+            first, last = np.searchsorted(ends, [end, end + 1]).tolist()
+            k = first + int((lengths[begins[first:last]] + costs[first:last]).argmin())
+            steps.append(self.table.edges()[3][int(numbers[k])])
+            end = int(begins[k])
+        return steps[::-1]
+
+
+# The number of lists of shardings that are kept.
+_MANY = 20_000
+
+
+class Reshards:
+    """The reshards over the axes of a mesh, and their costs. Results are kept, so that equal ones are computed once."""
+
+    def __init__(self, mesh: Mesh, axes: tuple[Atoms, ...], through: Through | None = None):
+        self.mesh, self.axes = mesh, axes
+        moving = _divided(mesh, axes)
+        if len(axes) <= FEW:  # steps over few axes do not depend on their order
+            moving = tuple(sorted(moving, key=lambda axis: mesh.atoms.index(axis[0])))
+        self._steps = _axis_steps(dataclasses.replace(mesh, times=None), moving, through)
+        self._names_of = {axis: name for name, axis in self._steps.atoms_of.items()}
+        self._classes: dict[int, int] = {}  # of groups: steps of one class cost the same in this objective
+        self._class_numbers: dict[Hashable, int] = {}
+        self._prices: dict[tuple[int, ...], float] = {}  # of a step, by everything that it depends on
+        self._graphs: dict[tuple[tuple[str, ...], tuple[int, ...], int], _Graph] = {}
+        self._known: dict[Sharding, Sharding | None] = {}  # over whole axes; None if a sharding uses a part of one
+        self._lists: dict[int, tuple[Sequence[Sharding], list[Sharding | None]]] = {}
+
+    def through(self, shardings: Iterable[Sharding]) -> Self:
+        """The same costs, for reshards that pass only through these shardings, reduced or not.
+
+        Large programs and many axes have too many shardings to pass through any (``planning.strategies``).
+        """
+        dims = frozenset(tuple(self._names(atoms) or () for atoms in s.dims) for s in {*shardings})
+        found = copy.copy(self)
+        found._steps = _axis_steps(dataclasses.replace(self.mesh, times=None), (*self._names_of,), dims)
+        found._classes, found._graphs = {}, {}
+        return found
+
+    def move(self, source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int) -> float:
+        """The cost to reshard an array of this global shape."""
+        return float(self.table((source,), (target,), shape, itemsize)[0, 0])
+
+    def table(
+        self, sources: Sequence[Sharding], targets: Sequence[Sharding], shape: tuple[int, ...], itemsize: int
+    ) -> Floats:
+        """float64 [sources, targets]: the costs to reshard an array of this global shape from each to each."""
+        check_deadline()
+        begins, ends = self._all_in_axes(sources), self._all_in_axes(targets)
+        graph = self._graph(targets, shape, itemsize)
+        lengths = iter(graph.lengths([s for s in begins if s is not None]))
+        places = np.array([-1 if s is None else graph.table.places.get(s, -1) for s in ends])
+        costs = np.array([np.full(len(ends), np.inf) if s is None else next(lengths)[places] for s in begins])
+        costs[:, places < 0] = np.inf
+        for i, j in zip(*np.nonzero(np.isinf(costs)), strict=True):
+            steps = plan_reshard(sources[i], targets[j], shape, itemsize, self.mesh)
+            costs[i, j] = sum(step_cost(s, shape, itemsize, self.mesh, self.mesh, s.atoms) for s in steps)
+        return costs
+
+    def steps(self, source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int) -> tuple[Step, ...]:
+        """The cheapest steps from a sharding over these axes to another one."""
+        begin, end = self.in_axes(source), self.in_axes(target)
+        assert begin is not None
+        assert end is not None
+        return tuple(map(self._over_atoms, self._graph((target,), shape, itemsize).path(begin, end)))
+
+    def _graph(self, targets: Sequence[Sharding], shape: tuple[int, ...], itemsize: int) -> _Graph:
+        monoids = tuple(sorted({monoid for s in targets for _, monoid in s.unreduced}))
+        key = monoids, shape, itemsize
+
+        def price(step: Step, numbers: tuple[int, ...]) -> float:
+            group, *sizes = numbers
+            if group not in self._classes:
+                times, atoms = self.mesh.times, self._steps.over_atoms(step.atoms)
+                alike = group if times is None else times.price_class(step, self._steps.coarse, self.mesh, atoms)
+                self._classes[group] = self._class_numbers.setdefault(alike, len(self._class_numbers))
+            if (known := self._prices.get(key := (self._classes[group], itemsize, *sizes))) is None:
+                atoms = self._steps.over_atoms(step.atoms)
+                known = self._prices[key] = step_cost(step, shape, itemsize, self._steps.coarse, self.mesh, atoms)
+            return known
+
+        if key not in self._graphs:
+            table = self._steps.table(len(shape), monoids)
+            self._graphs[key] = _Graph(table, shape, price)
+        return self._graphs[key]
+
+    def _over_atoms(self, step: Step) -> Step:
+        """A step over the atoms of the mesh instead of axes."""
+        atoms_of, over_atoms = self._steps.atoms_of, self._steps.over_atoms
+        before, after = (
+            Sharding(tuple(map(over_atoms, s.dims))).with_unreduced(
+                {a: monoid for name, monoid in s.unreduced for a in atoms_of[name]}
+            )
+            for s in (step.before, step.after)
+        )
+        atoms = self.mesh.atoms if step.kind == PERMUTE else over_atoms(step.atoms)
+        return dataclasses.replace(step, atoms=atoms, before=before, after=after)
+
+    def _all_in_axes(self, some: Sequence[Sharding]) -> list[Sharding | None]:
+        """The shardings in terms of whole axes, as ``in_axes``. The result for the same tuple is kept."""
+        if isinstance(some, tuple) and (known := self._lists.get(id(some))) is not None and known[0] is some:
+            return known[1]
+        found = [self.in_axes(s) for s in some]
+        if isinstance(some, tuple) and len(some) > 1:
+            if len(self._lists) > _MANY:
+                self._lists.clear()
+            self._lists[id(some)] = some, found
+        return found
+
+    def in_axes(self, sharding: Sharding) -> Sharding | None:
+        """A sharding in terms of whole axes; None if it uses a part of one."""
+        if sharding not in self._known:
+            monoids = dict(sharding.unreduced)
+            dims = tuple(self._names(atoms) for atoms in sharding.dims)
+            atoms_of = self._steps.atoms_of
+            unreduced = {name: monoids[atoms[0]] for name, atoms in atoms_of.items() if atoms[0] in monoids}
+            whole = {a: unreduced[name] for name in unreduced for a in atoms_of[name]}
+            found = Sharding(tuple(atoms or () for atoms in dims)).with_unreduced(unreduced)
+            self._known[sharding] = None if whole != monoids or any(atoms is None for atoms in dims) else found
+        return self._known[sharding]
+
+    def _names(self, atoms: Atoms) -> Atoms | None:
+        names, i = [], 0
+        while i < len(atoms):
+            axis = next((axis for axis in self._names_of if atoms[i : i + len(axis)] == axis), None)
+            if axis is None:
+                return None
+            names.append(self._names_of[axis])
+            i += len(axis)
+        return tuple(names)
+
+
+@tabulated(64)
+def reshards_of(mesh: Mesh, axes: tuple[Atoms, ...], through: Through | None = None) -> Reshards:
+    """The reshards over the axes of a mesh. Plans that are made together share them."""
+    return Reshards(mesh, axes, through)
+
+
+@tabulated(65536)
+def plan_reshard(
+    source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int, mesh: Mesh
+) -> tuple[Step, ...]:
+    """The cheapest steps from ``source`` to ``target``. Over many axes, these go directly from one to the other."""
+    if source == target:
+        return ()
+    axes = axes_of(mesh, (source, target))
+    if len(axes) <= FEW:
+        return reshards_of(mesh, axes).steps(source, target, shape, itemsize)
+    axes = joined(mesh, axes, (source, target))
+    found = Reshards(mesh, axes)
+    begin, end = found.in_axes(source), found.in_axes(target)
+    assert begin is not None
+    assert end is not None
+    return reshards_of(mesh, axes, Between(begin, end)).steps(source, target, shape, itemsize)
+
+
+def reshard_bytes(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> int:
+    """Bytes that each device sends in the reshard from ``source`` to ``target``."""
+    return sum(bytes_sent(s, shape, itemsize, mesh) for s in plan_reshard(source, target, shape, itemsize, mesh))

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -69,17 +69,6 @@ def exchanged(x: Any, before: Sequence[Atoms], after: Sequence[Atoms], mesh: Mes
     by_sender = x.reshape(*(sizes[a] for a in moving), *tile)
     result_shape = [n * mesh.count(have[len(wanted) :]) for n, have, wanted in zip(tile, before, after, strict=True)]
     return lax.transpose(by_sender, _order(before, after, moving)).reshape(result_shape)
-
-
-def turns(shape: Sequence[int], before: Sequence[Atoms], after: Sequence[Atoms], mesh: Mesh) -> tuple[bool, bool]:
-    """Whether elements are transposed before and after the all-to-all."""
-    moving = moved(before, after)
-    with_atom_dims, dim_of_atom, other_dims = _with_atom_dims(shape, before, after, mesh)
-    tile = [with_atom_dims[d] for d in other_dims]
-    sent_order = [d for d in (*(dim_of_atom[a] for a in moving), *other_dims) if with_atom_dims[d] > 1]
-    sizes = [*(mesh.atom_sizes[a] for a in moving), *tile]
-    received_order = [d for d in _order(before, after, moving) if sizes[d] > 1]
-    return sent_order != sorted(sent_order), received_order != sorted(received_order)
 
 
 def _with_atom_dims(
@@ -248,12 +237,14 @@ class Step:
 class Times(Protocol):
     """The times of steps on a machine."""
 
-    def seconds(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
+    def seconds(
+        self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh, *, among: tuple[Mesh, Atoms] | None = None
+    ) -> float:
         """Seconds of one step, for an array of this global shape."""
         ...
 
-    def least(self, held: int, wanted: int) -> float:
-        """Lower bound in seconds of one or more steps from ``held`` bytes on each device to ``wanted`` bytes."""
+    def price_class(self, step: Step, mesh: Mesh, whole: Mesh, atoms: Atoms) -> Hashable:
+        """A key: steps with equal keys take the same time if their parts have the same sizes before and after."""
         ...
 
 

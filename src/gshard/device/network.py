@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,6 @@ from gshard.comm.steps import (
     laid_out,
     rounds,
     targets,
-    turns,
 )
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
@@ -223,23 +222,6 @@ def _in_rings(whole: int, rounds: int, where: tuple[Extent, ...]) -> float:
     return total
 
 
-def least_gather_seconds(held: int, wanted: int, machine: Machine) -> float:
-    """A lower bound in seconds of all all-gathers that enlarge ``held`` bytes of each device to ``wanted`` bytes.
-
-    The bound holds for any groups of devices. A switch of n devices enlarges the bytes n times, and so do direct links
-    among n devices. The dimensions of a torus together enlarge them any number of times.
-    """
-    switches = [(d.sent_among(d.size), d.size) for d in machine.network if d.is_one_hop and d.size > 1]
-    torus_rate = sum(2 * d.bandwidth / d.shared_by for d in machine.network if not d.is_one_hop)
-    total, bytes_now = 0.0, max(float(wanted), held)
-    for rate, size in sorted(switches, reverse=True):
-        if rate > torus_rate:
-            bytes_after = max(held, bytes_now / size)
-            total, bytes_now = total + (bytes_now - bytes_after) / rate, bytes_after
-    slowest = torus_rate or min((rate for rate, _ in switches), default=math.inf)
-    return total + (bytes_now - held) / slowest
-
-
 def permutation_seconds(sent: int, pairs: Sequence[tuple[int, int]], machine: Machine) -> float:
     """Seconds until each source has sent ``sent`` bytes to its target: O(1) between neighbours."""
     sources, targets = np.asarray(pairs, np.intp).reshape(-1, 2).T
@@ -356,15 +338,19 @@ class StepTimes:
             total += _ORDERED * sum(copied_bytes) / itemsize / self.machine.vector_flops
         return total + sum(copy_seconds(self.machine, array) for array in copied_bytes)
 
-    def price_class(self, step: Step, mesh: Mesh, places: Mapping[str, tuple[int, ...]]) -> Hashable:
-        """A key: steps with equal keys take the same time if their parts have the same sizes before and after."""
+    def price_class(self, step: Step, mesh: Mesh, whole: Mesh, atoms: Atoms) -> Hashable:
+        """A key: steps with equal keys take the same time if their parts have the same sizes before and after.
+
+        The step is over axes ``mesh``, whose atoms are ``atoms`` of the mesh ``whole``.
+        """
         if step.kind in LOCAL:
             return ()
         if is_exchange(step, mesh):
             return step.kind, rounds(step, mesh), _exchanging(step.before, step.after, mesh, self.machine)
         if step.kind == PERMUTE:
             return step.kind, _permuting(step.before, step.after, mesh, self.machine)
-        return step.kind, tuple(map(sum, zip(*(places[a] for a in step.atoms), strict=True))), step.monoid
+        classes = interchangeable(dataclasses.replace(whole, times=None), self.machine)
+        return step.kind, tuple(sum(a in alike for a in atoms) for alike in classes), step.monoid, is_of_tiles(step)
 
     def _copied(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> list[float]:
         """Bytes of the arrays that are copied.
@@ -405,22 +391,9 @@ class StepTimes:
             return [share * elements * itemsize for elements in copied]
         before, after = (s.local_shape(mesh, shape) for s in (step.before, step.after))
         if is_of_tiles(step):
-            turned = turns(before, step.before.dims, step.after.dims, mesh)
-            return [math.prod(after) * itemsize for _ in range(sum(turned))]
+            return 2 * [math.prod(after) * itemsize]  # transposed before and after the message
         part = tuple(map(min, before, after))
         return [math.prod(after) * itemsize] if is_turned(part, step.to, step.dim) else []
-
-    def least(self, held: int, wanted: int) -> float:
-        """A lower bound in seconds of one or more steps from ``held`` bytes on each device to ``wanted`` bytes.
-
-        A step has a launch or a message. To enlarge the bytes, they are gathered over all links.
-        """
-        message = _SPLITS * self.machine.launch
-        if wanted and not self.joined:
-            message += min((d.latency for d in self.machine.network if d.size > 1), default=0.0)
-        if wanted <= held:
-            return min(message, self.machine.launch)
-        return message + least_gather_seconds(held, wanted, self.machine)
 
     def _sent(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh, among: tuple[Mesh, Atoms]) -> float:
         if is_exchange(step, mesh):

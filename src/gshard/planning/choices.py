@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import numpy as np
 
+from gshard.comm.reshard import parts_of
 from gshard.core.mark import Demand
 from gshard.core.mesh import Mesh
 from gshard.core.plan import AS_MARKED, Boundary, Plan, axes_without, local_bytes, manual_axes
@@ -22,6 +23,7 @@ from gshard.planning.objective import Objective, StackCost, Windows
 from gshard.planning.propagated import Propagated
 from gshard.planning.sharding_groups import free_result_groups, sharding_groups_of
 from gshard.planning.strategies import (
+    FEW_PARTS,
     Component,
     Runs,
     allowed_by_marks,
@@ -467,7 +469,7 @@ class _Builder:
 
     def graph(self) -> Graph:
         marked_shares = self._add_strategies()
-        if self.tables.is_limited:
+        if self.tables.is_limited or any(len(parts) > FEW_PARTS for parts in parts_of(self.mesh, self.objective.axes)):
             self.objective = self.tables.objective = self.objective.through(self._shardings())
         for kernel, runs in self.objective.kernels(self.program.block):
             self._add_kernel(kernel, runs, marked_shares.get(kernel.equation, np.inf))

@@ -8,7 +8,7 @@ Kinds of nodes:
     shared reshard    the sharding in which several equations read a value
     leaf              the sharding in which a result of the program leaves
 
-Edges between a group, its shared reshards and its strategies are reshards (``planning.reshard_costs``); so are edges
+Edges between a group, its shared reshards and its strategies are reshards (``comm.reshard``); so are edges
 between a value outside of a loop and one inside. ``planning.choices`` builds the graph.
 """
 

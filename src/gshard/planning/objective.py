@@ -6,21 +6,20 @@ unit is seconds (``search.seconds``).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from gshard.comm.reshard import MESSAGE
-from gshard.comm.steps import LOCAL, Step, bytes_sent, laid_out, rounds
+from gshard.comm.reshard import Reshards
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Equation, Value
 from gshard.core.rule import COMMUNICATE, REPLICATE, Rule, Split
 from gshard.core.sharding import Sharding
 from gshard.device.fusion_model import Kernel, is_product, kind_of
-from gshard.planning.reshard_costs import Moves
 from gshard.planning.strategies import WASTE, share
 from gshard.solver.problem import Floats
 
@@ -38,11 +37,7 @@ _STACKED = 1 / 512
 # A byte of an array beyond the bytes that a device has under the marks. A device writes and reads it at least once, and
 # no machine's memory is more than 256 times as fast as its network.
 _BEYOND = 1 / 128
-# A byte that a device copies to join or cut shards that are not one run of bytes.
-_COPIED = 1 / 1024
 BY_BYTES = "bytes sent"  # the unit without a machine, for messages
-# A step that sends nothing. It breaks ties in favour of fewer steps.
-_SILENT = 1e-2
 
 
 class Windows(NamedTuple):
@@ -120,7 +115,7 @@ class Objective(Protocol):
         ...
 
 
-class Bytes(Moves):
+class Bytes(Reshards):
     """Bytes that each device sends, with messages and operations counted as bytes."""
 
     held_byte_cost = 1e-9
@@ -130,22 +125,14 @@ class Bytes(Moves):
     fuses = False
     counted = BY_BYTES
 
+    def __init__(self, mesh: Mesh, axes: tuple[Atoms, ...]):
+        super().__init__(dataclasses.replace(mesh, times=None), axes)
+
     def assuming(self) -> Bytes:
         return self
 
     def price(self, splits: Mapping[Equation, Split]) -> bool:
         return False
-
-    def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
-        if step.kind in LOCAL:
-            return _SILENT
-        copied = sum(laid_out(step, shape, mesh)) * itemsize
-        return bytes_sent(step, shape, itemsize, mesh) + MESSAGE * rounds(step, mesh) + _COPIED * copied
-
-    def price_class(self, step: Step) -> Hashable:
-        if step.kind in LOCAL:
-            return ()
-        return step.kind, self._coarse.count(step.atoms), step.monoid, rounds(step, self._coarse)
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """Each equation is one kernel: without a machine there is no model of fusion."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 
 import numpy as np
 
+from gshard.comm.reshard import axes_of, joined
 from gshard.core.errors import PlanError
 from gshard.core.jax_adapter import no_mesh_set
 from gshard.core.mark import Order
@@ -27,7 +28,6 @@ from gshard.planning.demands import at_boundary, demands
 from gshard.planning.graph import Graph, without_excess_in_loops
 from gshard.planning.objective import Objective, bytes_on
 from gshard.planning.propagated import Propagated
-from gshard.planning.reshard_costs import axes_of, joined
 from gshard.planning.settled import settled
 from gshard.planning.strategies import components, estimated_entries
 from gshard.solver.descent import Descent

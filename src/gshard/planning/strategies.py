@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+from gshard.comm.reshard import FEW, has_many, parts_of
 from gshard.core.mark import Demand
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
@@ -15,10 +16,10 @@ from gshard.core.program import Equation, Program, Value, itemsize
 from gshard.core.rule import REPLICATE, Rule, Split, is_valid, operand_sharding, result_sharding
 from gshard.core.sharding import Sharding
 from gshard.planning.propagated import Arrays, Propagated, arrays_of, candidates, key_of, led
-from gshard.planning.reshard_costs import FEW, FEW_PARTS, are_together, has_many, is_considered, is_made_of, parts_of
 
 # Limits how many axes may differ from the propagated places, if there are too many choices to compare all.
 
+FEW_PARTS = 2  # up to so many parts of one axis may be in any places
 LARGE = 2e6  # entries of all tables: such a problem takes some seconds to build and solve
 Runs = tuple[Atoms, ...]
 
@@ -65,6 +66,44 @@ def _entries(program: Program, parts: tuple[int, ...], most: int) -> float:
             ranks = [sum(n > 1 for n in v.shape) for v in (*e.inputs, *e.outputs) if isinstance(v, Value)]
             entries += choices(factors) * sum(map(choices, ranks))
     return entries
+
+
+def is_considered(places: Sequence[object]) -> bool:
+    """Whether the planner considers these places for the parts of one axis (None: no place).
+
+    Two parts may be anywhere. Of more parts, the first or the last ones have one place, and the others have another
+    place or none. Without this rule, a mark on each gradient could divide an axis of 2,048 devices into five parts,
+    with thousands of choices.
+
+    >>> is_considered([0, 1]), is_considered([0, 0, 1, 1]), is_considered([None, None, None, 1])
+    (True, True, True)
+    >>> is_considered([0, None, 1]), is_considered([0, 1, 1, 0]), is_considered([0, 1, None, None])
+    (False, False, False)
+    """
+    return len(places) <= FEW_PARTS or sum(a != b for a, b in itertools.pairwise(places)) <= 1
+
+
+def are_together(places: Sequence[object], base: Sequence[object]) -> bool:
+    """Whether the parts of one axis that differ from a base have one place. Two parts may be anywhere.
+
+    >>> are_together([1, 1, None], [0, 0, 0]), are_together([1, 1, 2], [1, 1, None]), are_together([1, 2], [0, 0])
+    (False, True, True)
+    """
+    return len(places) <= FEW_PARTS or len({a for a, b in zip(places, base, strict=True) if a != b}) <= 1
+
+
+def is_made_of(atoms: Atoms, axes: Sequence[Atoms]) -> bool:
+    """Whether atoms are a sequence of whole axes.
+
+    >>> is_made_of(("a.0", "a.1", "b"), (("a.0", "a.1"), ("b",))), is_made_of(("a.1",), (("a.0", "a.1"),))
+    (True, False)
+    """
+    while atoms:
+        axis = next((axis for axis in axes if atoms[: len(axis)] == axis), None)
+        if axis is None:
+            return False
+        atoms = atoms[len(axis) :]
+    return True
 
 
 # The planner considers unequal parts if padding makes the devices compute at most this much more.
@@ -117,7 +156,7 @@ def places_for(
     near: Sequence[Places] = (),
     runs: Runs | None = None,
 ) -> Iterable[Places]:
-    """Assigns a place to each axis, for parts of one axis as ``reshard_costs.is_considered`` allows.
+    """Assigns a place to each axis, for parts of one axis as ``is_considered`` allows.
 
     With ``runs``, one axis differs from one of the assignments ``near``, or from the one without places, and the parts
     of it that differ have one place; or the axes of a run differ and have one place. If there are

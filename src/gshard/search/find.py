@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import signal
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 
+from gshard.comm.reshard import FEW, axes_of, has_many, joined
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.number_text import format_ms, significant
 from gshard.core.plan import Plan, local_bytes
@@ -23,7 +25,6 @@ from gshard.planning.batched import batched
 from gshard.planning.choices import graph_of
 from gshard.planning.demands import demands
 from gshard.planning.graph import Graph
-from gshard.planning.reshard_costs import axes_of, in_two
 from gshard.planning.saved_plan import plan_of
 from gshard.planning.settled import settled
 from gshard.search.pipeline import Planned, PricedPlan, Pricing, plans_of
@@ -183,6 +184,24 @@ def on_finer(plan: Plan, mesh: Mesh) -> Plan:
     }
     splits = {e: {f: renamed(atoms) for f, atoms in split.items()} for e, split in plan.splits.items()}
     return Plan(plan.program, mesh, shardings, splits, {})
+
+
+def in_two(mesh: Mesh, axes: tuple[Atoms, ...], shardings: Sequence[Sharding]) -> list[tuple[Atoms, ...]]:
+    """As ``joined``, but the axes that no sharding uses become two, in each way to join neighbours, if there are few.
+
+    >>> mesh = Mesh.abstract(a=2, b=2, c=2, d=2)
+    >>> for some in in_two(mesh, axes_of(mesh), []):
+    ...     print(some)
+    (('a',), ('b', 'c', 'd'))
+    (('a', 'b'), ('c', 'd'))
+    (('a', 'b', 'c'), ('d',))
+    """
+    joined_axes = joined(mesh, axes, shardings)
+    used = {a for sharding in shardings for a in sharding.atoms}
+    if not has_many(mesh, axes) or len(joined_axes) >= FEW or not used.isdisjoint(joined_axes[-1]):
+        return [joined_axes]
+    ends = list(itertools.accumulate(len(axis) for axis in axes if axis[0] in joined_axes[-1]))
+    return [(*joined_axes[:-1], joined_axes[-1][:end], joined_axes[-1][end:]) for end in ends[:-1]]
 
 
 ENOUGH = 0.01  # of a plan's time in the model: where no plan saves more, the solver ends

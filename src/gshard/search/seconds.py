@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from gshard.comm.reshard import Reshards
 from gshard.comm.shards import Fetched, Shards
-from gshard.comm.steps import Step
 from gshard.core.deadline import check_deadline
 from gshard.core.jax_adapter import no_mesh_set
 from gshard.core.mesh import Atoms, Mesh
@@ -40,7 +40,6 @@ from gshard.device.roofline import host_seconds, kernel_roofline, launch_seconds
 from gshard.emit.partition import partition, spec
 from gshard.language.transfer import changes_memory
 from gshard.planning.objective import StackCost, Windows
-from gshard.planning.reshard_costs import Moves
 from gshard.planning.strategies import operand_shardings, result_shardings, share
 from gshard.solver.problem import Floats
 
@@ -264,32 +263,18 @@ _HELD = 0.5
 _FOLLOWS = 1e-10
 
 
-class Seconds(Moves):
+class Seconds(Reshards):
     """An objective (``planning.objective``) in seconds on one machine."""
 
     def __init__(self, mesh: Mesh, machine: Machine, axes: tuple[Atoms, ...], *, joined: bool = False):
-        super().__init__(mesh, axes)
+        super().__init__(on_machine(mesh, machine, joined=joined), axes)
         self.machine, self.tie, self.fuses, self.counted = machine, _FOLLOWS, True, f"time on {machine.name}"
         self.held_byte_cost = self.stacked_byte_cost = _TIE / machine.memory_bandwidth
         self.extra_byte_cost = 0.0  # kernels count what they read and write
-        self.times = StepTimes(machine, joined)
-        # For each axis, its number of atoms in each class of interchangeable atoms.
-        classes = interchangeable(mesh, machine)
-        self._places = {
-            name: tuple(sum(a in axis_atoms for a in atoms_of_class) for atoms_of_class in classes)
-            for name, axis_atoms in self.atoms_of.items()
-        }
         # What equations cost does not depend on shared messages.
         self._own_ways = own_ways(on_machine(mesh, machine), machine)
         self._costs_of_splits = _costs_of_splits(dataclasses.replace(mesh, times=None), machine)
         self._traces = True  # whether an equation with an own way to run on shards is traced when it needs a price
-
-    def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
-        atoms = tuple(a for name in step.atoms for a in self.atoms_of.get(name, (name,)))
-        return self.times.seconds(step, shape, itemsize, mesh, among=(self.mesh, atoms))
-
-    def price_class(self, step: Step) -> Hashable:
-        return self.times.price_class(step, self._coarse, self._places)
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """The kernels after fusion."""
