@@ -29,9 +29,9 @@ from jax.sharding import PartitionSpec as P
 
 import families
 import gshard
+from gshard.comm import reshard as axis_steps
 from gshard.device.machine import Machine
 from gshard.emit.partition import partition
-from gshard.comm import reshard as axis_steps
 from gshard.search import seconds as emitted
 from gshard.search.pipeline import plans_of
 from gshard.search.seconds import on_machine
