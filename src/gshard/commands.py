@@ -435,19 +435,14 @@ def _value(text: str) -> Any:
     return value if value is None or isinstance(value, bool | int | float) else text
 
 
-def mesh_of_arguments(arguments: Any) -> Mesh | None:
-    """The mesh of the first argument that is placed on one, abstract ones included; None without."""
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments))
-    found = next((s.mesh for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1), None)
-    return None if found is None else Mesh.of(found)
-
-
 FAILED = 3  # exit status
 
 
 def _own_mesh(f: Any, arguments: Any) -> Mesh | None:
     """The mesh that a function from ``gshard.jit`` or ``jax.jit`` has, or on which an argument is placed."""
-    return jit(f).options.mesh or mesh_of_arguments(arguments)
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments))
+    placed = next((s.mesh for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1), None)
+    return jit(f).options.mesh or (None if placed is None else Mesh.of(placed))
 
 
 def _mesh(mesh: str | None, machine: str | None) -> Mesh:

@@ -48,6 +48,7 @@ def test_axes_are_found_whatever_the_order_of_the_devices_in_the_text(from_text)
     ("{mesh['data'=2,'model'=4], [{'model'}, {}]}", (4, 1), (("model.0", "model.1"), ()), "P(model)"),
     ("{mesh['data'=2,'model'=4], [{}, {}]}", (1, 1), ((), ()), WHOLE),
     ("{mesh['x'=2,'y'=4], [{'y'}, {'x'}]}", (4, 2), None, "P(y, x)"),
+    ("{mesh['data'=2,'model'=4], [{'model':(1)2}, {}]}", (2, 1), None, "in 2 x 1 parts"),
 ])  # fmt: skip
 def test_forms_of_shardings(text, parts, dims, shown):
     found = read_sharding(f', sharding={text}, metadata={{op_name="w"}}', Mesh.abstract(data=2, model=4))

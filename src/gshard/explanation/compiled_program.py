@@ -65,15 +65,21 @@ def read_sharding(attributes: str, mesh: Mesh) -> ReadSharding | None:
 
 
 def _named(text: str, entries: str, mesh: Mesh) -> ReadSharding:
-    axes_of = [re.findall(r"'([^']*)'", entry) for entry in re.findall(r"\{([^{}]*)\}", entries)]
     sizes = {axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", text)}
-    parts = tuple(math.prod(sizes.get(axis, 1) for axis in axes) for axes in axes_of)
-    # The user may call the axes otherwise, and an axis may be cut in parts: 'a':(1)2.
+    # An axis may be cut in parts: 'a':(1)2.
+    cut = [re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", entry) for entry in re.findall(r"\{([^{}]*)\}", entries)]
+    parts = tuple(math.prod(int(part or sizes.get(axis, 1)) for axis, part in axes) for axes in cut)
+    axes_of = [[axis for axis, _ in axes] for axes in cut]
+    # The user may call the axes otherwise.
     is_known = all(dict(mesh.axes).get(axis) == sizes.get(axis) for axes in axes_of for axis in axes)
     dims = tuple(tuple(a for axis in axes for a in mesh.atoms_of[axis]) for axes in axes_of) if is_known else None
-    return ReadSharding(
-        parts, None if ":(" in entries else dims, _spec_text(axes_of) if math.prod(parts) > 1 else WHOLE
-    )
+    if ":(" in entries:
+        return ReadSharding(parts, None, _parts_text(parts))
+    return ReadSharding(parts, dims, _spec_text(axes_of) if math.prod(parts) > 1 else WHOLE)
+
+
+def _parts_text(parts: Sequence[int]) -> str:
+    return f"in {' x '.join(map(str, parts))} parts"
 
 
 def _spec_text(axes_of: Sequence[Sequence[str]]) -> str:
@@ -103,7 +109,7 @@ def _tiled(found: re.Match[str], mesh: Mesh) -> ReadSharding:
         along = [_atoms(part, count, mesh) for part, count in zip(part_of, parts, strict=True)]
         dims = None if None in along else tuple(atoms for atoms in along if atoms is not None)
     if dims is None:
-        return ReadSharding(parts, None, f"in {' x '.join(map(str, parts))} parts")
+        return ReadSharding(parts, None, _parts_text(parts))
     return ReadSharding(parts, dims, _spec_text([mesh.format_atoms(a).split(",") if a else [] for a in dims]))
 
 
