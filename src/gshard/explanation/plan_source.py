@@ -586,9 +586,9 @@ class PlanSource:
         return Verdict(found, ideal, sentences_of(found, rows, of_work, of_choice), work, tried, proposals)
 
     def details_of_row(self, row: CollectiveRow, kernels: Sequence[TimedKernel]) -> CollectiveDetails:
-        """What the page alone shows of a row of collectives."""
-        c, mesh, keys = row.moved[0].source, self.mesh, {one.key for one in row.moved}
-        costed = [k.cost for k in kernels if k.key in keys and isinstance(k.cost, KernelCost)]
+        """What the page alone shows of a row of collectives, which has these kernels."""
+        c, mesh = row.moved[0].source, self.mesh
+        costed = [k.cost for k in kernels if isinstance(k.cost, KernelCost)]
         over = costed[0].axes if costed else c.atoms
         pairs = {(int(a), int(b)) for k in costed if k.axes == over for a, b in k.equation.params.get("perm", ())}
         resharded = ""

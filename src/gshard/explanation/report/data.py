@@ -42,7 +42,10 @@ def report_data(
     """The report of a source and its cost as JSON can hold it; without a verdict no machine and no time is known."""
     places, mesh, is_timed, kernels = Places(), source.mesh, verdict is not None, source.kernels(found)
     proposals = verdict.proposals if verdict is not None and verdict.proposals else [None] * len(rows)
-    of_rows = [source.details_of_row(row, kernels) for row in rows]
+    of_key: dict[int | None, list[TimedKernel]] = {}
+    for k in kernels:
+        of_key.setdefault(k.key, []).append(k)
+    of_rows = [source.details_of_row(row, [k for one in row.moved for k in of_key.get(one.key, ())]) for row in rows]
     group_of = [row.axes if of.atoms is None else ",".join(of.atoms) for row, of in zip(rows, of_rows, strict=True)]
     lines = _line_costs(source.moved, kernels, places, is_timed)
     axes, atoms = list(mesh.axes), list(mesh.atom_sizes.items())
