@@ -54,6 +54,10 @@ ROWS = {
     "wrapped twice": (wrapped_twice, ["concatenate_slices"] * 4, 2),
     "zeros around": (zeros_around, ["pad"] * 4, 2),
     "padded twice": (lambda x: jnp.pad(jnp.pad(x, 1), ((0, 2), (0, 0)))[1:-3, 1:-1], ["slice"], 0),
+    "cut, and padded with another number": (
+        lambda x: jnp.pad(jnp.pad(x, ((0, 4), (0, 0)), constant_values=7.0)[:-3], ((0, 2), (0, 0))),
+        ["concatenate_slices"], 34,
+    ),
     "padded with two": (lambda x: jnp.pad(jnp.pad(x, 1), 1, constant_values=3.0), ["pad", "pad"], 20),
     "split and joined": (lambda x: jnp.concatenate(jnp.split(x, [5, 9])[::-1])[::1], ["concatenate_slices"], 9),
     "differences": (lambda x: jnp.diff(x, axis=0, prepend=0.0), ["pad", "slice"], 1),

@@ -155,14 +155,13 @@ class View:
     def padding(self, axis: int) -> tuple[int, int] | None:
         """The low and high padding of ``lax.pad`` along a dimension; None if the segments are not one window."""
         segments = self.along(axis)
-        arrays = [p for p in segments if not p.is_number]
-        if len(arrays) != 1 or len(segments) > 3:
+        arrays, numbers = ([p for p in segments if p.is_number is is_number] for is_number in (False, True))
+        if len(arrays) != 1 or not all(p.is_like(numbers[0]) for p in numbers):
             return None
         (array,) = arrays
         at, rest = segments.index(array), self.array.shape[axis] - array.end
         low, high = (sum(p.length for p in padded) for padded in (segments[:at], segments[at + 1 :]))
-        numbers_differ = any(not p.is_like(q) for p in segments[:at] for q in segments[at + 1 :])
-        if numbers_differ or (low and array.start) or (high and rest):
+        if (low and array.start) or (high and rest):
             return None
         return low - array.start, high - rest
 
