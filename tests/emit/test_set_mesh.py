@@ -138,7 +138,7 @@ def test_a_mesh_of_another_size_may_be_set(size, kind):
 
 
 def test_nothing_of_gshards_is_traced_on_the_users_mesh(monkeypatch):
-    """Only the user's functions are, and derivatives of them."""
+    """Only derivatives of the user's functions are; the functions themselves are traced by ``jax.jit``."""
     make, places = jax.make_jaxpr, []
 
     def noting(f, **options):
@@ -173,8 +173,7 @@ def test_nothing_of_gshards_is_traced_on_the_users_mesh(monkeypatch):
         jax.grad(gshard.jit(loss))(w, x)
         jax.jit(gshard.jit(loss))(w, x)
         gshard.search(loss, w, x, machine="cpu:8", budget_seconds=0.2)
-    assert set(places) <= {"tracing/by_jax.py", "api/transformations.py"}
-    assert "tracing/by_jax.py" in places
+    assert set(places) == {"api/transformations.py"}
 
 
 # Devices in any order: every device gets the part that the mark gives it, and nothing is sent but for a real move.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format
 
-from gshard.api.signature import arrays_of, fixed, freed, has_fixed, refuse_twice, type_to_trace, write_back
+from gshard.api.signature import arrays_of, fixed, freed, has_fixed, refuse_twice, write_back
 from gshard.api.target import Target
 from gshard.core.errors import ArgumentError, ShardingError, warn_once
 from gshard.core.jax_adapter import no_mesh_set, user_line
@@ -45,9 +45,10 @@ from gshard.search.pipeline import Planned
 _HINT = "Lower it for such arguments too, or call what gshard.jit returned."
 
 
-def flat_arguments(name: str, in_tree: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The flat arguments of a call."""
+def arguments_for(lowered: Lowered, args: Any, kwargs: Any) -> list[Any]:
+    """The flat arguments of a call of a compiled program, in padded parts if it was compiled for such parts."""
     leaves, tree = jax.tree.flatten((args, kwargs))
+    name, names = lowered.program.name, lowered.program.names[len(lowered.program.captured) :]
     traced = next((type(x).__name__ for x in leaves if isinstance(x, jax.core.Tracer)), None)
     if traced is not None:
         raise ArgumentError(
@@ -57,25 +58,24 @@ def flat_arguments(name: str, in_tree: Any, args: Any, kwargs: Any) -> list[Any]
             name,
             "Transform the function that gshard.jit returned.",
         )
-    if tree != in_tree:
+    if tree != lowered.in_tree:
         raise ArgumentError(
             "Function compiled with input pytree does not match the input pytree it was called with.",
             user_line(),
-            f"{name} was compiled for {in_tree} and is called with {tree}",
+            f"{name} was compiled for {lowered.in_tree} and is called with {tree}",
             _HINT,
         )
-    return leaves
-
-
-def check_types(name: str, names: Sequence[str], avals: Sequence[Any], leaves: Iterable[Any]) -> None:
-    """Compares arguments with the types that a program was compiled for."""
-    types = [x if hasattr(x, "dtype") else jax.typeof(x) for x in map(type_to_trace, leaves)]
-    wrong = [
-        f"Argument '{called}' compiled with {ours.str_short()} and called with {theirs.dtype}{list(theirs.shape)}"
-        for called, ours, theirs in zip(names, avals, types, strict=True)
-        if (ours.shape, ours.dtype, is_reference_type(ours))
-        != (theirs.shape, jax.dtypes.canonicalize_dtype(theirs.dtype), bool(getattr(theirs, "is_ref", False)))
-    ]
+    wrong = []
+    for i, (x, ours) in enumerate(zip(leaves, lowered.avals, strict=True)):
+        padded = lowered.padded.get(len(lowered.program.captured) + i)
+        if isinstance(x, UnevenArray) and (x.partitioning, x.mesh) != (padded, lowered.mesh):
+            leaves[i] = x = x.whole()
+        theirs = jax.core.ShapedArray(x.shape, x.dtype) if isinstance(x, UnevenArray) else jax.typeof(x)
+        is_whole = padded is not None and not isinstance(x, UnevenArray)
+        if is_whole or _kind(theirs) != _kind(ours):
+            parts = " in padded parts" if is_whole else ""
+            called = theirs.str_short()
+            wrong.append(f"Argument '{names[i]}' compiled with {ours.str_short()}{parts} and called with {called}")
     if wrong:
         raise ArgumentError(
             f"Argument types differ from the types for which {name} was compiled. The mismatches are:\n"
@@ -83,20 +83,11 @@ def check_types(name: str, names: Sequence[str], avals: Sequence[Any], leaves: I
             user_line(),
             hint=_HINT,
         )
+    return leaves
 
 
-def as_compiled_for(name: str, i: int, x: Any, padded: Sharding | None, mesh: Mesh) -> Any:
-    """Argument ``i`` in padded parts if the program was compiled for such parts, and only then."""
-    if isinstance(x, UnevenArray) and (x.partitioning, x.mesh) != (padded, mesh):
-        x = x.whole()
-    if padded is None or isinstance(x, UnevenArray):
-        return x
-    raise ArgumentError(
-        f"argument {i} of {name} was compiled in padded parts, and is called with an array of another kind.",
-        user_line(),
-        f"{padded.format(mesh, x.shape, str(x.dtype))}",
-        _HINT,
-    )
+def _kind(aval: Any) -> tuple[Any, ...]:
+    return aval.shape, aval.dtype, is_reference_type(aval)
 
 
 # Standalone: a compiled program that runs without gshard, so that it can be saved and loaded.
@@ -362,10 +353,7 @@ class Compiled(_Stage):
         """Runs on arrays; they are moved to where the program expects them."""
         if has_fixed(self.in_tree):
             args, kwargs = fixed(args, "arguments, "), fixed(kwargs, "arguments, ")
-        leaves = flat_arguments(self._name, self.in_tree, args, kwargs)
-        first, padded, mesh = len(self.lowered.program.captured), self.lowered.padded, self.lowered.mesh
-        leaves = [as_compiled_for(self._name, i, x, padded.get(first + i), mesh) for i, x in enumerate(leaves)]
-        check_types(self._name, self.lowered.program.names[first:][: len(leaves)], self.lowered.avals, leaves)
+        leaves = arguments_for(self.lowered, args, kwargs)
         results = self.lowered.executable(*placed_arguments(self.lowered, leaves).arrays)
         return freed(jax.tree.unflatten(self.out_tree, self.lowered.flat_results(results, leaves)))
 

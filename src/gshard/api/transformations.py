@@ -23,7 +23,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from gshard.api.boundary import mark_of_sharding
+from gshard.api.boundary import mark_of_sharding, marked
 from gshard.api.lowered import Lowered
 from gshard.api.signature import arrays_of, explicit_sharding, shape_to_trace
 from gshard.api.target import Target
@@ -160,7 +160,8 @@ def lowered_at_partitioning(
 
     def partition(_: Any, arrays: Sequence[Any], results: list[Any]) -> Any:
         with carried_through_xla(), no_mesh_set(), settings.set():
-            spmd = planned(_with_marked_results(jaxpr, _marks(results)), target, _marks(arrays[first:]))
+            leaving = tuple((mark, None) for mark in _marks(results))  # as what reads the results has them
+            spmd = planned(marked(jaxpr, (), leaving), target, _marks(arrays[first:]))
         said = [[over_atoms(spmd.mesh, s) for s in side] for side in (spmd.in_shardings, spmd.out_shardings)]
         return spmd.mesh.jax_mesh, _on_one_device(spmd, settings), said[1], tuple(said[0])
 
@@ -181,17 +182,6 @@ def _marks(arrays: Sequence[Any]) -> tuple[Mark | None, ...]:
         None if x.sharding is None else dataclasses.replace(mark_of_any_sharding(x.sharding, x.shape), source_text="")
         for x in arrays
     )
-
-
-@weakly_cached
-def _with_marked_results(jaxpr: Any, marks: tuple[Mark | None, ...]) -> Any:
-    """A closed jaxpr whose results are marked: as what reads them has them."""
-
-    def marked(*arrays: Any) -> list[Any]:
-        results = jaxpr_as_fun(jaxpr)(*arrays)
-        return [x if m is None else bind_mark(x, m) for x, m in zip(results, marks, strict=True)]
-
-    return jax.make_jaxpr(marked)(*shapes_of(jaxpr.in_avals))
 
 
 def sharding_rule(program: Program) -> str:
