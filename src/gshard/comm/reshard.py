@@ -448,7 +448,7 @@ class Table:
         low, high = np.where(turned, np.minimum(dim, to), 0), np.where(turned, np.maximum(dim, to), dim)
         copies = (several & (at >= low[:, None]) & (at < high[:, None])).any(1)
         sends_parts = turned | scattered | (kind == _GATHERED)
-        is_uneven = (n % parts > 0).any(1)  # [classes, dimensions]
+        is_uneven: Bools = (n % parts).any(1)  # [classes, dimensions]
         uneven = sends_parts & (is_uneven[every, dim] | (turned & is_uneven[every, to]))
         numbers = np.column_stack(
             [group, local.prod(2), copies & sends_parts, of_dim * uneven[:, None], of_to * (uneven & turned)[:, None]]
@@ -562,11 +562,12 @@ class _Graph:
         begins, ends, costs, numbers = self._edges
         steps: list[Step] = []
         while end != begin:
-            if in_tiles[end] <= lengths[end]:
+            first, last = np.searchsorted(ends, [end, end + 1]).tolist()
+            through = lengths[begins[first:last]] + costs[first:last]
+            if in_tiles[end] < through.min(initial=np.inf):
                 steps.append(self.table.step_in_tiles(begin, end))
                 break
-            first, last = np.searchsorted(ends, [end, end + 1]).tolist()
-            k = first + int((lengths[begins[first:last]] + costs[first:last]).argmin())
+            k = first + int(through.argmin())
             steps.append(self.table.edges()[3][int(numbers[k])])
             end = int(begins[k])
         return steps[::-1]

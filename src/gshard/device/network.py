@@ -391,7 +391,7 @@ class StepTimes:
             return [share * elements * itemsize for elements in copied]
         before, after = (s.local_shape(mesh, shape) for s in (step.before, step.after))
         if is_of_tiles(step):
-            return 2 * [math.prod(after) * itemsize]  # transposed before and after the message
+            return 2 * [float(math.prod(after) * itemsize)]  # transposed before and after the message
         part = tuple(map(min, before, after))
         return [math.prod(after) * itemsize] if is_turned(part, step.to, step.dim) else []
 
