@@ -33,7 +33,7 @@ from gshard.planning.strategies import components, estimated_entries
 from gshard.solver.descent import Descent
 from gshard.solver.problem import Ints, Problem, ProblemError
 from gshard.solver.reduce import Reduced, reduce
-from gshard.solver.solve import LARGE, best_of_few, best_of_rest, entries, exact, tied
+from gshard.solver.solve import LARGE, best_of_few, entries, exact, tied
 
 # Solves a planning problem with every value in its propagated sharding.
 
@@ -313,8 +313,7 @@ _FEWEST, _MOST, _WORK = 3, 32, 8e6
 _LITTLE = 5e-3  # of the cost: another round over all states of a large problem must save more than this
 _AHEAD = 8  # rounds of messages in which a large problem may show that equal layers are good enough
 _ENOUGH = 1e-8  # of the cost: a smaller gap counts as none
-_NEARLY = 1e-3  # of the cost: with a smaller gap, few states are left that could be better
-_TRIED = 0.5  # of the gap with which too many states were left: they are tried again with a smaller gap
+_NEARLY = 1e-3  # of the cost: with a smaller gap, the few most promising states are not searched again
 _SAME = 1.02  # ratio of costs: equal choices for equal layers may cost this much more
 _SOLVED_SOON = 1e6  # entries of all tables: a larger problem takes longer to solve again than to price
 _ROUNDS = 16  # solutions with lower bounds of costs, after which all choices are priced
@@ -508,7 +507,7 @@ def _solved(
         if not solution:
             raise ProblemError("No states are allowed together.")
         return reduced.lift(solution[0]), 0.0
-    descent, work, tried_gap = Descent(reduced.problem, 0), entries(reduced.problem), math.inf
+    descent, work = Descent(reduced.problem, 0), entries(reduced.problem)
     if known is not None and work >= LARGE and (bound := descent.bound_ahead(enough, _AHEAD)) >= enough:
         return known, max(0.0, 1 - bound / problem.value(known))
     for place in places(reduced):
@@ -525,10 +524,6 @@ def _solved(
         is_enough = round_index > 0 and work >= LARGE and descent.value >= before * (1 - _LITTLE)
         if is_enough or gap_cost <= _ENOUGH * descent.value:
             break
-        if gap_cost <= min(_NEARLY * descent.value, _TRIED * tried_gap):
-            if (best := best_of_rest(descent, _ENOUGH)) is not None:
-                return reduced.lift(best), 0.0
-            tried_gap = gap_cost
     if work < LARGE and descent.value - descent.prices.bound > _NEARLY * descent.value:
         best_of_few(descent)
     assert descent.states is not None, "without a limit of memory, messages find states that are allowed"

@@ -369,18 +369,3 @@ class Descent:
         if value <= self.value:
             self.states, self.value = states, value
         return better
-
-    def alternatives(self) -> list[Floats]:
-        """float64 [states] for each node: lower bounds with each state, the min-marginals of the last messages."""
-        flat, prices = self.flat, self.prices
-        costs = flat.priced(prices.best)
-        self.messages.sweep(costs, forward=True)
-        bound, _ = self.messages.sweep(costs, forward=False)
-        prices.bound = max(prices.bound, bound - paid(prices.best, flat.limit))
-        # After one more sweep, the belief of a state exceeds the least belief of its node by at most as much as the
-        # value of any solution with that state exceeds the bound before.
-        self.messages.sweep(costs, forward=True)
-        belief = self.messages.belief
-        least = np.minimum.reduceat(belief, flat.first[:-1]) if belief.size else belief
-        values = np.maximum(bound - paid(prices.best, flat.limit) + belief - np.repeat(least, flat.size), prices.bound)
-        return np.split(values, flat.first[1:-1])

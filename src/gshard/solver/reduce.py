@@ -13,7 +13,7 @@ import numpy as np
 from gshard.core.deadline import check_deadline
 from gshard.solver.problem import Floats, Ints, Load, Problem, ProblemError, accumulated
 
-# Computes on the cost tables of one node or edge: allowed entries, sums, merged, dominated and best states.
+# Computes on the cost tables of one node or edge: allowed entries, sums, merged and best states.
 
 
 def all_states(cost: Floats) -> Ints:
@@ -55,32 +55,6 @@ def merged_costs(cost: Floats, table: Floats, choice: Ints) -> Floats:
     """The costs of the chosen states, plus their entries in a table."""
     merged: Floats = cost[choice] + table[choice, np.arange(choice.size)]
     return merged
-
-
-def least_excess(table: Floats) -> Floats:
-    """float64 [b, a]: the least amount by which an entry of row b exceeds that of row a."""
-    with np.errstate(invalid="ignore"):
-        apart = table[:, None, :] - table[None, :, :]
-    if np.isinf(table).any():
-        apart[np.isnan(apart)] = np.inf  # forbidden for both
-    least: Floats = apart.min(2)
-    return least
-
-
-def dominated_states(cost: Floats, apart: Sequence[Floats], amounts: Sequence[Floats]) -> tuple[tuple[int, int], ...]:
-    """Dominated states, the last first, each with a state that costs and holds no more for any neighbours' states."""
-    with np.errstate(invalid="ignore"):  # inf - inf: each is allowed where the other one is not
-        worse = sum(apart, start=cost[:, None] - cost[None, :]) >= 0
-    for amount in amounts:
-        worse &= amount[:, None] >= amount[None, :]
-    np.fill_diagonal(worse, False)
-    remaining, dominated = np.ones(cost.size, dtype=bool), []
-    for worse_state in np.flatnonzero(worse.any(1))[::-1].tolist():
-        better = np.flatnonzero(worse[worse_state] & remaining)
-        if better.size:
-            remaining[worse_state] = False
-            dominated.append((worse_state, int(better[0])))
-    return tuple(dominated)
 
 
 def best_costs(cost: Floats, *tables: Floats) -> Floats:
@@ -132,15 +106,6 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Dominated:
-    """State ``state`` of ``node`` is never better than ``by``."""
-
-    node: int
-    state: int
-    by: int
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Reduced:
     """A reduced problem, with the steps that made it."""
 
@@ -150,7 +115,7 @@ class Reduced:
     nodes: tuple[int, ...]  # for each node of ``problem``, the node of ``whole``; -1 for the node of what is decided
     kept: tuple[Ints, ...]  # for each node of ``problem``, the remaining states of that node
     moments: Ints  # for each moment of ``problem``, the index of the moment of ``whole``
-    steps: tuple[Step | Dominated, ...]  # the steps of the reduction, in order
+    steps: tuple[Step, ...]  # the steps of the reduction, in order
 
     def lift(self, states: Sequence[int] | Ints) -> Ints:
         """The states of all nodes of ``whole``, with the same value."""
@@ -160,12 +125,11 @@ class Reduced:
                 states_of_nodes[node] = int(kept[state])
         places: dict[int, dict[int, int]] = {}  # by identity of ``kept``: the index of each state in it
         for step in reversed(self.steps):
-            if isinstance(step, Step):
-                for kept in step.given_kept:
-                    if id(kept) not in places:
-                        places[id(kept)] = {state: k for k, state in enumerate(kept.tolist())}
-                indices = [places[id(kept)][states_of_nodes[j]] for j, kept in zip(step.given, step.given_kept)]
-                states_of_nodes[step.node] = step.kept.item(step.best(indices))
+            for kept in step.given_kept:
+                if id(kept) not in places:
+                    places[id(kept)] = {state: k for k, state in enumerate(kept.tolist())}
+            indices = [places[id(kept)][states_of_nodes[j]] for j, kept in zip(step.given, step.given_kept)]
+            states_of_nodes[step.node] = step.kept.item(step.best(indices))
         return np.array(states_of_nodes, dtype=np.int64)
 
     def lower(self, states: Sequence[int] | Ints) -> Ints:
@@ -209,13 +173,6 @@ class Done:
         self._found[key] = tuple(map(self.one, found)) if isinstance(found, tuple) else self.one(found)
         return self._found[key]
 
-    def part(self, work: Callable[..., Any], array: Any) -> Any:
-        """``work(array)``, as computed the first time: equal results for other arrays are other objects."""
-        key = work, id(array)
-        if key not in self._found:
-            self._found[key] = work(array)
-        return self._found[key]
-
 
 # Selects the moments at which memory can be fullest, so that the solver can ignore the others.
 
@@ -243,15 +200,13 @@ def fullest_moments(spans: Sequence[tuple[int, tuple[int, int], Floats]], count:
 
 TABLE = 4096  # the most entries of a table that replaces a node with two neighbours
 GROWTH = 100_000  # the most entries that a merge may add to the tables
-DOMINANCE = 60_000  # the most entries for the comparison of all pairs of states over one edge
-_DominatedStates = tuple[tuple[tuple[int, int], ...], np.ndarray | None]
 
 
 def reduce(problem: Problem) -> Reduced:
     """Applies all rules until none applies."""
     work = _Work(problem)
     work.settle()
-    while work.fewer_loads() | work.fewer_states():
+    while work.fewer_loads():
         work.settle()
     return work.result()
 
@@ -266,8 +221,6 @@ class _Work:
         given = {id(array): array for array in (*problem.costs, *problem.tables)}
         interned = {i: done.one(array) for i, array in given.items()}
         self.transposed: dict[int, Floats] = {}  # the transposes of tables, by identity
-        # the dominated states of equal nodes without loads
-        self.known_dominated: dict[tuple[int, ...], _DominatedStates] = {}
         # for each node, float64 [remaining states]
         self.cost: list[Floats] = [interned[id(cost)] for cost in problem.costs]
         self.kept: list[Ints] = [done(all_states, cost) for cost in self.cost]  # for each node, its remaining states
@@ -279,13 +232,12 @@ class _Work:
         self.constant = 0.0  # the cost of what is decided
         self.by_memory = False  # whether a state was removed for its bytes
         self.fixed = np.zeros(len(problem.moments))  # float64 [moments], the bytes of what is decided
-        self.steps: list[Step | Dominated] = []  # the reduction so far
+        self.steps: list[Step] = []  # the reduction so far
         for (u, v), table in zip(problem.ends.tolist(), problem.tables):
             self._set_table(u, v, interned[id(table)])
         if problem.limit is not None:
             for load, (first, last) in zip(problem.loads, problem.rows.tolist()):
                 self._add_load(load.node, (first, last), load.bytes)
-        self.changed: dict[int, None] = dict.fromkeys(range(n))  # nodes that changed since their states were compared
         # edges whose tables changed
         self.edges: dict[tuple[int, int], None] = dict.fromkeys(map(tuple, problem.ends.tolist()))
         self.nodes: dict[int, None] = dict.fromkeys(range(n))  # nodes at which something changed
@@ -331,19 +283,6 @@ class _Work:
                 changed |= not fits.all()
                 self.by_memory |= not fits.all()
                 self._restrict(i, None if fits.all() else fits)
-        return changed
-
-    def fewer_states(self) -> bool:
-        """Removes dominated states. True if there were any."""
-        changed = False
-        for i in sorted(self.changed):
-            del self.changed[i]
-            if self.alive[i] and self.cost[i].size > 1:
-                dominated, others = self._dominated(i)
-                kept = self.kept[i].tolist() if dominated else []
-                self.steps += [Dominated(i, kept[worse], kept[better]) for worse, better in dominated]
-                self._restrict(i, others)
-                changed |= bool(dominated)
         return changed
 
     def result(self) -> Reduced:
@@ -451,18 +390,15 @@ class _Work:
             self.cost[i] = self.done(np.add, self.cost[i], of_row)
         self._add_cost(j, of_column)
         self.nodes[i] = self.nodes[j] = None
-        self.changed[i] = self.changed[j] = None
 
     def _add_cost(self, j: int, more: Floats) -> None:
         self.cost[j] = self.done(np.add, self.cost[j], more)
-        self.changed[j] = None
         self._restrict(j, self.done(finite_states, self.cost[j]))
 
     def _add_table(self, j: int, k: int, more: Floats) -> None:
         self._set_table(j, k, self.done(np.add, self.tables_of[j][k], more) if k in self.tables_of[j] else more)
         self.edges[j, k] = None
         self.nodes[j] = self.nodes[k] = None
-        self.changed[j] = self.changed[k] = None
 
     def _set_table(self, i: int, j: int, table: Floats) -> None:
         turned = self.transposed.get(id(table))
@@ -490,24 +426,7 @@ class _Work:
             self.done(operator.getitem, values, allowed) for values in (self.cost[i], self.kept[i])
         )
         self.loads[i] = {rows: amount[allowed] for rows, amount in self.loads[i].items()}
-        self.nodes[i] = self.changed[i] = None
+        self.nodes[i] = None
         for j in self.tables_of[i]:
             self._set_table(i, j, self.done(operator.getitem, self.tables_of[i][j], allowed))
-            self.edges[i, j] = self.changed[j] = None
-
-    def _dominated(self, i: int) -> _DominatedStates:
-        """Dominated states of a node, the last first, each with one that beats it; and a mask of the others or None."""
-        cost, tables = self.cost[i], self.tables_of[i].values()
-        key = (id(cost), *map(id, tables))
-        if self.loads[i] or (known := self.known_dominated.get(key)) is None:
-            if any(cost.size * table.size > DOMINANCE for table in tables):
-                return (), None
-            dominated = dominated_states(
-                cost, [self.done.part(least_excess, table) for table in tables], [*self.loads[i].values()]
-            )
-            others = np.ones(cost.size, dtype=bool)
-            others[[b for b, _ in dominated]] = False
-            known = dominated, self.done.one(others) if dominated else None
-            if not self.loads[i]:
-                self.known_dominated[key] = known
-        return known
+            self.edges[i, j] = None
