@@ -448,7 +448,7 @@ class Table:
         low, high = np.where(turned, np.minimum(dim, to), 0), np.where(turned, np.maximum(dim, to), dim)
         copies = (several & (at >= low[:, None]) & (at < high[:, None])).any(1)
         sends_parts = turned | scattered | (kind == _GATHERED)
-        is_uneven: Bools = (n % parts).any(1)  # [classes, dimensions]
+        is_uneven: Bools = np.logical_or.reduce(n % parts != 0, axis=1)  # [classes, dimensions]
         uneven = sends_parts & (is_uneven[every, dim] | (turned & is_uneven[every, to]))
         numbers = np.column_stack(
             [group, local.prod(2), copies & sends_parts, of_dim * uneven[:, None], of_to * (uneven & turned)[:, None]]
