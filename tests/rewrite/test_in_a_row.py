@@ -1,5 +1,7 @@
 """Slices, paddings and concatenations in a row: what they become, and that it computes the same."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,9 @@ import pytest
 from jax import lax
 
 import gshard
+from gshard.rewrite.compose_movement import compose_movement
+from gshard.rewrite.driver import run
+from gshard.tracing.builder import Builder
 
 N, M = 24, 5
 RNG = np.random.default_rng(0)
@@ -58,6 +63,9 @@ ROWS = {
         lambda x: jnp.pad(jnp.pad(x, ((0, 4), (0, 0)), constant_values=7.0)[:-3], ((0, 2), (0, 0))),
         ["concatenate_slices"], 34,
     ),
+    "twice, and cut along the other": (
+        lambda x: jnp.concatenate([x, x], 1)[1:-1], ["slice", "concatenate_slices"], 21
+    ),
     "padded with two": (lambda x: jnp.pad(jnp.pad(x, 1), 1, constant_values=3.0), ["pad", "pad"], 20),
     "split and joined": (lambda x: jnp.concatenate(jnp.split(x, [5, 9])[::-1])[::1], ["concatenate_slices"], 9),
     "differences": (lambda x: jnp.diff(x, axis=0, prepend=0.0), ["pad", "slice"], 1),
@@ -81,6 +89,8 @@ def moves_of(f, *arguments):
 def test_what_they_become_and_what_is_sent(name):
     f, expected, rows = ROWS[name]
     assert sorted(moves_of(f, X)) == sorted(expected)
+    block = gshard.stages.trace(f, X).block
+    assert not run([compose_movement], block.equations, block.outputs, Builder(itertools.count(10_000)))[1]
     marked = lambda x: gshard.split(f(gshard.split(x, 0, 8)), 0, 8)  # noqa: E731
     lowered = gshard.jit(marked, mesh=gshard.Mesh.abstract(devices=8)).lower(X)
     assert sum(c.total_bytes for c in lowered.spmd.collectives) <= rows * ROW

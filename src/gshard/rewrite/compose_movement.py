@@ -266,7 +266,7 @@ class _Movement:
                 segments = [
                     dataclasses.replace(p, source=x) if p.source is view.array else p for p in view.along(*step)
                 ]
-                primitive, params, operands = _joined(segments, *step, added=added)
+                primitive, params, operands = _joined(segments, *step, added=added, is_alone=len(steps) == 1)
             shape = tuple(sum(p.length for p in view.along(d)) if d in done else n for d, n in enumerate(x.shape))
             x = self.graph.add(out, e, primitive, params, operands, shape, result.dtype, value)
             if value is None:
@@ -313,10 +313,14 @@ def _window(
     return lax.slice_p, {"start_indices": starts, "limit_indices": limits, "strides": None}, (x,)
 
 
-def _joined(segments: Sequence[Segment], axis: int, *, added: bool) -> tuple[Any, dict[str, Any], Any]:
-    """The equation that joins segments along a dimension, or adds zeros to them."""
+def _joined(segments: Sequence[Segment], axis: int, *, added: bool, is_alone: bool) -> tuple[Any, dict[str, Any], Any]:
+    """The equation that joins segments along a dimension, or adds zeros to them.
+
+    It is an ordinary concatenation only if it is alone. Otherwise the next pass would compose it with the steps before
+    it again.
+    """
     operands = tuple(p.source for p in segments)
-    if all(p.is_all_of(axis) for p in segments) and not added:
+    if is_alone and not added and all(p.is_all_of(axis) for p in segments):
         return lax.concatenate_p, {"dimension": axis}, operands
     if added and len(segments) == 1 and segments[0].is_all_of(axis):
         return lax.add_p, {}, (*operands, Constant(np.zeros((), operands[0].dtype)))
