@@ -3,7 +3,7 @@
 Programs that once took minutes: a window-attention vision Transformer with its weights split over one axis of 8 while
 it has 2 and 4 heads, a spectral atmosphere model on three axes, a padding whose every way to be split has to be priced,
 a Transformer on four axes. Each is traced, planned and priced for devices that need not exist. Counts do not depend on
-this computer: equations that are traced alone to be priced, and shardings from which steps are found.
+this computer: equations that are traced alone to be priced, and searches for the paths of reshards.
 
     python benchmarks/planning_time.py [--programs windows padding] [--machines h100]
     python benchmarks/planning_time.py --programs --slowest 10     the slowest of tests/families: some minutes
