@@ -117,7 +117,7 @@ def test_what_was_compiled_for_padded_parts_takes_these():
     for _ in range(3):
         np.testing.assert_array_equal(np.asarray(parts(rows)), x + 1)
     for given in (x, columns):
-        with pytest.raises(gshard.ArgumentError, match="compiled in padded parts"):
+        with pytest.raises(gshard.ArgumentError, match="in padded parts and called with"):
             parts(given)
 
 

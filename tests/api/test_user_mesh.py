@@ -91,17 +91,17 @@ def test_a_sharding_on_another_mesh_of_the_devices_is_kept(auto):
 
 def test_explain_lists_the_results_in_fewer_shards(auto):
     ten = gshard.explain(lambda x: gshard.split(x, 0, "data") * 2, jnp.ones((10, 4)), mesh=auto)
-    (row,) = ten.returned
+    (row,) = ten.lists["returned"]
     assert "f32[10@data,4] inside (48 B a device), f32[10,4] returned (160 B)" in row
     assert 'uneven="keep"' in row
     assert row in str(ten)
     part = gshard.explain(lambda x: gshard.split(x, 0, 2) * 2, jnp.ones((16, 4)), mesh=auto)
-    (row,) = part.returned
+    (row,) = part.lists["returned"]
     assert "f32[16@data.0,4] inside (128 B a device), f32[16,4] returned (256 B)" in row
     assert "an axis of the mesh" in row
     assert part.bytes_by_kind == {"all_gather": 128}  # and what it costs is among the collectives
     even = gshard.explain(lambda x: gshard.split(x, 0, "data") * 2, jnp.ones((16, 4)), mesh=auto)
-    assert even.returned == ()
+    assert even.lists["returned"] == ()
     assert even.total_bytes == 0
 
 
