@@ -247,6 +247,18 @@ def test_a_derivative_of_a_call_with_references_is_refused():
     np.testing.assert_allclose(r[...], X * 3, rtol=1e-5)
 
 
+@pytest.mark.parametrize("where", (LINE, EXPLICIT), ids=("line", "explicit"))
+@pytest.mark.parametrize(
+    "options", ({}, {"in_shardings": (P(None, "d"), None)}, {"names": ("rows columns", None)}), ids=("", "in", "names")
+)
+def test_a_reference_is_marked_inside_a_program_of_jax(where, options):
+    r = jax.new_ref(put(X, where, None, "d"))
+    f = gshard.jit(step, mesh=where, **options)
+    first = jax.jit(lambda y: f(r, y))(X)
+    np.testing.assert_allclose(first, (X * 3)[:2].sum(), rtol=1e-5)
+    np.testing.assert_allclose(r[...], X * 3, rtol=1e-5)
+
+
 def test_what_jax_cannot_replace_is_named():
     @jax.custom_jvp
     def inner(x):

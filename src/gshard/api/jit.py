@@ -58,7 +58,7 @@ from gshard.core.layout import Layout
 from gshard.core.memory_kinds import is_in_host_space
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.paths import positional_names
-from gshard.core.phases import phase
+from gshard.core.phases import Phase, phase
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import Tables, with_tables
 from gshard.core.program import Program
@@ -78,6 +78,12 @@ _log = logging.getLogger(__name__)
 # Programs: those of one function, planned and compiled for each signature.
 
 _PLANS = 4  # new kinds of calls for which a function keeps what planning computed on its way
+
+
+@weakly_cached
+def _phases_of(jaxpr: Any) -> dict[str, Phase]:
+    """The phase in which JAX has traced a function to this jaxpr; a later call gets the jaxpr without a new trace."""
+    return {}
 
 
 @weakly_cached
@@ -485,8 +491,10 @@ class Jitted(Generic[P, R]):
             if has_objects(tree):
                 by_jax = self._with_kept_objects
             mesh = None if self.options.mesh is None else self.options.mesh.user_jax_mesh
-            with phase("tracing", name_of(self._f)):
-                return with_mesh_for_specs(lambda: traced_by(by_jax, *full, **{**kwargs, **named}), mesh)
+            with phase("tracing", name_of(self._f)) as tracing:
+                made = with_mesh_for_specs(lambda: traced_by(by_jax, *full, **{**kwargs, **named}), mesh)
+                tracing.is_logged = _phases_of(made.jaxpr).setdefault("tracing", tracing) is tracing
+                return made
 
         untyped = list(map(without_explicit_axes, shapes))
         try:

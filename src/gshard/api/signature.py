@@ -151,6 +151,8 @@ def explicit_sharding(aval: Any) -> Any:
 def shape_to_trace(aval: Any) -> Any:
     """What a function is traced with for an array of a type: the same for arrays on any mesh without Explicit axes."""
     explicit = explicit_sharding(aval)
+    if is_reference_type(aval):
+        return shape_of_reference(aval, explicit)
     if is_on_host(aval):
         return shape_of_type(aval) if explicit is None else aval
     weak = bool(getattr(aval, "weak_type", False))
@@ -160,7 +162,7 @@ def shape_to_trace(aval: Any) -> Any:
 def type_to_trace(x: Any) -> Any:
     """What a function is traced with in the place of an argument; numbers and NumPy's arrays are left to JAX."""
     if (aval := type_of_reference(x)) is not None:
-        return shape_of_reference(aval, explicit_sharding(aval))
+        return shape_to_trace(aval)
     if isinstance(x, jax.Array):
         return shape_to_trace(jax.typeof(x))
     if isinstance(x, jax.ShapeDtypeStruct | UnevenArray):
