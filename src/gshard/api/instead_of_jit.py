@@ -62,12 +62,7 @@ class OfJaxpr:
 
     def lowered(self, jaxpr: Any, types: Sequence[tuple[Any, Any]], trees: tuple[Any, Any]) -> Lowered:
         """The chain for arguments of these types and shardings; arguments and results have these structures."""
-        made, (in_tree, out_tree) = self._lowered(jaxpr, [Place(sharding) for _, sharding in types]), trees
-        program = dataclasses.replace(made.program, out_tree=out_tree)
-        structured = dataclasses.replace(made, in_tree=in_tree, program=program)
-        stages = ["_planned", "_all_kept", "spmd"] + ["executable"] * (made.mesh.devices is not None)
-        vars(structured).update({name: getattr(made, name) for name in stages})  # XLA compiles once for both
-        return structured
+        return self._lowered(jaxpr, [Place(sharding) for _, sharding in types]).structured(*trees)
 
     def _lowered(self, jaxpr: Any, places: Sequence[Place]) -> Lowered:
         in_tree = jax.tree.structure((tuple(0 for _ in places), {}))

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -120,6 +120,18 @@ def _refused(name: str, what: str, hint: str) -> ArgumentError:
     return ArgumentError(f"{name} {what}, which cannot be saved with a compiled program.", user_line(), hint=hint)
 
 
+_T = TypeVar("_T")
+
+
+class _stage(functools.cached_property[_T]):
+    """A cached property that is that of ``Lowered.flat``, where there is one: each is planned and compiled once."""
+
+    if not TYPE_CHECKING:  # its type is that of a cached property
+
+        def __get__(self, instance: Any, owner: Any = None) -> Any:
+            return super().__get__(instance and (instance.flat or instance), owner)
+
+
 def _of(path: str, doc: str | None = None) -> Any:
     """A property that reads an attribute of an attribute."""
     return property(operator.attrgetter(path), doc=doc)
@@ -164,6 +176,7 @@ class Lowered(_Stage):
         closed_over: the references that the function closes over; the program takes them after the arguments.
         told: the kinds of warnings that the function had.
         moved: the committed arguments that calls have moved.
+        flat: the same for flat arguments and results, whose stages are those of this one.
     """
 
     program: Program
@@ -175,6 +188,13 @@ class Lowered(_Stage):
     closed_over: tuple[Any, ...] = ()
     told: set[str] = dataclasses.field(default_factory=set)
     moved: set[int] = dataclasses.field(default_factory=set, init=False)
+    flat: Lowered | None = dataclasses.field(default=None, init=False)  # ``dataclasses.replace`` leaves it out
+
+    def structured(self, in_tree: Any, out_tree: Any) -> Lowered:
+        """The same program with other structures of arguments and results, which is not planned before it is used."""
+        made = dataclasses.replace(self, in_tree=in_tree, program=dataclasses.replace(self.program, out_tree=out_tree))
+        object.__setattr__(made, "flat", self)
+        return made
 
     @property
     def mesh(self) -> Mesh:
@@ -186,7 +206,7 @@ class Lowered(_Stage):
         """The sharding of every value, and why."""
         return self._planned.plan
 
-    @functools.cached_property
+    @_stage
     def _planned(self) -> Planned:
         donated = tuple(len(self.program.captured) + i for i in sorted(self.donated))
         with phase("planning", self.program.name, self.mesh.size):
@@ -194,7 +214,7 @@ class Lowered(_Stage):
 
     planning_seconds = _of("_planned.planning_seconds", "Processor time that planning took.")
 
-    @functools.cached_property
+    @_stage
     def spmd(self) -> SpmdProgram:
         """The one program that all devices run."""
         known = self._planned.cost
@@ -203,7 +223,7 @@ class Lowered(_Stage):
         self.target.check(self.plan, made)
         return made
 
-    @functools.cached_property
+    @_stage
     def _all_kept(self) -> SpmdProgram:
         return self.target.partitioned(self._planned)
 
@@ -224,7 +244,7 @@ class Lowered(_Stage):
             if i >= first
         )
 
-    @functools.cached_property
+    @_stage
     def executable(self) -> Executable:
         """The program for XLA; call it with the flat arguments.
 
