@@ -56,8 +56,8 @@ Bools = NDArray[np.bool_]
 MESSAGE = 256
 # A step that sends nothing, in bytes. It breaks ties in favour of fewer steps; so do the seconds added to each step.
 _SILENT, _TIE = 1e-2, 1e-12
-# Of paths that send equally many bytes and messages, the one that sends fewer over the outer axes of the mesh is cheaper.
-# Along these, devices are farther apart (nodes, slices). It gathers along them first, while parts are small.
+# Of paths that send equally many bytes and messages, the one that sends fewer over the outer axes of the mesh is
+# cheaper. Along these, devices are farther apart (nodes, slices). It gathers along them first, while parts are small.
 _OUTER = 1e-8
 # A byte that a device copies to join or cut shards that are not one run of bytes. It weighs less than the order of
 # axes, so that the gathers of several arrays have one order, in which they are combined.
