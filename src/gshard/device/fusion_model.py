@@ -413,7 +413,7 @@ def as_compiled(
 ) -> Kernels:
     """The kernels, with the buffers that the compiler spares, arrays that it copies, and messages that it joins.
 
-    ``slices`` are those of the loop of which this is the body.
+    ``slices`` are the slices of the loop whose body this is.
     """
     merged, copied, joined = _merged(program, compiler), _layout_copies(program, compiler), _messages(program, compiler)
     kernels = []

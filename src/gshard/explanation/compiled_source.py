@@ -273,7 +273,7 @@ class CompiledSource:
         return Timeline.of(run([found.elapsed]))
 
     def held(self, found: CompiledCost | None = None) -> HeldRows:
-        """What a device holds, on any machine: the compiler's totals where it tells, the rest as it is scheduled."""
+        """What a device holds, on any machine: the compiler's totals if it gives them, the rest from the schedule."""
         held = self.program.held
         computations = self.program.module.computations
         made = [computations[one.array.computation].instructions[one.array.name] for one in held.alive]

@@ -43,7 +43,7 @@ class ArrayRow:
 
     @property
     def reason(self) -> str:
-        """Why it is split as it is, in one line, as far as the program tells."""
+        """The reason for its sharding in one line, if the program gives one."""
         return self.note
 
 

@@ -230,7 +230,7 @@ class _Movement:
                     self.composed.add(v)
 
     def _is_short(self, x: Array) -> bool:
-        """Whether a view of an array is better made of the arrays of which it is a view."""
+        """Whether a view of this array is better written as a view of the arrays that it is made of."""
         return x not in self.needed or max(map(len, self.views[x].dims)) <= _FEW
 
     def instead_of(self, e: Equation) -> list[Equation] | None:

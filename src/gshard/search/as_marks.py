@@ -129,7 +129,7 @@ def marks_of(
     tolerance: float = 0.01,
     most: int = 6,
 ) -> Marks:
-    """Finds marks that reproduce a plan: one that is enough, or else several, each of which the others need.
+    """Finds marks that reproduce a plan: a single one if it suffices, else several that are all needed.
 
     It tries the values whose sharding differs from the plan: arguments alone, ``most`` of them. If none is enough, it
     marks all arguments, then others that still differ, ``most`` of them.
@@ -191,7 +191,7 @@ def marks_of(
 
 
 def _candidates(plan: Plan, current: Plan) -> list[FoundMark]:
-    """Values by name, of which one has another sharding than in the plan: arguments first, then those of most bytes."""
+    """Names and values with another sharding than in the plan: arguments first, then those with the most bytes."""
     arguments = {*plan.program.block.inputs[len(plan.program.captured) :]}
     groups: dict[tuple[str, str], dict[Value, Sharding]] = {}
     for v, name in _named(plan.program).items():

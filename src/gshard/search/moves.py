@@ -1,4 +1,4 @@
-"""Moves: changes of a program, each of which is tried, priced, and kept if the program is better with it."""
+"""Moves: changes of a program. gshard tries and prices each, and keeps it if the program is better with it."""
 
 from __future__ import annotations
 
