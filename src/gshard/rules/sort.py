@@ -1,9 +1,8 @@
-"""Sorting and the k largest elements, along dimensions that may be split, with the least communication."""
+"""Sorting and the k largest elements, along dimensions that may be split."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,97 +11,42 @@ import numpy as np
 from jax import lax
 
 from gshard.comm.shards import Shards, identity
-from gshard.comm.steps import ALL_TO_ALL
-from gshard.core.jax_adapter_context import in_context
-from gshard.core.mesh import Atoms, Mesh
-from gshard.core.program import NO_CONTEXT, itemsize
-from gshard.core.rule import Rule, RuleMaker, Split
-from gshard.core.xla_workarounds import all_to_all
+from gshard.core.rule import Rule, RuleMaker
 from gshard.language.registry import Call, rule
 from gshard.rules.along_axis import AlongAxis
-
-# Sorts along a split dimension, in one of two ways. Both are stable.
-
-
-def _sent(n: int, parts: int, others: int, each: int) -> tuple[int, int]:
-    """Bytes that each device sends to gather ``others`` rows of ``n`` elements of ``each`` bytes, or to split rows."""
-    size = -(-n // parts)
-    return (parts - 1) * size * others * each, 2 * -(-others // parts) * (parts - 1) * size * each
-
-
-def _sorted(shards: Shards, operands: Sequence[Any], axis: int, n: int, num_keys: int, atoms: Atoms) -> list[Any]:
-    """Sorts local parts along ``axis``, a dimension of ``n`` elements that is split over ``atoms``."""
-    shape = operands[0].shape
-    moved = [jnp.moveaxis(x, axis, -1) for x in operands]
-    flat = [x.reshape(-1, x.shape[-1]) for x in moved]
-    gathering, splitting = _sent(n, shards.mesh.count(atoms), len(flat[0]), sum(x.dtype.itemsize for x in operands))
-    sort_rows = _together if gathering <= splitting else _crosswise
-    results = sort_rows(shards, flat, n, num_keys, atoms)
-    return [jnp.moveaxis(x.reshape(moved[0].shape), -1, axis).reshape(shape) for x in results]
-
-
-def _together(shards: Shards, operands: list[Any], n: int, num_keys: int, atoms: Atoms) -> list[Any]:
-    size, parts = operands[0].shape[1], shards.mesh.count(atoms)
-    gathered = tuple(shards.all_gather(x, 1, atoms)[:, :n] for x in operands)
-    whole = lax.sort(gathered, dimension=1, is_stable=True, num_keys=num_keys)
-    start = lax.axis_index(atoms) * size
-    return [lax.dynamic_slice_in_dim(_longer(x, parts * size), start, size, axis=1) for x in whole]
-
-
-def _crosswise(shards: Shards, operands: list[Any], n: int, num_keys: int, atoms: Atoms) -> list[Any]:
-    """Splits the other dimensions instead, merged to one and padded to equal parts."""
-    others, size = operands[0].shape
-    parts = shards.mesh.count(atoms)
-    missing = -others % parts
-    there = tuple(_all_to_all(shards, jnp.pad(x, ((0, missing), (0, 0))), atoms, 0, 1)[:, :n] for x in operands)
-    in_order = lax.sort(there, dimension=1, is_stable=True, num_keys=num_keys)
-    back = [_all_to_all(shards, _longer(x, parts * size), atoms, 1, 0) for x in in_order]
-    return [x[:others] for x in back]
-
-
-def _longer(x: Any, size: int) -> Any:
-    return x if x.shape[1] == size else jnp.pad(x, ((0, 0), (0, size - x.shape[1])))
-
-
-@in_context(NO_CONTEXT)
-def _all_to_all(shards: Shards, x: Any, atoms: Atoms, split: int, concat: int) -> Any:
-    parts = shards.mesh.count(atoms)
-    if shards.note is not None:
-        shards.note(ALL_TO_ALL, atoms, x.size * x.dtype.itemsize * (parts - 1) // parts, x)
-    return all_to_all(x, atoms, split, concat)
 
 
 @rule("sort", same_on_parts=True)
 def sort(call: Call) -> Rule:
-    """Shards gather the sorted dimension, or split other dimensions while they sort, whichever sends less.
+    """Shards gather the sorted dimension, and keep their parts of the result.
 
     >>> print(sort(Call("sort", {"dimension": 1, "num_keys": 1}, ((4, 6), (4, 6)), ((4, 6), (4, 6)), ("f", "i"))))
     a b, a b -> a b, a b; communicate b
 
     A sort of shards is always stable.
     """
-    axis, num_keys = call.params["dimension"], call.params["num_keys"]
+    axis = call.params["dimension"]
     shape = call.in_shapes[0]
     make = RuleMaker()
     on_keys = any(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) for dtype in call.in_dtypes)
     array = AlongAxis.of(make, shape, axis, make.replicate if on_keys else make.communicate)
 
     def local(shards: Shards, *operands: Any) -> list[Any]:
-        atoms = array.atoms(shards)
+        atoms, n, size = array.atoms(shards), shape[axis], operands[0].shape[axis]
         if not atoms or not operands[0].size:
             return shards.bind(*operands)
-        return _sorted(shards, operands, axis, shape[axis], num_keys, atoms)
+        whole = [shards.all_gather(x, axis, atoms) for x in operands]
+        if missing := whole[0].shape[axis] - n:
+            whole = [lax.slice_in_dim(x, 0, n, axis=axis) for x in whole]
+        whole = shards.bind(*whole, is_stable=True)
+        if missing:
+            whole = [jnp.pad(x, [(0, missing if d == axis else 0) for d in range(x.ndim)]) for x in whole]
+        return [lax.dynamic_slice_in_dim(x, shards.offset(array.dim), size, axis=axis) for x in whole]
 
-    def sends(mesh: Mesh, split: Split) -> int:
-        parts, others = array.parts(mesh, split), array.others(mesh, split)
-        if parts == 1 or not shape[axis] * others:
-            return 0
-        return min(_sent(shape[axis], parts, others, sum(map(itemsize, call.in_dtypes))))
-
-    comparisons = max(shape[axis], 1).bit_length()
-    flops = math.prod(shape) * comparisons
+    flops = math.prod(shape) * max(shape[axis], 1).bit_length()
     operands = [array.dims for _ in call.in_shapes]
-    return make.rule(operands, operands, local=local, sends=None if on_keys else sends, flops=flops)
+    sends = None if on_keys else array.gather_bytes(call.in_dtypes, shape[axis])
+    return make.rule(operands, operands, local=local, sends=sends, flops=flops)
 
 
 @rule("top_k")
