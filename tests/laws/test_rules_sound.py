@@ -91,7 +91,6 @@ def test_every_rule_has_a_row():
         "platform_index",  # no arrays; see "calls" in tests/emit/test_programs.py
         "sharding_constraint", "device_put",  # need a mesh; see tests/emit/test_programs.py
         "reshard", "layout_constraint",  # the same; see tests/api/test_user_mesh.py, tests/tracing/test_expand.py
-        "select_and_scatter",  # made by JAX itself while lowering; batch dimensions only
         "cholesky_update", "eig", "hessenberg", "householder_product", "lu_pivots_to_permutation", "geqrf", "geqp3",
         "schur", "symmetric_product", "tridiagonal",  # batch dimensions only, as qr
         "stack", "unstack", "split", "tile", "square", "copy", "stop_gradient",  # written otherwise by some JAX

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from gshard.comm.shards import Shards, along, identity
 from gshard.core.jax_adapter import called_jaxpr, closed
-from gshard.core.mesh import Mesh
-from gshard.core.program import Equation, itemsize
-from gshard.core.rule import REDUCE, REPLICATE, Rule, RuleMaker, Split
+from gshard.core.program import Equation
+from gshard.core.rule import REDUCE, REPLICATE, Rule, RuleMaker
 from gshard.core.xla_workarounds import with_initial
 from gshard.language.registry import Call, rule
 from gshard.language.traits import Maker, combined, emit, if_finite, set_traits, traits_of
 from gshard.rules.along_axis import AlongAxis
-
-# Analyses the computations of generic reductions: recognises monoids, and skips elements without an identity.
 
 
 def monoid_of(jaxpr: Any) -> str | None:
@@ -39,26 +33,6 @@ def monoid_of(jaxpr: Any) -> str | None:
     dtype = jaxpr.invars[0].aval.dtype
     is_complex_order = equation.primitive.name in ("max", "min") and jnp.issubdtype(dtype, np.complexfloating)
     return None if is_complex_order else (traits_of(equation.primitive.name).monoid or None)
-
-
-def skipping(jaxpr: Any, consts: Sequence[Any] = ()) -> Callable[..., Any]:
-    """A computation of ``(flag, *values)`` that ignores values with a False flag.
-
-    It has the identity ``(False, ...)``, also if the original computation has no identity.
-    """
-    combine = jaxpr_as_fun(jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, list(consts)))
-
-    def with_flags(x: Sequence[Any], y: Sequence[Any]) -> tuple[Any, ...]:
-        x_counts, *xs = x
-        y_counts, *ys = y
-        combined = combine(*xs, *ys)
-        values = [
-            jnp.where(x_counts, jnp.where(y_counts, both, x_value), y_value)
-            for x_value, y_value, both in zip(xs, ys, combined, strict=True)
-        ]
-        return (x_counts | y_counts, *values)
-
-    return with_flags
 
 
 _MONOIDS = {
@@ -110,69 +84,30 @@ def reduction(call: Call) -> Rule:
 
 @rule("reduce")
 def any_reduction(call: Call) -> Rule:
-    """A reduction by any computation. If it is not a monoid, each shard folds its elements, then all fold the parts.
+    """A reduction by any computation. If it is not a monoid, the reduced dimensions cannot be split.
 
     >>> import jax
     >>> params = {"dimensions": (1,), "jaxpr": jax.make_jaxpr(lambda x, y: x * y)(1.0, 1.0)}
     >>> print(any_reduction(Call("reduce", params, ((4, 6), ()), ((4,),), ("f4", "f4"))))
     a b, () -> a; mul over b=6
 
-    Initial values count once, whether or not they are identities. The result of a computation that is not a known
-    monoid may depend on the order of the elements. So gshard splits only the first reduced dimension, whose parts
-    contain the elements in order.
+    An initial value counts once, whether or not it is the identity.
     """
-    reduced, jaxpr = call.params["dimensions"], call.params["jaxpr"]
-    count = len(call.in_shapes) // 2
-    shape, axis = call.in_shapes[0], min(reduced, default=-1)
-    monoid = monoid_of(jaxpr) if count == 1 else None
+    reduced, shape, count = call.params["dimensions"], call.in_shapes[0], len(call.out_shapes)
+    monoid = monoid_of(call.params["jaxpr"]) if count == 1 else None
     make = RuleMaker()
+    kind = REDUCE if monoid else REPLICATE
+    dims = [make.factor(n, kind, monoid) if d in reduced else make.factor(n) for d, n in enumerate(shape)]
+    result = [dim for d, dim in enumerate(dims) if d not in reduced]
 
-    def dimension(d: int, n: int) -> tuple[int, ...]:
-        if d not in reduced:
-            return make.factor(n)
-        if monoid:
-            return make.factor(n, REDUCE, monoid)
-        return make.communicate(n) if d == axis else make.replicate(n)
-
-    dims = [dimension(d, n) for d, n in enumerate(shape)]
-    kept = [d for d in range(len(shape)) if d not in reduced]
-    result = [dims[d] for d in kept]
-
-    def local_monoid(shards: Shards, x: Any, init: Any) -> list[Any]:
+    def local(shards: Shards, x: Any, init: Any) -> list[Any]:
         atoms = shards.reduced_atoms()
         if not atoms:
             return shards.bind(x, init)
         (part,) = shards.bind(x, jnp.asarray(identity(monoid or "", x.dtype), x.dtype))
         return [with_initial(part, init, COMBINE[monoid or ""], shards.is_first(atoms))]
 
-    def local(shards: Shards, *arrays: Any) -> list[Any]:
-        atoms = shards.atoms(dims[axis][0]) if reduced else ()
-        if not atoms:
-            return shards.bind(*arrays)
-        xs, inits = arrays[:count], arrays[count:]
-        size, n = xs[0].shape[axis], shape[axis]
-        valid = lax.axis_index(atoms) * size + lax.broadcasted_iota(jnp.int32, xs[0].shape, axis) < n
-        folded = _fold_valid(valid, xs, inits, jaxpr, tuple(reduced))
-        used = -(-n // size) if size else 0
-        parts = [shards.all_gather(jnp.expand_dims(x, 0), 0, atoms)[:used] for x in folded]
-        # The initial values become elements before the others: see ``with_initial``.
-        parts = [jnp.concatenate([jnp.broadcast_to(init, (1, *x.shape[1:])), x]) for x, init in zip(parts, inits)]
-        return _fold_valid(jnp.ones(parts[0].shape, jnp.bool_), parts, inits, jaxpr, (0,))
-
-    def sends(mesh: Mesh, split: Split) -> int:
-        elements = math.prod(-(-shape[d] // mesh.count(split.get(dims[d][0], ()))) for d in kept)
-        each = sum(itemsize(dtype) for dtype in call.in_dtypes[:count])
-        return (mesh.count(split.get(dims[axis][0], ())) - 1) * elements * each
-
-    operands = [*([dims] * count), *([[]] * count)]
-    if monoid or not reduced:
-        return make.rule(operands, [result] * count, local=local_monoid if monoid else None)
-    return make.rule(operands, [result] * count, local=local, sends=sends)
-
-
-def _fold_valid(valid: Any, xs: Sequence[Any], inits: Sequence[Any], jaxpr: Any, axes: tuple[int, ...]) -> list[Any]:
-    """Folds the valid elements. Without valid elements the results are the initial values."""
-    return list(lax.reduce((valid, *xs), (np.False_, *inits), skipping(jaxpr), axes)[1:])
+    return make.rule([*([dims] * count), *([[]] * count)], [result] * count, local=local if monoid else None)
 
 
 set_traits(*_EXTREMES, same_on_parts=True)

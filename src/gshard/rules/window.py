@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -19,7 +18,7 @@ from gshard.core.rule import REDUCE, Rule, RuleMaker, Split
 from gshard.language.registry import Call, rule
 from gshard.language.traits import combined, if_finite
 from gshard.rules.contract import in_either_finite_operand, in_either_operand
-from gshard.rules.reductions import monoid_of, skipping
+from gshard.rules.reductions import monoid_of
 
 
 def sliding(n: int, m: int, size: int, stride: int, low: int, base: int, dilation: int) -> Callable[[int], Window]:
@@ -46,11 +45,8 @@ def pooling(call: Call) -> Rule:
     >>> print(pooling(Call("reduce_window_sum", params, ((2, 8),), ((2, 4),), ("f4",))))
     a b -> a b; communicate b
 
-    Elements outside of the array become the identity of the monoid. A computation that is not a known monoid may have
-    no identity. Then flags beside the elements state which elements count.
-
-    ``select_and_gather_add`` selects the first of several equal extremes. In padded windows of several dimensions XLA
-    does not always use the same order, so gshard does not split them.
+    Elements outside of the array become the identity of the monoid. If a computation is not a known monoid, the
+    dimensions with windows cannot be split; nor can those of ``select_and_gather_add``.
     """
     target, p = call.out_shapes[0], call.params
     shape = call.in_shapes[0]
@@ -61,10 +57,7 @@ def pooling(call: Call) -> Rule:
         monoid = monoid_of(p["jaxpr"])
     make = RuleMaker()
     moved = [not _stays(p, d) for d in range(len(shape))]
-    is_padded = any(any(pad) for pad in p["padding"]) or any(n > 1 for n in p["base_dilation"])
-    over_several = sum(n > 1 for n in p["window_dimensions"]) > 1
-    splits = not (call.name == "select_and_gather_add" and over_several and is_padded)
-    windowed = make.communicate if splits else make.replicate
+    windowed = make.communicate if monoid else make.replicate
     dims = [windowed(max(n, m)) if w else make.factor(n) for n, m, w in zip(shape, target, moved, strict=True)]
 
     def window(d: int, parts: int) -> Window:
@@ -75,81 +68,30 @@ def pooling(call: Call) -> Rule:
 
     halos = HaloWindows(dims, moved, window)
 
-    def local(shards: Shards, *operands: Any) -> list[Any]:
-        windows = halos.split_over(shards.mesh, shards.split)
-        if not windows:
-            return shards.bind(*operands)
-        xs, inits = operands[:count], operands[count:]
-        fill = identity(monoid, xs[0].dtype) if monoid else 0
+    def local(shards: Shards, x: Any, *inits: Any) -> list[Any]:
         padding, base = [tuple(pad) for pad in p["padding"]], list(p["base_dilation"])
-        for d, w in windows.items():
-            if monoid:
-                x, padding[d], base[d] = fetch_reached(shards, xs[0], d, shards.atoms(dims[d][0]), w, fill)
-                xs = (x,)
-            else:
-                xs = tuple(shards.window(x, d, shards.atoms(dims[d][0]), w, fill) for x in xs)
-                padding[d], base[d] = (0, 0), 1
-        remaining: dict[str, Any] = {"padding": tuple(padding), "base_dilation": tuple(base)}
-        if monoid:
-            return shards.bind(*xs, *inits, **remaining)
-        return _flagged(call, _inside(shards, xs[0].shape, dims, windows), xs, inits, remaining)
+        for d, w in halos.split_over(shards.mesh, shards.split).items():
+            fill = identity(monoid or "", x.dtype)
+            x, padding[d], base[d] = fetch_reached(shards, x, d, shards.atoms(dims[d][0]), w, fill)
+        return shards.bind(x, *inits, padding=tuple(padding), base_dilation=tuple(base))
 
     flops = math.prod(target) * math.prod(p["window_dimensions"])
     operands = [dims if i < count else [] for i in range(len(call.in_shapes))]
     results = [dims for _ in call.out_shapes]
-    if not splits:
+    if not monoid:
         return make.rule(operands, results, flops=flops)
 
-    def length(d: int, window: Window) -> int:
-        return reached_length(window) if monoid else window.extent
-
     def sends(mesh: Mesh, split: Split) -> int:
-        return sum(halos.sent_bytes(shape, dtype, mesh, split, length) for dtype in call.in_dtypes[:count])
+        return halos.sent_bytes(shape, call.in_dtypes[0], mesh, split, lambda d, window: reached_length(window))
 
     linear = combined(MONOIDS[call.name], call.in_dtypes[0], 0) if call.name in MONOIDS else []
     finite = if_finite(call.in_dtypes[0], (0,)) if MONOIDS.get(call.name) == "add" else []
     return make.rule(operands, results, local=local, flops=flops, sends=sends, linear=linear, finite=finite)
 
 
-def _flagged(
-    call: Call, flags: Any, xs: Sequence[Any], inits: Sequence[Any], remaining: Mapping[str, Any]
-) -> list[Any]:
-    """A pooling whose computation has no identity, over the elements with a flag."""
-    p = call.params
-    sizes = {name: p[name] for name in ("window_dimensions", "window_strides", "window_dilation")}
-    if call.name == "reduce_window":
-        combine = skipping(p["jaxpr"], p["consts"])
-        return list(lax.reduce_window((flags, *xs), (np.True_, *inits), combine, **sizes, **remaining)[1:])
-    tangents, x = xs
-    start = (np.True_, jnp.asarray(_worst(p, x.dtype), x.dtype), jnp.zeros((), tangents.dtype))
-    scalar = jax.ShapeDtypeStruct((), x.dtype)
-    combine = skipping(jax.make_jaxpr(_selecting(p["select_prim"]))(*[scalar] * 4))
-    return [lax.reduce_window((flags, x, tangents), start, combine, **sizes, **remaining)[2]]
-
-
-def _selecting(select: Any) -> Callable[..., tuple[Any, Any]]:
-    """A computation that selects one of two elements, and the value beside it."""
-
-    def pick(x: Any, beside_x: Any, y: Any, beside_y: Any) -> tuple[Any, Any]:
-        selects_x = select.bind(x, y)
-        return lax.select(selects_x, x, y), lax.select(selects_x, beside_x, beside_y)
-
-    return pick
-
-
 def _worst(params: Mapping[str, Any], dtype: Any) -> Any:
     """The value that is never selected (``select_prim``)."""
     return identity("max" if params["select_prim"].name == "ge" else "min", dtype)
-
-
-def _inside(
-    shards: Shards, shape: Sequence[int], dims: Sequence[tuple[int, ...]], windows: Mapping[int, Window]
-) -> Any:
-    """Whether each position of the fetched windows contains an element of the array."""
-    flags = jnp.ones(shape, jnp.bool_)
-    for d, window in windows.items():
-        flags &= along(window.has_element(lax.axis_index(shards.atoms(dims[d][0]))), d, len(shape))
-    return flags
 
 
 def _stays(params: Mapping[str, Any], d: int) -> bool:
@@ -250,26 +192,6 @@ def _fill_outside(elements: Any, dim: int, atoms: Atoms, window: Window, fill: A
     index = window.start(lax.axis_index(atoms)) + jnp.arange(window.width, dtype=jnp.int32)
     is_inside = along((index >= 0) & (index < window.n), dim, elements.ndim)
     return jnp.where(is_inside, elements, jnp.asarray(fill, elements.dtype))
-
-
-@rule("select_and_scatter")
-def select_and_scatter(call: Call) -> Rule:
-    """Dimensions with a window of one element are parallel. The others cannot be split.
-
-    JAX makes this primitive only while it lowers others.
-    """
-    arrays = [s for s in (*call.in_shapes, *call.out_shapes) if s]
-    ndim = len(arrays[0])
-    make = RuleMaker()
-    parallel: list[tuple[int, ...] | None] = [
-        make.factor(arrays[0][d]) if _stays(call.params, d) and len({s[d] for s in arrays}) == 1 else None
-        for d in range(ndim)
-    ]
-
-    def tensor(shape: Sequence[int]) -> list[tuple[int, ...]]:
-        return [dim if dim is not None else make.replicate(n) for n, dim in zip(shape, parallel, strict=False)]
-
-    return make.rule([tensor(s) for s in call.in_shapes], [tensor(s) for s in call.out_shapes])
 
 
 # Convolutions.
