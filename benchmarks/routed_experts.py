@@ -6,14 +6,7 @@ each dispatch: bytes that a device sends, the modelled time of a call, temporari
 libtpu compiles, and the share of choices that are kept where tokens choose unevenly (logits of a normal distribution
 plus one of each expert, on CPU). Needs libtpu (``pip install libtpu``).
 
-With ``--hosts 8``, the machine has two levels, such as ``h100:8x8``. Nothing is compiled. For ``ragged_all_to_all`` and
-``two_hops``: bytes that a device sends to other hosts and inside its host, modelled time, the share of it that the
-network takes, the peak of memory, and the shares that are kept. gshard counts the rows of an exchange as if a token had
-experts on as many hosts as it can. The figures "routed" have the rows that are sent if all experts are equally likely,
-which are fewer; the work of a device on these rows is not reduced.
-
     python benchmarks/routed_experts.py [--experts 64] [--top-k 6] [--factor 1.25] [--machine v5e:2x4] [--data 1]
-    python benchmarks/routed_experts.py --hosts 8 --machine h100:8x8 --experts 256 --top-k 8 --model 7168 --tokens 4096
 """
 
 from __future__ import annotations
@@ -30,11 +23,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 import gshard
-from gshard.device.machine import Machine
 from gshard.moe import TransformerConfig, expert_layer, expert_specs, init_params, shapes
 
 GROUPS = 8
-OF_A_SAMPLE = 256  # tokens of a group for which the shares are computed on two levels
 
 
 def kept_share(config: TransformerConfig, skew: float, groups: int, tokens: int) -> float:
@@ -57,51 +48,8 @@ def gradients(config: TransformerConfig) -> Any:
     return jax.value_and_grad(loss, (0, 1))
 
 
-def explained(config: TransformerConfig, x: Any, mesh: Any, machine: str | None = None) -> gshard.stages.Explanation:
-    return gshard.explain(gradients(config), shapes(expert_specs(config)), x, mesh=mesh, machine=machine)
-
-
-def two_levels(options: argparse.Namespace, base: TransformerConfig) -> None:
-    """The table of a machine of two levels."""
-    hosts, devices = options.hosts, Machine.of(options.machine).size // options.hosts
-    mesh, size = gshard.Mesh.abstract(host=hosts, device=devices), hosts * devices
-    base = dataclasses.replace(base, partitions=size, hosts=hosts, expert_axis=("host", "device"), data_axis=None)
-    x = jax.ShapeDtypeStruct((size, options.tokens, options.model), "bfloat16")
-    rng = np.random.default_rng(0)
-    chosen = np.argsort(rng.random((4096, options.experts)), axis=1)[:, : options.top_k] // (options.experts // hosts)
-    crossing = (np.sort(chosen)[:, 1:] != np.sort(chosen)[:, :-1]).sum() / 4096 + 1
-    of_axes = {("host",): crossing, ("device",): options.top_k, ("host", "device"): options.top_k}
-    share = {("host",): (1 - 1 / hosts, 0.0), ("device",): (0.0, 1 - 1 / devices)}
-    share["host", "device"] = 1 - 1 / hosts, 1 / hosts - 1 / size
-    print(
-        f"{size * options.tokens} tokens, M={options.model}, H={options.hidden}, E={options.experts}, "
-        f"k={options.top_k}, {options.machine}; a token has experts on {crossing:.2f} of {hosts} hosts; MiB and ms"
-    )
-    heads = ("to hosts", "routed", "inside", "routed", "ms", "routed", "network", "peak GiB", "kept", "uneven")
-    print(f"{'':<24}" + "".join(f"{head:>10}" for head in heads))
-    for dispatch in ("ragged_all_to_all", "two_hops"):
-        for name, factor in ((dispatch, base.capacity_factor), (f"{dispatch}, all", math.inf)):
-            config = dataclasses.replace(base, dispatch=dispatch, capacity_factor=factor)
-            cost = explained(config, x, mesh, options.machine).cost()
-            sent, saved = np.zeros((2, 2)), 0.0
-            for kernel in cost.kernels:
-                if kernel.equation.name == "ragged_all_to_all":
-                    axes = tuple(dict.fromkeys(atom.split(".")[0] for atom in kernel.axes))
-                    rows, room = kernel.equation.inputs[:2]
-                    counted = min(rows.shape[0], room.shape[0])
-                    routed = min(1.0, of_axes[axes] * options.tokens / counted)
-                    held = counted * math.prod(rows.shape[1:]) * np.dtype(rows.dtype).itemsize / 2**20
-                    sent += np.outer(np.multiply(held, share[axes]), (1.0, routed))
-                    saved += (1 - routed) * dict(kernel.parts)["network"]
-            tokens = min(options.tokens, OF_A_SAMPLE)
-            kept = [kept_share(config, skew, size, tokens) for skew in (0.0, 0.5)]
-            print(
-                f"{name:<24}{sent[0, 0]:>10.1f}{sent[0, 1]:>10.1f}{sent[1, 0]:>10.1f}{sent[1, 1]:>10.1f}"
-                f"{cost.seconds * 1e3:>10.2f}{(cost.seconds - saved) * 1e3:>10.2f}"
-                f"{(cost.by_bound['network'] - saved) * 1e3:>10.2f}{cost.peak / 2**30:>10.2f}"
-                f"{kept[0]:>10.1%}{kept[1]:>10.1%}",
-                flush=True,
-            )
+def explained(config: TransformerConfig, x: Any, mesh: Any) -> gshard.stages.Explanation:
+    return gshard.explain(gradients(config), shapes(expert_specs(config)), x, mesh=mesh)
 
 
 def main() -> None:
@@ -109,7 +57,6 @@ def main() -> None:
     for name, usual in (("experts", 64), ("top-k", 6), ("model", 1024), ("hidden", 2048)):
         parser.add_argument(f"--{name}", type=int, default=usual)
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a group")
-    parser.add_argument("--hosts", type=int, help="hosts of a machine of two levels")
     parser.add_argument("--factor", type=float, default=1.25, help="slots or rows, of an even load")
     parser.add_argument("--machine", default="v5e:2x4", help="eight TPU cores")
     parser.add_argument("--data", type=int, default=1, help="replicas of the experts")
@@ -119,8 +66,6 @@ def main() -> None:
         expert_axis="expert", replicas=options.data, data_axis="data", dtype="bfloat16", group_size=None,
         capacity_factor=options.factor * options.top_k,
     )  # fmt: skip
-    if options.hosts:
-        return two_levels(options, base)
     devices = topologies.get_topology_desc(options.machine, platform="tpu").devices
     mesh = Mesh(np.array(devices).reshape(options.data, -1), ("data", "expert"))
     base = dataclasses.replace(base, partitions=mesh.size // options.data, groups=GROUPS)

@@ -632,9 +632,6 @@ def rows_with_places():
     yield row("gshard_put_rows", lambda x, to: put_rows(x, to, 14), normal(7, 3), places)
     yield row("gshard_put_rows, each its own", lambda x, to: put_rows(x, to, 5), N.astype(bool), places[:, 0])
     yield row("gshard_take_rows", take_rows, normal(14, 3), places)
-    in_order = np.array([2, 5, 13, 40, 0, 3, 11, 14])
-    yield row("gshard_put_rows, sorted", lambda x, to: put_rows(x, to, 14, sorted_parts=2), normal(8, 3), in_order)
-    yield row("gshard_take_rows, sorted", lambda x, to: take_rows(x, to, sorted_parts=2), normal(14, 3), in_order)
     back = lambda x, ct: jax.vjp(lambda x: take_rows(x, places), x)[1](ct)  # noqa: E731
     yield row("gshard_put_rows, of each choice", back, normal(14, 3), normal(7, 2, 3, seed=1))
     batches = np.stack([places, np.roll(places, 1, 0) + 2, places[::-1]])

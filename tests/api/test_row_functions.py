@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard.testing.rule_checks import emitted, reported
-from placed import in_every_way, mesh_of
 
 MESH = {"a": 2, "b": 4}
 
@@ -166,45 +164,6 @@ def test_bytes(machine):
         assert emitted(found.spmd.jaxpr, found.spmd.mesh.atom_sizes) == reported(found.spmd.collectives)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    "mesh, batches, as_they_lie",
-    [
-        ({"a": 4}, 1, True), ({"a": 8}, 1, True), ({"a": 2}, 1, False), ({"a": 3}, 1, False), ({"a": 4}, 2, False),
-        ({"a": 4, "b": 2}, 2, True),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_sorted_rows_are_sent_as_they_lie(mesh, batches, as_they_lie):
-    """Four sorted parts on as many devices, on more and on fewer, and batches; three calls placed differently."""
-    rng = np.random.default_rng(0)
-    size = 41
-    places = np.stack([rng.permutation(size + 7)[:40].reshape(4, 10) for _ in range(batches)])
-    places = np.sort(np.minimum(places, size), axis=2).reshape(batches, 40).astype(np.int32)
-    x = rng.normal(size=(batches, 40, 3)).astype(np.float32)
-    weights = rng.normal(size=(batches, size, 3)).astype(np.float32)
-
-    def gradient(x, places, parts):
-        def loss(x):
-            dims = {0: "b", 1: "a"} if "b" in mesh else {1: "a"}
-            put = functools.partial(gshard.put_rows, size=size, sorted_parts=parts)
-            take = functools.partial(gshard.take_rows, sorted_parts=parts)
-            sent = gshard.split(jax.vmap(put)(gshard.split(x, dims), places), dims)
-            back = jax.vmap(take)(jnp.sin(sent) * weights, places)
-            return jnp.sum(back**3), (sent, back)
-
-        return jax.value_and_grad(loss, has_aux=True)(x)
-
-    want = gradient(x, places, 0)
-    devices = mesh_of(order=range(math.prod(mesh.values())), **mesh)
-    f = gshard.jit(functools.partial(gradient, parts=4), mesh=devices)
-    for got in in_every_way(f, (x, places), devices):
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
-    unsorted = gshard.jit(functools.partial(gradient, parts=0), mesh=devices)
-    sorts = [str(g.lower(x, places).spmd.jaxpr).count(" sort[") for g in (f, unsorted)]
-    assert sorts == [0 if as_they_lie else 1, 1]
-
-
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_accelerators_send_what_is_routed(platform):
     mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -229,7 +188,6 @@ def test_equal_places_reach_no_memory_of_others():
     (lambda x: gshard.put_rows(x, np.zeros(4, np.int32), 8), "rows has a number for each row of x"),
     (lambda x: gshard.put_rows(x, np.zeros(6, np.int32), -1), "size is the number of places"),
     (lambda x: gshard.put_rows(x, np.zeros(6, np.int32), jnp.int32(8)), "size is the number of places"),
-    (lambda x: gshard.put_rows(x, np.zeros(6, np.int32), 8, sorted_parts=4), "sorted_parts is the number"),
     (lambda x: gshard.take_rows(x, np.zeros((2, 2, 2), np.int32)), "rows are integers"),
     (lambda x: gshard.take_rows(1.0, np.zeros(2, np.int32)), "at least one dimension"),
 ])  # fmt: skip

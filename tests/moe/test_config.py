@@ -22,7 +22,6 @@ from gshard.moe import (
 )
 
 MOE = TransformerConfig(9, 9, experts=8, group_size=64)
-HOPS = {"dispatch": "two_hops", "capacity_factor": math.inf}
 CHOOSING = {"routing": "expert_choice", "decoder_routing": "top_k"}
 
 
@@ -118,11 +117,6 @@ def test_capacity(tokens, factor, expected):
     ({"expert_axis": ("a", "b"), "data_axis": "a"}, "a mesh axis is named twice"),
     ({"expert_axis": 4}, "expert_axis is a mesh axis"),
     ({"replicas": 2, "data_axis": "data", "dispatch": "blocks"}, "cannot be split over experts or replicas"),
-    ({**HOPS, "partitions": 8, "hosts": 2}, "two hops go along two mesh axes"),
-    ({**HOPS, "partitions": 8, "hosts": 2, "expert_axis": "expert"}, "two hops go along two mesh axes"),
-    ({**HOPS, "partitions": 8, "hosts": 3, "expert_axis": ("host", "gpu")}, "hosts have as many partitions"),
-    ({**HOPS, "partitions": 6, "hosts": 2, "expert_axis": ("host", "gpu")}, "gives each partition as many experts"),
-    ({**HOPS, "hosts": 0}, "hosts must be at least 1"),
     # Experts that choose.
     ({**CHOOSING, "decoder_routing": None}, "a decoder would see what it is to predict"),
     ({**CHOOSING, "dispatch": "ragged"}, "have equal loads"),

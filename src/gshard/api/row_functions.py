@@ -14,7 +14,7 @@ from gshard.rules.row_exchange import put_rows_p, take_rows_p
 
 
 @without_our_frames
-def put_rows(x: Any, rows: Any, size: int, *, sorted_parts: int = 0) -> jax.Array:
+def put_rows(x: Any, rows: Any, size: int) -> jax.Array:
     """Moves rows to new places: ``result[rows[t]] = x[t]``. No two rows may have the same place.
 
     The same as ``jnp.zeros((size, ...)).at[rows].set(x, mode="drop", unique_indices=True)``. Inside ``gshard.jit``,
@@ -28,15 +28,12 @@ def put_rows(x: Any, rows: Any, size: int, *, sorted_parts: int = 0) -> jax.Arra
         rows: integers ``[T]``, or ``[T, K]`` for ``K`` copies of each row: the new places. Numbers below 0, or of
             ``size`` and above, drop the row. All others must differ; if two are equal, the result is undefined.
         size: the number of places.
-        sorted_parts: promises that the numbers of each of so many equal parts of ``rows``, ``[T]``, increase, without
-            negative ones. Devices with at most one part then send rows as they lie. Otherwise the result is undefined.
 
     Returns:
         ``[size, ...]`` in the dtype of ``x``, with zeros in places without a row.
 
     Raises:
-        ArgumentError: ``rows`` are no integers or do not fit ``x``, ``size`` is negative, or ``sorted_parts`` does not
-            divide ``rows``.
+        ArgumentError: ``rows`` are no integers or do not fit ``x``, or ``size`` is negative.
 
     >>> put_rows(jnp.array([1.0, 2.0, 3.0]), jnp.array([3, -1, 0]), 4).tolist()
     [3.0, 0.0, 0.0, 1.0]
@@ -54,13 +51,13 @@ def put_rows(x: Any, rows: Any, size: int, *, sorted_parts: int = 0) -> jax.Arra
             "rows has a number for each row of x.", user_line(), got=f"x: {x.shape}, rows: {rows.shape}",
             hint="The first dimensions of both must be equal.",
         )  # fmt: skip
-    rows = _numbers(rows, size, sorted_parts)
+    rows = _numbers(rows, size)
     numbers = rows.reshape(*rows.shape, *(1,) * (2 - rows.ndim))
-    return put_rows_p.bind(x[:, None], numbers, size=size, sorted_parts=sorted_parts)
+    return put_rows_p.bind(x[:, None], numbers, size=size)
 
 
 @without_our_frames
-def take_rows(x: Any, rows: Any, *, sorted_parts: int = 0) -> jax.Array:
+def take_rows(x: Any, rows: Any) -> jax.Array:
     """Reads rows at their places: ``result[t] = x[rows[t]]``. No place may be read twice.
 
     The same as ``x.at[rows].get(mode="fill", fill_value=0, unique_indices=True)``. It is partitioned as ``put_rows``
@@ -70,14 +67,12 @@ def take_rows(x: Any, rows: Any, *, sorted_parts: int = 0) -> jax.Array:
         x: ``[N, ...]``, the rows.
         rows: integers ``[T]`` or ``[T, K]``, the places to read. Numbers below 0, or of ``N`` and above, give zeros.
             All others must differ; if two are equal, the result is undefined.
-        sorted_parts: as of ``put_rows``.
 
     Returns:
         ``[T, ...]`` or ``[T, K, ...]`` in the dtype of ``x``.
 
     Raises:
-        ArgumentError: ``rows`` are no integers, or have no or more than two dimensions, or ``sorted_parts`` does not
-            divide them.
+        ArgumentError: ``rows`` are no integers, or have no or more than two dimensions.
 
     >>> take_rows(jnp.array([1.0, 2.0, 3.0]), jnp.array([[2, 0], [5, -1]])).tolist()
     [[3.0, 1.0], [0.0, 0.0]]
@@ -85,23 +80,17 @@ def take_rows(x: Any, rows: Any, *, sorted_parts: int = 0) -> jax.Array:
     x, rows = jnp.asarray(x), jnp.asarray(rows)
     if not x.ndim:
         raise ArgumentError("x has rows, so it has at least one dimension.", user_line(), got=f"x: {x.shape}")
-    rows = _numbers(rows, x.shape[0], sorted_parts)
-    result = take_rows_p.bind(x, rows.reshape(*rows.shape, *(1,) * (2 - rows.ndim)), sorted_parts=sorted_parts)
+    rows = _numbers(rows, x.shape[0])
+    result = take_rows_p.bind(x, rows.reshape(*rows.shape, *(1,) * (2 - rows.ndim)))
     return result.reshape(*rows.shape, *x.shape[1:])
 
 
-def _numbers(rows: jax.Array, size: int, sorted_parts: int) -> jax.Array:
+def _numbers(rows: jax.Array, size: int) -> jax.Array:
     """The numbers of places in int32."""
     if not jnp.issubdtype(rows.dtype, jnp.integer) or rows.ndim not in (1, 2):
         raise ArgumentError(
             "rows are integers, [rows] or [rows, copies].", user_line(), got=f"rows: {rows.dtype}{list(rows.shape)}",
             hint="Merge further dimensions: rows.reshape(rows.shape[0], -1).",
-        )  # fmt: skip
-    if sorted_parts and (rows.ndim == 2 or sorted_parts < 0 or rows.shape[0] % sorted_parts):
-        raise ArgumentError(
-            "sorted_parts is the number of equal parts of rows with one place each.", user_line(),
-            got=f"rows: {list(rows.shape)}, sorted_parts={sorted_parts}",
-            hint="Give a number that divides rows, or leave it out.",
         )  # fmt: skip
     if rows.dtype.itemsize >= 4 and rows.dtype != jnp.int32:
         return jnp.clip(rows, -1 if jnp.issubdtype(rows.dtype, jnp.signedinteger) else 0, size).astype(jnp.int32)

@@ -21,13 +21,13 @@ CHOICES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
         "second_expert": ("random", "all"),
         "gates": ("softmax", "sigmoid"),
         "balance": ("loss", "bias"),
-        "dispatch": ("einsum", "gather", "blocks", "ragged", "ragged_all_to_all", "two_hops"),
+        "dispatch": ("einsum", "gather", "blocks", "ragged", "ragged_all_to_all"),
         "activation": ("relu", "swiglu"),
         "positions": ("sinusoidal", "rotary"),
     }
 )
 _SIZES = ("target_vocabulary", "model_dim", "hidden_dim", "heads", "head_dim", "decoder_layers", "partitions",
-    "top_k", "experts_every", "replicas", "hosts")  # fmt: skip
+    "top_k", "experts_every", "replicas")  # fmt: skip
 
 
 class ModelError(GShardError):
@@ -108,19 +108,6 @@ def _check_axes(config: TransformerConfig) -> None:
         f"data_axis={config.data_axis!r}, partitions={config.partitions}, expert_axis=None",
         "Name the axis: expert_axis='expert'.",
     )
-    if config.dispatch == "two_hops":
-        require(
-            config.partitions == 1 or len(as_axes(config.expert_axis)) == 2,
-            "two hops go along two mesh axes: between hosts, and inside a host.",
-            f"dispatch='two_hops', expert_axis={config.expert_axis!r}",
-            "Name both: expert_axis=('host', 'device'), or use dispatch='ragged_all_to_all'.",
-        )
-        require(
-            config.partitions % config.hosts == 0,
-            "hosts have as many partitions of the experts as the others.",
-            f"partitions={config.partitions}, hosts={config.hosts}",
-            "Give the size of the first axis of expert_axis as hosts, and that of both as partitions.",
-        )
 
 
 def _check_positions(config: TransformerConfig) -> None:
@@ -167,7 +154,7 @@ def _check_experts(config: TransformerConfig) -> None:
         "Use dispatch='ragged', or 'ragged_all_to_all' or 'gather' with capacity_factor=math.inf, which drop nothing.",
     )
     require(
-        config.dispatch not in ("ragged", "ragged_all_to_all", "two_hops") or config.experts % config.partitions == 0,
+        config.dispatch not in ("ragged", "ragged_all_to_all") or config.experts % config.partitions == 0,
         f"dispatch {config.dispatch!r} gives each partition as many experts as the others.",
         f"experts={config.experts}, partitions={config.partitions}",
         "Use a number of partitions that divides the experts, or dispatch='gather'.",
@@ -260,9 +247,6 @@ class TransformerConfig:
             each partition with experts of its own, which gathers all tokens) drop nothing.
             ``ragged_all_to_all`` sends tokens to the partitions of their experts. Of T tokens of a replica, a partition
             has room for ``capacity_factor`` * T / ``partitions`` rows; ``math.inf`` drops nothing.
-            ``two_hops`` does the same on a machine of two levels: a token is sent once to each of the ``hosts`` that
-            have experts of its own, and inside a host to their devices. Results are added up in a host before they
-            return. A device sends at most as many rows to those of its host as a partition has room for.
         dropout: rate for embeddings and residual branches. The paper has 0.1.
         attention_dropout: rate for attention weights. The paper has 0.1; its random bits grow with the square
             of the length, so it is off unless asked for.
@@ -271,8 +255,6 @@ class TransformerConfig:
         expert_axis: the mesh axis, or axes, of these partitions. The marks then name axes, and leave dimensions open
             that are neither groups nor experts. None: marks have the number of partitions only, and keep all other
             dimensions whole, which is right on a mesh of one axis.
-        hosts: the number of parts of the experts along the first axis of ``expert_axis``, for ``two_hops``.
-            ``partitions`` counts the devices of all of them.
         data_axis: the mesh axis, or axes, over which the batch is split into parts that have all experts each. Groups
             are split over these axes and those of the experts.
         replicas: the number of these parts: the devices along ``data_axis``. In the ragged dispatches each has rows,
@@ -323,7 +305,6 @@ class TransformerConfig:
     aux_weight: float = 0.01
     partitions: int = 1
     expert_axis: str | tuple[str, ...] | None = None
-    hosts: int = 1
     data_axis: str | tuple[str, ...] | None = None
     replicas: int = 1
     remat: bool | str = False
@@ -489,21 +470,6 @@ class TransformerConfig:
             "Use a larger batch or a larger capacity_factor.",
         )
         return math.floor(rows + 1e-9)
-
-    def sent_on(self, tokens: int) -> int:
-        """The rows that a device sends at most to the others of its host, with ``two_hops``.
-
-        Args:
-            tokens: T, all tokens.
-
-        >>> config = TransformerConfig(9, 9, experts=8, partitions=4, hosts=2, expert_axis=("host", "gpu"),
-        ...                            dispatch="two_hops", capacity_factor=2.5)
-        >>> config.sent_on(64), dataclasses.replace(config, capacity_factor=math.inf).sent_on(64)
-        (40, 64)
-        """
-        devices = self.partitions * self.replicas
-        most = self.hosts * -(-tokens // devices) * min(self.top_k, self.experts // self.hosts)
-        return math.floor(min(self.capacity_factor * tokens / devices, float(most)) + 1e-9)
 
     def dropless(self) -> TransformerConfig:
         """The same model routed such that no token is dropped and no batch mate matters.

@@ -31,12 +31,12 @@ from gshard.moe.dispatch import (
 from gshard.moe.feed_forward import feed_forward, feed_forward_specs, hidden
 from gshard.moe.gating import ExpertChoice, Gating, expert_choice_gating, top_k_gating
 from gshard.moe.param import Param
-from gshard.moe.ragged import Hops, blocks_expert_layer, ragged_expert_layer, within_room
+from gshard.moe.ragged import blocks_expert_layer, ragged_expert_layer, within_room
 
 # The names, for policies of ``jax.checkpoint``, of the arrays that experts receive and return.
 SENT = ("dispatched", "returned")
 # The dimensions that marks split and a layout has no rows for.
-_PLACES = ("replicas", "partitions", "hosts", "devices")
+_PLACES = ("replicas", "partitions")
 
 
 def expert_specs(config: TransformerConfig) -> dict[str, Any]:
@@ -121,13 +121,11 @@ def expert_layer(
             key=key,
             valid_GS=valid_GS,
         )
-        if config.dispatch in ("ragged_all_to_all", "two_hops"):
+        if config.dispatch == "ragged_all_to_all":
             any_number, replicas = config.routing == "top_k", config.replicas
             gating = within_room(
                 gating, config.partitions, config.room(B * L), valid_GS, replicas=replicas, any_number=any_number
             )
-            if hops := _hops(config, B * L):
-                gating = hops.within(gating, valid_GS, replicas=replicas, any_number=any_number)
     outputs_GSM = _run_experts(config, params, inputs_GSM, gating, capacity)
     outputs_BLM = outputs_GSM.astype(inputs_BLM.dtype).reshape(B, L, M)
     if config.shared_experts:
@@ -151,12 +149,12 @@ def _run_experts(
     }
     if isinstance(gating, Gating) and config.dispatch == "blocks":
         return blocks_expert_layer(gating, inputs_GSM, weights, config.activation)
-    if isinstance(gating, Gating) and config.dispatch in ("ragged", "ragged_all_to_all", "two_hops"):
+    if isinstance(gating, Gating) and config.dispatch in ("ragged", "ragged_all_to_all"):
         tokens = inputs_GSM.shape[0] * inputs_GSM.shape[1]
         outputs_GSM = ragged_expert_layer(
             gating, inputs_GSM, weights, activation=config.activation, partitions=config.partitions,
             replicas=config.replicas, room=config.room(tokens), mark=functools.partial(_split, config),
-            sends_rows=config.dispatch == "ragged_all_to_all", hops=_hops(config, tokens),
+            sends_rows=config.dispatch == "ragged_all_to_all",
         )  # fmt: skip
         # The mark makes the sum over partitions a reduce-scatter to the groups, not an all-reduce.
         return _split(config, outputs_GSM, "groups tokens model")
@@ -173,14 +171,6 @@ def _run_experts(
     if config.dispatch == "einsum":
         return combine_einsum(combine_GSEC, outputs_EGCM)
     return combine_gather(gating, outputs_EGCM)
-
-
-def _hops(config: TransformerConfig, tokens: int) -> Hops | None:
-    """The sizes of two hops, for a dispatch that has them."""
-    if config.dispatch != "two_hops":
-        return None
-    devices = config.partitions // config.hosts
-    return Hops(config.hosts, devices, config.room(tokens), config.sent_on(tokens), tokens // config.replicas)
 
 
 def _is_marked(config: TransformerConfig) -> bool:
@@ -200,7 +190,6 @@ def _split(config: TransformerConfig, x: jax.Array, names: str) -> jax.Array:
     expert, data = as_axes(config.expert_axis), as_axes(config.data_axis)
     axes_of = {
         "groups": (*data, *expert), "experts": expert, "partitions": (*data, *expert), "replicas": data,
-        "hosts": (*data, *expert[:1]), "devices": expert[1:],
     }  # fmt: skip
     return shard(x, PartitionSpec(*(axes_of.get(dim) or PartitionSpec.UNCONSTRAINED for dim in names.split())))
 

@@ -55,9 +55,7 @@ class RowRoutes(NamedTuple):
 
 
 @in_context(NO_CONTEXT)
-def routes_of(
-    places: Any, sizes: Any, index: Any, held: int, room: int, axes: tuple[str, ...], *, is_sorted: bool = False
-) -> RowRoutes:
+def routes_of(places: Any, sizes: Any, index: Any, held: int, room: int, axes: tuple[str, ...]) -> RowRoutes:
     """The routes of the rows of one device."""
     owner = owners(places, held, sizes.shape[0])
     starts = jnp.cumsum(sizes, axis=1) - sizes
@@ -70,12 +68,12 @@ def routes_of(
     def of_receiver(x: Any) -> Any:
         return lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False)
 
-    order = lax.iota(jnp.int32, places.size) if is_sorted else jnp.argsort(owner, stable=True).astype(jnp.int32)
+    order = jnp.argsort(owner, stable=True).astype(jnp.int32)
     local = places - owner * held
     sent = of_sender(starts), of_sender(sizes), of_sender(targets)
     received = of_receiver(targets), of_receiver(sizes), of_receiver(starts)
     arrived = jnp.full((room,), held, jnp.int32)
-    place_of_arrival = ragged_all_to_all(local if is_sorted else local[order], arrived, *sent, received[1], axes)
+    place_of_arrival = ragged_all_to_all(local[order], arrived, *sent, received[1], axes)
     arrival = jnp.full((held,), room, jnp.int32)
     arrival = arrival.at[place_of_arrival].set(jnp.arange(room, dtype=jnp.int32), mode="drop")
     return RowRoutes(order, *sent, *received, arrival, place_of_arrival)
@@ -97,7 +95,7 @@ put_rows_p = Primitive("gshard_put_rows")
 take_rows_p = Primitive("gshard_take_rows")
 
 
-def put(x: Any, rows: Any, size: int, sorted_parts: int = 0) -> Any:
+def put(x: Any, rows: Any, size: int) -> Any:
     """Computes ``put`` of whole arrays."""
     if rows.ndim > 2:
         return jax.vmap(functools.partial(put, size=size))(x, rows)
@@ -114,7 +112,7 @@ def put(x: Any, rows: Any, size: int, sorted_parts: int = 0) -> Any:
     return read(x.reshape(-1, *x.shape[2:]), table // each if each > 1 else table)
 
 
-def take(x: Any, rows: Any, sorted_parts: int = 0) -> Any:
+def take(x: Any, rows: Any) -> Any:
     """Computes ``take`` of whole arrays."""
     if rows.ndim > 2:
         return jax.vmap(take)(x, rows)
@@ -141,29 +139,29 @@ def _tangent(primitive: Primitive, tangent: Any, x: Any, rows: Any, **params: An
 
 
 @put_rows_p.def_abstract_eval
-def _type_of_put(x: Any, rows: Any, *, size: int, sorted_parts: int) -> Any:
+def _type_of_put(x: Any, rows: Any, *, size: int) -> Any:
     return jax.core.ShapedArray((*rows.shape[:-2], size, *x.shape[rows.ndim :]), x.dtype)
 
 
 @take_rows_p.def_abstract_eval
-def _type_of_take(x: Any, rows: Any, *, sorted_parts: int) -> Any:
+def _type_of_take(x: Any, rows: Any) -> Any:
     return jax.core.ShapedArray((*rows.shape, *x.shape[rows.ndim - 1 :]), x.dtype)
 
 
-def _put_transposed(cotangent: Any, x: Any, rows: Any, *, size: int, sorted_parts: int) -> list[Any]:
+def _put_transposed(cotangent: Any, x: Any, rows: Any, *, size: int) -> list[Any]:
     if isinstance(cotangent, ad.Zero):
         return [ad.Zero(x.aval), None]
-    read_back = take_rows_p.bind(cotangent, rows, sorted_parts=sorted_parts)
+    read_back = take_rows_p.bind(cotangent, rows)
     copies = rows.ndim - 1
     if x.aval.shape[copies] != rows.shape[copies]:
         read_back = jnp.sum(read_back, axis=copies, keepdims=True)
     return [read_back, None]
 
 
-def _take_transposed(cotangent: Any, x: Any, rows: Any, *, sorted_parts: int) -> list[Any]:
+def _take_transposed(cotangent: Any, x: Any, rows: Any) -> list[Any]:
     if isinstance(cotangent, ad.Zero):
         return [ad.Zero(x.aval), None]
-    return [put_rows_p.bind(cotangent, rows, size=x.aval.shape[rows.ndim - 2], sorted_parts=sorted_parts), None]
+    return [put_rows_p.bind(cotangent, rows, size=x.aval.shape[rows.ndim - 2]), None]
 
 
 def _mapped(primitive: Primitive, operands: Sequence[Any], dims: Sequence[int | None], **params: Any) -> Any:
@@ -178,8 +176,8 @@ def _mapped(primitive: Primitive, operands: Sequence[Any], dims: Sequence[int | 
     return primitive.bind(x, rows, **params), 0
 
 
-_define(put_rows_p, put, "size", "sorted_parts")
-_define(take_rows_p, take, "sorted_parts")
+_define(put_rows_p, put, "size")
+_define(take_rows_p, take)
 ad.primitive_transposes[put_rows_p] = _put_transposed
 ad.primitive_transposes[take_rows_p] = _take_transposed
 
@@ -201,8 +199,7 @@ def put_rows(call: Call) -> Rule:
             return [put(x, numbers, shards.out_shape()[len(rows.batch)])]
         routes = rows.routes(shards, numbers)
         sent = x.reshape(-1, *x.shape[numbers.ndim :])
-        if not rows.are_sorted(shards, numbers):
-            sent = jnp.take(sent, routes.order // rows.choices if each == 1 else routes.order, axis=0)
+        sent = jnp.take(sent, routes.order // rows.choices if each == 1 else routes.order, axis=0)
         arrived = rows.moved(shards, routes.there, sent)
         return [read(arrived, routes.arrival_of_place).reshape(shards.out_shape())]
 
@@ -231,8 +228,7 @@ def take_rows(call: Call) -> Rule:
         routes = rows.routes(shards, numbers)
         held = x.reshape(-1, *x.shape[batches + 1 :])
         result = rows.moved(shards, routes.back, jnp.take(held, routes.place_of_arrival, axis=0, mode="clip"))
-        if not rows.are_sorted(shards, numbers):
-            result = jnp.take(result, inverse(routes.order), axis=0)
+        result = jnp.take(result, inverse(routes.order), axis=0)
         has_row = along(rows.in_range(shards, numbers).reshape(-1), 0, result.ndim)
         result = jnp.where(has_row, result, jnp.zeros((), result.dtype))
         return [result.reshape(*numbers.shape, *held.shape[1:])]
@@ -276,12 +272,6 @@ class _Rows:
                 found &= along(index < size, d, numbers.ndim)
         return found
 
-    def are_sorted(self, shards: Shards, numbers: Any) -> bool:
-        """Whether this device's numbers increase: they are of one sorted part of one batch."""
-        parts, of_all = shards.mesh.count(shards.atoms(self.factor[0])), self._call.params.get("sorted_parts")
-        is_one_part = of_all and not parts % of_all and not self._tokens % parts
-        return bool(is_one_part) and math.prod(numbers.shape[:-2]) == 1
-
     def routes(self, shards: Shards, numbers: Any) -> RowRoutes:
         """The routes of this device's rows; equations with the same numbers share them."""
         atoms = shards.atoms(self.factor[0])
@@ -298,10 +288,9 @@ class _Rows:
             sizes = shards.all_gather(own_sizes[None], 0, atoms)
             self._noted(shards, min(places.size, room), places)
             index = jax.lax.axis_index(atoms)
-            return routes_of(places, sizes, index, held, room, atoms, is_sorted=is_sorted)
+            return routes_of(places, sizes, index, held, room, atoms)
 
-        is_sorted = self.are_sorted(shards, numbers)
-        return shards.once(("row routes", atoms, self._places, is_sorted), numbers, compute)
+        return shards.once(("row routes", atoms, self._places), numbers, compute)
 
     def moved(self, shards: Shards, move: Any, x: Any) -> Any:
         """The rows after an exchange, with its note."""

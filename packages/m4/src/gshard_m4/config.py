@@ -48,7 +48,7 @@ _BASE: dict[str, Any] = {
 _DEEP: dict[str, Any] = {"encoder_layers": 12, "decoder_layers": 12}
 
 
-PLACE = ("partitions", "expert_axis", "hosts", "data_axis", "replicas")
+PLACE = ("partitions", "expert_axis", "data_axis", "replicas")
 """The fields of a model that say over which devices it is partitioned."""
 
 
@@ -81,9 +81,7 @@ def on_devices(model: moe.TransformerConfig, devices: int, replicas: int = 1) ->
         )
     partitions = devices // replicas
     data, expert = ("data" if replicas > 1 else None), ("expert" if min(partitions, replicas) > 1 else None)
-    return dataclasses.replace(
-        model, partitions=partitions, replicas=replicas, hosts=1, data_axis=data, expert_axis=expert
-    )
+    return dataclasses.replace(model, partitions=partitions, replicas=replicas, data_axis=data, expert_axis=expert)
 
 
 def mesh_of(model: moe.TransformerConfig) -> int | dict[str, int]:
