@@ -163,12 +163,6 @@ def _add_configure(command: argparse.ArgumentParser) -> None:
         metavar="KEYWORD=A,B",
         help="the values of a keyword of the builder to choose from; repeat for each",
     )
-    add(
-        "--offload",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="whether the optimizer state may be in the memory of the host (default: yes)",
-    )
     add("--memory-limit", metavar="70GiB", help="what a device may hold (default: the machine's memory)")
     add("--budget-seconds", type=float, help="how long everything may take (default: 300)")
     add("--html", type=Path, metavar="page.html", help="write the report of the best plan as one page")
@@ -196,8 +190,7 @@ _COMMANDS = {
     ),
     "configure": (
         _add_configure,
-        "the fastest configuration of a training step for a machine: micro-batches, recomputation, host memory, "
-        "mesh and plan",
+        "the fastest configuration of a training step for a machine: micro-batches, recomputation, mesh and plan",
         _FITS,
     ),
     "calibrate": (_add_calibrate, "measure the machine at hand", None),

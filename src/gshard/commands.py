@@ -386,7 +386,6 @@ def run_configure(options: argparse.Namespace) -> None:
             machine=options.machine,
             global_batch=options.global_batch,
             choices=choices,
-            offload=options.offload,
             memory_limit=options.memory_limit,
             budget_seconds=options.budget_seconds,
             finite=options.finite,

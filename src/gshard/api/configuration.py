@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,12 +13,10 @@ import jax
 from gshard.api.jit import Jitted, jit
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import put_all, user_line
-from gshard.core.jax_adapter_jit import given_to_jit
 from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
-from gshard.core.memory_kinds import PINNED_HOST
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.number_text import format_seconds, significant
-from gshard.core.plan import Plan, local_bytes
+from gshard.core.plan import Plan
 from gshard.core.program import format_bytes
 from gshard.device.cost import Cost
 from gshard.device.machine import Machine
@@ -28,7 +25,6 @@ from gshard.explanation.verdict import headline
 from gshard.planning.saved_plan import SavedPlan
 from gshard.search.builder_choices import text_of
 from gshard.search.find import ended, how_near
-from gshard.search.state_on_host import with_state_on_host
 from gshard.tracing.by_jax import name_of
 
 
@@ -39,47 +35,13 @@ class BuiltStep:
     keywords: Mapping[str, Any]  # the keywords that were chosen
     fixed: Mapping[str, Any]  # other keywords, which every call of the builder gets
     step: Callable[..., Any]  # the function
-    arguments: tuple[Any, ...]  # its arguments; those of the state on the host name this memory in their shardings
+    arguments: tuple[Any, ...]  # its arguments
     own: Mapping[str, Any]  # static and donated arguments and ``finite``, as ``gshard.jit`` takes them
-    # pairs of a flat argument in the memory of the host and the flat result that replaces it
-    host: tuple[tuple[int, int], ...] = ()
 
     @property
     def text(self) -> str:
-        """The keywords, and where the state is."""
-        return f"{text_of(self.keywords)}{', state on the host' if self.host else ''}"
-
-    @property
-    def static(self) -> tuple[int, ...]:
-        """The numbers of the positional arguments that are no arrays."""
-        if isinstance(self.step, Jitted):
-            return ()
-        named = {key: self.own[key] for key in ("static_argnums", "static_argnames")}
-        given = given_to_jit(jax.jit(self.step, **named))
-        assert given is not None
-        return given.static[0]
-
-    def leaves(self, arguments: tuple[Any, ...]) -> tuple[list[Any], Any]:
-        """The flat arrays of arguments, and their structure."""
-        static = self.static
-        leaves, tree = jax.tree.flatten([x for i, x in enumerate(arguments) if i not in static])
-        return leaves, tree
-
-    def with_leaves(self, arguments: tuple[Any, ...], leaves: list[Any], tree: Any) -> tuple[Any, ...]:
-        """Arguments with other arrays."""
-        static, arrays = self.static, iter(jax.tree.unflatten(tree, leaves))
-        return tuple(x if i in static else next(arrays) for i, x in enumerate(arguments))
-
-    def with_host(self, pairs: Mapping[int, int]) -> BuiltStep:
-        """The same with a part of the state in the memory of the host."""
-        leaves, tree = self.leaves(self.arguments)
-        placed = [_on_host(x) if i in pairs else x for i, x in enumerate(leaves)]
-        return dataclasses.replace(
-            self,
-            step=with_state_on_host(self.step, frozenset(pairs.values()), self.static),
-            arguments=self.with_leaves(self.arguments, placed, tree),
-            host=tuple(sorted(pairs.items())),
-        )
+        """The keywords as text."""
+        return text_of(self.keywords)
 
 
 def built_by(
@@ -105,23 +67,14 @@ def built_by(
     return BuiltStep(dict(keywords), dict(fixed), made[0], made[1:], own)
 
 
-def _on_host(x: Any) -> Any:
-    """The type of an array in the memory of the host. A sharding that it has stays."""
-    given = getattr(x, "sharding", None)
-    placed = isinstance(given, jax.sharding.NamedSharding)
-    sharding: Any = given if placed else jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    weak = bool(getattr(x, "weak_type", False))
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.with_memory_kind(PINNED_HOST), weak_type=weak)
-
-
-_FORMAT = 1
-_FIELDS = tuple("format keywords fixed machine axes memory_limit global_batch own host plan".split())
+_FORMAT = 2
+_FIELDS = tuple("format keywords fixed machine axes memory_limit global_batch own plan".split())
 
 
 @without_our_frames_in_methods
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Configuration:
-    """A configuration of a training step: keywords of the builder, a mesh, a plan, and where the state is.
+    """A configuration of a training step: keywords of the builder, a mesh and a plan.
 
     Attributes:
         built: the step, as the builder returned it, and its arguments.
@@ -148,12 +101,12 @@ class Configuration:
 
     @property
     def step(self) -> Callable[..., Any]:
-        """The function that ``jit`` partitions: the builder's step; with a state on the host, one that fetches it."""
+        """The function that ``jit`` partitions: the builder's step."""
         return self.built.step
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """The arguments, as the builder returned them; those on the host have this memory in their shardings."""
+        """The arguments, as the builder returned them."""
         return self.built.arguments
 
     @property
@@ -180,14 +133,6 @@ class Configuration:
         """Examples of all devices in a second; None if the global batch is unknown."""
         return None if self.global_batch is None or not self.seconds else self.global_batch / self.seconds
 
-    @functools.cached_property
-    def bytes_on_host(self) -> int:
-        """Bytes that each device keeps in the memory of the host."""
-        plan = self.search_result.plan
-        program, first = plan.program, len(plan.program.captured)
-        inputs = (program.block.inputs[first + i] for i, _ in self.built.host)
-        return sum(local_bytes(v, plan.shardings[v], plan.mesh) for v in inputs)
-
     def jit(self, mesh: MeshLike = None) -> Jitted[..., Any]:
         """The partitioned step, as ``gshard.jit`` returns it.
 
@@ -198,8 +143,6 @@ class Configuration:
         Raises:
             ArgumentError: a framework jits the step.
             MeshError: the mesh has other axes.
-
-        The state of a configuration with ``built.host`` has to be in the memory of the host: see ``place``.
         """
         if self.found is not None:
             self.found.refuse_framework()
@@ -207,7 +150,7 @@ class Configuration:
         return made.running(self.plan, self.mesh if mesh is None else mesh, self.machine, self.memory_limit)
 
     def place(self, *args: Any, mesh: MeshLike = None) -> tuple[Any, ...]:
-        """Moves arguments to where the plan has them: shards to their devices, and a state on the host to its memory.
+        """Moves the parts of arguments to the devices on which the plan has them.
 
         Args:
             args: arrays in the structure of ``arguments``.
@@ -227,16 +170,17 @@ class Configuration:
                 f"mesh: {self.mesh}",
                 f"Give a mesh of {self.mesh.size} devices: mesh={dict(self.mesh.axes)}.",
             )
-        lowered = jitted.lower(*self.arguments)
-        (leaves, tree), (_, known) = self.built.leaves(args), self.built.leaves(self.arguments)
-        if len(args) != len(self.arguments) or tree != known:
+        lowered, static = jitted.lower(*self.arguments), jitted.static_positions(len(args))
+        leaves, tree = jax.tree.flatten((tuple(x for i, x in enumerate(args) if i not in static), {}))
+        if tree != lowered.in_tree:
             raise ArgumentError(
                 "these are not the arguments of the step.",
                 user_line(),
                 f"their structure: {tree}"[:300],
-                f"Give arrays in the structure of configuration.arguments: {known}"[:300],
+                f"Give arrays in the structure of configuration.arguments: {lowered.in_tree}"[:300],
             )
-        return self.built.with_leaves(args, put_all(leaves, lowered.argument_shardings), tree)
+        placed = iter(jax.tree.unflatten(tree, put_all(leaves, lowered.argument_shardings))[0])
+        return tuple(x if i in static else next(placed) for i, x in enumerate(args))
 
     def save(self, path: str | Path) -> None:
         """Writes the configuration, for ``Configuration.load`` in any process.
@@ -250,7 +194,7 @@ class Configuration:
         data = {
             "format": _FORMAT, "keywords": self.keywords, "machine": machine, "axes": list(self.mesh.axes),
             "memory_limit": self.memory_limit, "global_batch": self.global_batch, "own": dict(self.built.own),
-            "fixed": dict(self.built.fixed), "host": self.built.host, "plan": json.loads(saved.as_json()),
+            "fixed": dict(self.built.fixed), "plan": json.loads(saved.as_json()),
         }  # fmt: skip
         try:
             text = json.dumps(data)
@@ -282,7 +226,6 @@ class Configuration:
         if made is None:
             what = f"{name_of(step_builder)} returns None for the saved keywords."
             raise ArgumentError(what, user_line(), text_of(data["keywords"]))
-        made = made.with_host(dict(data["host"])) if data["host"] else made
         mesh = Mesh.abstract(**{name: int(size) for name, size in data["axes"]})
         available = tuple(jax.devices())
         if len(available) >= mesh.size:
@@ -342,7 +285,6 @@ class Configurations:
         limit: bytes that a device may hold.
         left_out: steps that were cut, or not begun, because the time was over.
         failed: steps that ended with an error, each with its first line.
-        notes: what else limits the result.
         seconds: the time that it took.
         stopped: the signal that ended it; None if none did.
     """
@@ -353,7 +295,6 @@ class Configurations:
     limit: float
     left_out: tuple[str, ...]
     failed: tuple[str, ...]
-    notes: tuple[str, ...]
     seconds: float
     stopped: int | None = None
 
@@ -366,7 +307,7 @@ class Configurations:
         """The best configurations, one a line."""
         keywords = list(dict.fromkeys(key for row in self.rows for key in row.keywords))
         batch = any(row.global_batch is not None for row in self.rows)
-        head = ["a step", *(["examples/s"] if batch else []), "peak", "sent", "on host", "mesh", *keywords]
+        head = ["a step", *(["examples/s"] if batch else []), "peak", "sent", "mesh", *keywords]
         lines = [[*head, "gshard recomputes", "gap"]]
         for row in self.rows[:_SHOWN]:
             fits = row.cost.peak <= self.limit
@@ -376,11 +317,10 @@ class Configurations:
                 *([significant(rate, 4) if rate is not None else ""] if batch else []),
                 f"{format_bytes(row.cost.peak)}{'' if fits else ', does not fit'}",
                 format_bytes(row.cost.sent),
-                format_bytes(row.bytes_on_host) if row.built.host else "-",
                 " ".join(f"{name}={size}" for name, size in row.mesh.axes),
                 *(str(row.keywords[key]) if key in row.keywords else "" for key in keywords),
                 "yes" if row.recomputes else "-",
-                _percent(None if row.found is None else row.found.gap),
+                _percent(row.search_result.gap),
             ])  # fmt: skip
         return "\n".join(_columns(lines))
 
@@ -391,16 +331,15 @@ class Configurations:
                 "keywords": {key: _plain(value) for key, value in row.keywords.items()},
                 "seconds": row.seconds, "examples_per_second": row.examples_per_second, "peak": row.cost.peak,
                 "fits": row.cost.peak <= self.limit, "sent": row.cost.sent, "flops": row.cost.flops,
-                "bytes_on_host": row.bytes_on_host, "mesh": dict(row.mesh.axes), "recomputes": row.recomputes,
-                "gap": None if row.found is None else row.found.gap, "by_bound": row.cost.by_bound,
+                "mesh": dict(row.mesh.axes), "recomputes": row.recomputes,
+                "gap": row.search_result.gap, "by_bound": row.cost.by_bound,
             }
             for row in self.rows
         ]  # fmt: skip
         return {
             "machine": self.machine.name, "memory_limit": int(self.limit), "configurations": rows,
             "not_searched": dict(self.not_searched),
-            "left_out": list(self.left_out), "failed": list(self.failed), "notes": list(self.notes),
-            "seconds": self.seconds,
+            "left_out": list(self.left_out), "failed": list(self.failed), "seconds": self.seconds,
         }  # fmt: skip
 
     def html(self, path: str | Path) -> Path:
@@ -416,12 +355,10 @@ class Configurations:
             self._table(),
             headline(best.cost),
         ]
-        if best.found is not None:
-            lines.append(f"the best: {how_near(best.found.best)}")
+        lines.append(f"the best: {how_near(best.search_result.best)}")
         if best.recomputes:
             lines.append("gshard recomputes some of its values to fit: best.jit() has the memory limit for that")
         lines += _folded(self.not_searched)
-        lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines + ended(self.seconds, self.left_out, self.stopped, self.failed))
 
     __repr__ = __str__

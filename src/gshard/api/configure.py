@@ -11,11 +11,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from gshard.api.configuration import BuiltStep, Configuration, Configurations, built_by
-from gshard.api.jit import Jitted
-from gshard.api.lowered import Lowered
 from gshard.api.search import (
     FINISHED,
     Searched,
@@ -29,7 +25,6 @@ from gshard.core.deadline import OutOfTime
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
-from gshard.core.memory_kinds import PINNED_HOST
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program, format_bytes
@@ -40,7 +35,6 @@ from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 from gshard.search.builder_choices import choices_of, combinations, text_of
 from gshard.search.find import MeshSearch
 from gshard.search.pipeline import PricedPlan
-from gshard.search.state_on_host import state_to_offload
 from gshard.search.time_budget import TimeBudget, in_a_line, until_stopped
 
 
@@ -86,13 +80,13 @@ class EstimatedStep:
         return min(plans, key=lambda plan: plan.rank(self.limit), default=None)
 
     def is_better(self, other: EstimatedStep) -> bool:
-        """Whether a configuration that fits by its estimate is no slower than another one by theirs.
-
-        They differ in one keyword, or in the memory of the state.
-        """
+        """Whether it fits and is no slower than another one that differs in one keyword, by the estimates."""
         ours, theirs = self.built.keywords, other.built.keywords
-        changed = sum(ours[key] != theirs[key] for key in ours) + (bool(self.built.host) != bool(other.built.host))
-        return changed == 1 and self.peak <= self.limit and self.seconds <= other.seconds
+        return (
+            sum(ours[key] != theirs[key] for key in ours) == 1
+            and self.peak <= self.limit
+            and self.seconds <= other.seconds
+        )
 
     @property
     def fits_as_it_is(self) -> bool:
@@ -120,12 +114,9 @@ class ConfigureRun:
     machine: Machine
     limit: float
     global_batch: int | None
-    offload: bool
-    caller: Callable[..., Any]
     budget: TimeBudget
     candidates: list[EstimatedStep] = dataclasses.field(default_factory=list)
     others: dict[str, str] = dataclasses.field(default_factory=dict)  # those without an estimate, with the reason
-    notes: dict[str, None] = dataclasses.field(default_factory=dict)
     fastest: EstimatedStep | None = None
     error: Exception | None = None  # the first one of a configuration
     covered: set[EstimatedStep] = dataclasses.field(default_factory=set)  # no faster than others that fit
@@ -160,46 +151,26 @@ class ConfigureRun:
         return f"not tried, because of an error: {in_a_line(error)}"
 
     def _add(self, keywords: Mapping[str, Any]) -> bool:
-        """Adds the configurations with these keywords: the state on the devices and, if possible, on the host."""
+        """Adds the configuration with these keywords."""
         try:
             built = built_by(self.builder, keywords, self.fixed, self.own)
             if built is None:
                 self.others[text_of(keywords)] = "for which the builder returns None"
                 return True
-            with clear_call_errors(self.caller, built.step, built.arguments, {}):
-                one, lowered = self._traced(built)
-            self.candidates.append(one)
-            if self.offload and lowered.donated and self._can_offload(built, one.searched):
-                if pairs := state_to_offload(lowered.program, lowered.donated):
-                    self.candidates.append(self._traced(built.with_host(pairs))[0])
+            with clear_call_errors(configure, built.step, built.arguments, {}):
+                self.candidates.append(self._traced(built))
         except OutOfTime:
             raise
         except Exception as error:  # of any kind: other keywords have steps
             self.others[text_of(keywords)] = self._failed(error)
         return True
 
-    def _traced(self, built: BuiltStep) -> tuple[EstimatedStep, Lowered]:
+    def _traced(self, built: BuiltStep) -> EstimatedStep:
         own = {key: value for key, value in self.own.items() if key != "finite"}
-        searched = searched_of(built.step, built.arguments, {}, own, self.own["finite"], self.caller)
+        searched = searched_of(built.step, built.arguments, {}, own, self.own["finite"], configure)
         lowered = searched.lower(self.meshes[0])
         figures = estimated(lowered.program, self.meshes[0], self.machine, lowered.donated)
-        return EstimatedStep(built, searched, self.limit, *figures), lowered
-
-    def _can_offload(self, built: BuiltStep, searched: Any) -> bool:
-        """Whether the state may be on the host; a note tells why not."""
-        kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
-        why = (
-            f"there is no figure of the link to the host of {self.machine.name}"
-            if not self.machine.host_link
-            else f"JAX's devices here have no memory {PINNED_HOST!r}"
-            if PINNED_HOST not in kinds
-            else "the builder returns a jitted step; return the plain function and give donate_argnums"
-            if searched.source is None or isinstance(built.step, Jitted) or hasattr(built.step, "lower")
-            else ""
-        )
-        if why:
-            self.notes[f"the state stays on the devices: {why}"] = None
-        return not why
+        return EstimatedStep(built, searched, self.limit, *figures)
 
     def _search(self) -> None:
         """Searches the configurations, the most promising first, without those that are estimated to be no faster."""
@@ -321,7 +292,7 @@ class ConfigureRun:
         others = self.others | {c.built.text: c.why for c, row in made if row is None}
         return Configurations(
             tuple(rows), others, self.machine, limit, tuple(self.budget.left_out),
-            self.budget.failed_lines, tuple(self.notes), self.budget.spent, stopped,
+            self.budget.failed_lines, self.budget.spent, stopped,
         )  # fmt: skip
 
     def _fits_nowhere(self, rows: Sequence[Configuration]) -> MemoryLimitError:
@@ -354,7 +325,6 @@ def configure(
     machine: str | Machine | None = None,
     global_batch: int | None = None,
     choices: Mapping[str, Sequence[Any]] | None = None,
-    offload: bool = True,
     memory_limit: int | str | None = None,
     budget_seconds: float | None = None,
     static_argnums: int | Sequence[int] | None = None,
@@ -366,8 +336,7 @@ def configure(
 ) -> Configurations:
     """Finds the configuration of a training step with the lowest modelled time on a machine, among those that fit.
 
-    It chooses the keywords of a builder, whether the optimizer state is in the memory of the host, the mesh, the
-    sharding of every value, and what gshard recomputes to fit.
+    It chooses the keywords of a builder, the mesh, the sharding of every value, and what gshard recomputes to fit.
 
     Args:
         step_builder: a function of keywords that returns ``(step, *arguments)`` as ``gshard.search`` takes them: a
@@ -382,8 +351,6 @@ def configure(
         machine: what the devices are, such as ``"h100:8x8"``; by default what the mesh's devices are.
         global_batch: examples of one step, in all micro-batches together.
         choices: for keywords of the builder, the values to choose from.
-        offload: whether the part of a donated state that the update alone reads may be in the memory of the host. This
-            is tried for plain functions, on machines with a figure of the link to the host.
         memory_limit, static_argnums, static_argnames, donate_argnums, donate_argnames, finite: as for
             ``gshard.search``; donate the training state.
         budget_seconds: how long everything together may take. It takes longer by no more than one planning of one step,
@@ -430,6 +397,6 @@ def configure(
     limit = float(on.memory if memory_limit is None else bytes_of(memory_limit))
     run = ConfigureRun(
         step_builder, found, fixed, {**own, "finite": finite}, meshes, any_shape, machine, on, limit,
-        None if global_batch is None else int(global_batch), offload, configure, budget,
+        None if global_batch is None else int(global_batch), budget,
     )  # fmt: skip
     return until_stopped(run.search, run.result)

@@ -472,7 +472,7 @@ class Jitted(Generic[P, R]):
         without them for ``search`` and for a plan that is given.
         """
         args, kwargs = self._fixed(args, kwargs)
-        static = self._static_positions(len(args))
+        static = self.static_positions(len(args))
         arrays = [a for i, a in enumerate(args) if i not in static]
         named = {k: v for k, v in kwargs.items() if k not in self._static_names}
         leaves, tree = jax.tree.flatten((tuple(arrays), named))
@@ -520,7 +520,7 @@ class Jitted(Generic[P, R]):
     def _is_traced_without_types(self, is_searched: bool) -> bool:
         return (is_searched or self.options.recorded is not None) and not self._needs_types
 
-    def _static_positions(self, count: int) -> set[int]:
+    def static_positions(self, count: int) -> set[int]:
         return {i % count if -count <= i < 0 else i for i in self._static_numbers}
 
     @functools.cached_property
