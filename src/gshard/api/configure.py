@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -79,15 +80,6 @@ class EstimatedStep:
         plans = [] if self.run is None else [one.chosen for one in self.run.begun if one.has_found]
         return min(plans, key=lambda plan: plan.rank(self.limit), default=None)
 
-    def is_better(self, other: EstimatedStep) -> bool:
-        """Whether it fits and is no slower than another one that differs in one keyword, by the estimates."""
-        ours, theirs = self.built.keywords, other.built.keywords
-        return (
-            sum(ours[key] != theirs[key] for key in ours) == 1
-            and self.peak <= self.limit
-            and self.seconds <= other.seconds
-        )
-
     @property
     def fits_as_it_is(self) -> bool:
         """Whether its best plan so far fits without recomputed values."""
@@ -119,7 +111,6 @@ class ConfigureRun:
     others: dict[str, str] = dataclasses.field(default_factory=dict)  # those without an estimate, with the reason
     fastest: EstimatedStep | None = None
     error: Exception | None = None  # the first one of a configuration
-    covered: set[EstimatedStep] = dataclasses.field(default_factory=set)  # no faster than others that fit
 
     def search(self) -> None:
         """Estimates all configurations, and searches those that may be the fastest."""
@@ -239,19 +230,17 @@ class ConfigureRun:
         self._note(candidate)
 
     def _is_slower(self, candidate: EstimatedStep) -> bool:
-        """Whether a configuration is estimated to be no faster than the fastest, or than a similar one that fits."""
+        """Whether a configuration is estimated to take as long as the best plan, or as the estimate of the best.
+
+        The estimate of the best counts if its plan fits without recomputed values.
+        """
         if self.fastest is None or self.fastest is candidate or self.fastest.chosen is None:
             return False
-        if candidate.seconds >= self.fastest.chosen.cost.seconds:
-            candidate.why = "estimated to be no faster than the best"
-            return True
-        if any(
-            other.is_better(candidate) and (other.fits_as_it_is or other in self.covered) for other in self.candidates
-        ):
-            self.covered.add(candidate)
-            candidate.why = "estimated to be no faster than a similar one that fits"
-            return True
-        return False
+        estimate = self.fastest.seconds if self.fastest.fits_as_it_is else math.inf
+        if candidate.seconds < min(estimate, self.fastest.chosen.cost.seconds):
+            return False
+        candidate.why = "estimated to be no faster than the best"
+        return True
 
     def _is_beaten(self, one: MeshSearch) -> bool:
         """Whether no plan on a mesh is faster than the fastest that was found, by the bound of its problem."""
