@@ -7,7 +7,8 @@ import pytest
 
 # Modules that no call of ``gshard.jit`` needs.
 UNNEEDED = (
-    "gshard.__main__", "gshard.commands",
+    "gshard.__main__", "gshard.commands", "gshard.search", "gshard.xla_programs", "gshard.simulator", "gshard.testing",
+    "gshard.moe",
     "jax.experimental.pallas", "jax.export",
 )  # fmt: skip
 

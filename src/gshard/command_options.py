@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from gshard.core.errors import known_names
-from gshard.search.time_budget import TRIAL_SECONDS
+from gshard.core.time_budget import TRIAL_SECONDS
 
 PRINTED = Path()  # --export without a file
 

@@ -3,7 +3,7 @@
     f, args --trace--> Program --propagate--> Plan --partition--> SpmdProgram --compile--> Executable --> results
 
 ``propagate`` is (propagate marks <-> rewrite where split) --> choose --> collective matmuls; recomputation follows
-``partition`` (``search.pipeline``).
+``partition`` (``lowering.pipeline``).
 """
 
 from gshard.api.configuration import Configuration as Configuration

@@ -13,7 +13,7 @@ from gshard.device.cost import cost
 from gshard.device.fusion_model import FUSED, REGION, as_compiled, device_program
 from gshard.device.machine import COMPILERS, Machine
 from gshard.device.memory import memory_of
-from gshard.search.seconds import Seconds
+from gshard.lowering.seconds import Seconds
 
 GPU = COMPILERS["gpu"]
 ROWS, ROW = 512, 1024

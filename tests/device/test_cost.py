@@ -27,7 +27,7 @@ from gshard.device.machine import COMPILERS, Machine
 from gshard.device.memory import memory_of
 from gshard.device.network import StepTimes
 from gshard.device.roofline import INDICES, copy_seconds, launch_seconds, roofline
-from gshard.search.seconds import Seconds
+from gshard.lowering.seconds import Seconds
 from gshard.testing.rule_checks import emitted, reported
 from gshard.tracing.trace import trace
 

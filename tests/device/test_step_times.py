@@ -22,9 +22,9 @@ from gshard.device.machine import COMPILERS, Machine
 from gshard.device.network import StepTimes, seconds
 from gshard.device.roofline import copy_seconds
 from gshard.emit.partition import partition
+from gshard.lowering.seconds import on_machine, seconds_on
 from gshard.planning.propagate import propagate
-from gshard.search.pipeline import plans_of
-from gshard.search.seconds import on_machine, seconds_on
+from gshard.search.pricing import plans_of
 from gshard.tracing.trace import trace
 from loop_slices import (
     backwards,

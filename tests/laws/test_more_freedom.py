@@ -15,8 +15,8 @@ import small_programs
 from families import CASES
 from gshard.core.mesh import Mesh
 from gshard.search.find import axes_text
-from gshard.search.pipeline import Pricing
 from gshard.search.presets import AS_IT_IS, marked_presets
+from gshard.search.pricing import Pricing
 from sampled import sampled
 from steps import STEPS
 

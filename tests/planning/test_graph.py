@@ -19,11 +19,11 @@ from gshard.device.fusion_model import REGION
 from gshard.device.machine import Machine
 from gshard.device.roofline import copy_seconds
 from gshard.emit.partition import partition
+from gshard.lowering.seconds import Seconds
 from gshard.planning.choices import graph_of
 from gshard.planning.saved_plan import plan_of
 from gshard.planning.strategies import components
 from gshard.search.find import best_plan
-from gshard.search.seconds import Seconds
 from search.test_search import shape, slow
 
 FOUR, EIGHT = gshard.Mesh.abstract(x=2, y=4), gshard.Mesh.abstract(x=8)

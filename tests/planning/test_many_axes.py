@@ -14,6 +14,7 @@ from gshard.comm.reshard import axes_of, joined
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
+from gshard.lowering.seconds import seconds_on
 from gshard.planning import strategies as nearby
 from gshard.planning.choices import graph_of
 from gshard.planning.objective import Bytes, bytes_on
@@ -21,7 +22,6 @@ from gshard.planning.propagate import choose, propagate
 from gshard.planning.settled import settled
 from gshard.planning.strategies import is_limited, places_for, places_of, runs_of, shardings
 from gshard.search.find import in_two
-from gshard.search.seconds import seconds_on
 from gshard.testing.rule_checks import emit
 from gshard.tracing.trace import trace
 from laws.test_propagate_laws import compare_everywhere

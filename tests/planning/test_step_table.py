@@ -20,9 +20,9 @@ from gshard.comm.steps import (
 )
 from gshard.core.mesh import Mesh
 from gshard.device.machine import Machine
+from gshard.lowering.seconds import seconds_on
 from gshard.planning.objective import bytes_on
 from gshard.planning.strategies import shardings
-from gshard.search.seconds import seconds_on
 
 SHAPES = [((8, 16), 4), ((6, 5), 2), ((1, 3), 4), ((0, 8), 4), ((7,), 8), ((), 4), ((4, 1, 6), 1), ((12, 9, 2), 4)]
 MORE = {"a": 2, "b": 2, "c": 2}, {"a": 4, "b": 2, "c": 2}

@@ -13,9 +13,9 @@ import pytest
 
 import gshard
 from gshard.core.deadline import OutOfTime, until
+from gshard.core.time_budget import Progress, TimeBudget
 from gshard.search.find import MeshSearch
 from gshard.search.presets import Preset
-from gshard.search.time_budget import Progress, TimeBudget
 from gshard.solver.solve import solve
 from random_problems import layered
 from search.test_search import RESIDUAL, shape, small, trained

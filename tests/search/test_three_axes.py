@@ -7,9 +7,9 @@ import pytest
 
 import gshard
 from gshard.core.planning_tables import tables
+from gshard.core.time_budget import TimeBudget
 from gshard.device.machine import Machine
 from gshard.search.find import MeshSearch, cut_in_two, on_finer
-from gshard.search.time_budget import TimeBudget
 
 RNG = np.random.default_rng(4)
 ROWS, LENGTH, UNITS, HEADS, HIDDEN = 8, 8, 32, 4, 64

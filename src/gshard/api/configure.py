@@ -29,14 +29,14 @@ from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program, format_bytes
+from gshard.core.time_budget import TimeBudget, in_a_line, until_stopped
 from gshard.device.cost import cost_of_kernels
 from gshard.device.fusion_model import kernels_of
 from gshard.device.machine import Machine, machine_of
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 from gshard.search.builder_choices import choices_of, combinations, text_of
 from gshard.search.find import MeshSearch
-from gshard.search.pipeline import PricedPlan
-from gshard.search.time_budget import TimeBudget, in_a_line, until_stopped
+from gshard.search.pricing import PricedPlan
 
 
 @with_tables

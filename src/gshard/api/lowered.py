@@ -38,7 +38,7 @@ from gshard.core.spmd import SpmdProgram
 from gshard.core.uneven import UnevenArray
 from gshard.emit.compile import Executable, compiled_with_constants, named_sharding
 from gshard.explanation.warnings import warn_of
-from gshard.search.pipeline import Planned
+from gshard.lowering.pipeline import Planned
 
 # Checks that the arguments of a compiled program have the structure and types that it was compiled for.
 

@@ -21,12 +21,12 @@ from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.paths import place_of_definition
 from gshard.core.plan import Plan
+from gshard.core.time_budget import EFFORT, TimeBudget, in_a_line, until_stopped
 from gshard.device.machine import Machine, machine_of
 from gshard.explanation.search_result import FunctionSource, SearchResult
 from gshard.remat.rematerialise import bytes_of
 from gshard.search.find import NAMES, MeshSearch, axes_text, cut_in_two, meshes
-from gshard.search.pipeline import PricedPlan
-from gshard.search.time_budget import EFFORT, TimeBudget, in_a_line, until_stopped
+from gshard.search.pricing import PricedPlan
 from gshard.xla_programs.compiled_ranking import devices_on, ranked
 
 # Search run: the search for a plan of one function on one or several meshes, in steps that a caller may combine.

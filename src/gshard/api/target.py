@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import time
 from collections.abc import Hashable
 from typing import Any
@@ -20,14 +21,13 @@ from gshard.device.machine import Machine, machine_of, machine_to_order, machine
 from gshard.emit.compile import Executable, compile_spmd
 from gshard.explanation.advice import Budget
 from gshard.explanation.plan_source import refuse_unused
+from gshard.lowering.pipeline import PARTITION, PLANNING, RECOMPUTE, Draft, Planned, Settings, run
+from gshard.lowering.seconds import on_machine
 from gshard.planning.collective_matmuls import CollectiveMatmul
 from gshard.planning.demands import at_boundary
 from gshard.planning.propagate import in_best_order
 from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.rematerialise import bytes_of, compiled_within
-from gshard.search.find import best_plan
-from gshard.search.pipeline import PARTITION, PLANNING, RECOMPUTE, Draft, Planned, Settings, run
-from gshard.search.seconds import on_machine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,11 +130,13 @@ class Target(_Kept):
         on = self.machine or machine_of(mesh)
 
         def searched() -> Plan:
-            return best_plan(
+            search = importlib.import_module("gshard.search.find")  # which nothing else of ``jit`` needs
+            found: Plan = search.best_plan(
                 program, mesh, on, donated=[i - len(program.captured) for i in boundary.donated],
                 memory_limit=self.memory_limit, budget_seconds=None if self.search is True else float(self.search),
                 progress=None,
             ).chosen.plan  # fmt: skip
+            return found
 
         group = Group.of(mesh.devices)
         if group is None:

@@ -65,9 +65,9 @@ from gshard.core.xla_workarounds import runnable
 from gshard.emit.compile import named_sharding, over_atoms
 from gshard.language.mark_primitive import bind_mark
 from gshard.language.per_device import OverAxes
+from gshard.lowering.pipeline import Planned
 from gshard.naming.dimension_classes import dimensions_of
 from gshard.planning.demands import by_axes
-from gshard.search.pipeline import Planned
 from gshard.tracing.expand import mark_of_any_sharding, mark_of_type
 from gshard.tracing.trace import program_of
 

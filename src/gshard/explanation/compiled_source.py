@@ -23,6 +23,7 @@ from gshard.core.mark import text_of_spec
 from gshard.core.mesh import Mesh
 from gshard.core.number_text import format_seconds
 from gshard.core.paths import path_of
+from gshard.core.time_budget import Progress
 from gshard.device.cost import CallTotals
 from gshard.device.fusion_model import COLLECTIVE, FUSED, OPERATOR
 from gshard.device.machine import COMPILERS, Machine, MachineError
@@ -62,7 +63,6 @@ from gshard.explanation.tried_changes import (
 )
 from gshard.explanation.verdict import Verdict, sentences_of
 from gshard.naming.argument_names import equal_layers
-from gshard.search.time_budget import Progress
 from gshard.xla.dataflow import Array
 from gshard.xla.hlo_collectives import CompiledCollective, Sent, pairs_of
 from gshard.xla.hlo_parser import Instruction, Origin, arrays_of, origin_of

@@ -23,6 +23,7 @@ from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import format_bytes
 from gshard.core.spmd import SpmdProgram
+from gshard.core.time_budget import TRIAL_SECONDS
 from gshard.device.cost import CallTotals
 from gshard.device.machine import Machine, MachineError, kind_of_devices, machine_of
 from gshard.explanation.compiled_source import CompiledSource, source_of
@@ -45,7 +46,6 @@ from gshard.explanation.timeline import trace_of
 from gshard.explanation.trials import Instead, instead
 from gshard.explanation.tried_changes import SECONDS, Tried
 from gshard.explanation.verdict import Verdict
-from gshard.search.time_budget import TRIAL_SECONDS
 
 _Kind = TypeVar("_Kind", PlanSource, CompiledSource)
 _HELD = 3  # arrays that the text shows of what a device holds

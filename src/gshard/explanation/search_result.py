@@ -24,6 +24,7 @@ from gshard.core.plan import Boundary, Plan
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
+from gshard.core.time_budget import EFFORT, TRIAL_SECONDS, TimeBudget
 from gshard.device.cost import Cost
 from gshard.device.memory import held_at_peak
 from gshard.emit.partition import partition
@@ -32,6 +33,7 @@ from gshard.explanation.plan_source import PlanSource
 from gshard.explanation.report.page import page
 from gshard.explanation.verdict import does_not_pay, headline
 from gshard.explanation.warnings import idle_devices
+from gshard.lowering.pipeline import Planned
 from gshard.naming.array_names import ArrayNames
 from gshard.planning.added_marks import spec_of_cut, with_marks
 from gshard.planning.graph import Graph
@@ -40,10 +42,9 @@ from gshard.planning.propagate import propagate
 from gshard.planning.saved_plan import SavedPlan
 from gshard.search.as_marks import Marks, jit_keywords, marks_of
 from gshard.search.find import Best, axes_text, best_plan, ended, how_near
-from gshard.search.moves import tried
 from gshard.search.patch import patch_of
-from gshard.search.pipeline import Planned, PricedPlan, Pricing, as_run, plans_of
-from gshard.search.time_budget import EFFORT, TRIAL_SECONDS, TimeBudget
+from gshard.search.pricing import PricedPlan, Pricing, as_run, plans_of
+from gshard.solver.moves import tried
 from gshard.solver.solve import Solution, solve
 
 _SHOWN_ROWS = 24  # rows of arguments

@@ -20,7 +20,7 @@ from gshard.core.program import format_bytes, format_flops
 from gshard.explanation.compiled_program import CompiledProgram
 from gshard.explanation.rows import Moved
 from gshard.explanation.traced_expressions import Constraint
-from gshard.search.moves import improve, tried
+from gshard.solver.moves import improve, tried
 
 SECONDS = 30.0  # how long to try, if nothing else is asked for
 MORE_PEAK = 1.05  # of the peak: what a constraint may take for less time or fewer bytes

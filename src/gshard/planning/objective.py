@@ -1,7 +1,7 @@
 """Prices plans: the cost of a plan is the sum of the costs of its equations and of its reshards.
 
 Without a machine, the unit is bytes sent, and operations and messages count as bytes (``Bytes``). With a machine, the
-unit is seconds (``search.seconds``).
+unit is seconds (``lowering.seconds``).
 """
 
 from __future__ import annotations

@@ -15,14 +15,14 @@ from gshard.core.number_text import format_ms, significant
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.sharding import Sharding
+from gshard.core.time_budget import TimeBudget
 from gshard.device.machine import Machine, MachineError, machine_to_plan_for
 from gshard.naming.array_names import ArrayNames
 from gshard.planning.added_marks import text_of_mark, with_marks
 from gshard.planning.layer_stacks import schedules_of
 from gshard.search.find import ended
-from gshard.search.moves import improve
-from gshard.search.pipeline import PricedPlan
-from gshard.search.time_budget import TimeBudget
+from gshard.search.pricing import PricedPlan
+from gshard.solver.moves import improve
 
 _NEAR = 5e-4  # of the plan's time: a smaller difference counts as none
 _MORE_MEMORY = 1.01  # ratio of two peaks of memory: a smaller one counts as the same

@@ -19,18 +19,19 @@ from gshard.core.plan import Plan, local_bytes
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Equation, Program, Value
 from gshard.core.sharding import Sharding
+from gshard.core.time_budget import EFFORT, TimeBudget
 from gshard.device.fusion_model import Kernels, kernels_of
 from gshard.device.machine import Machine
+from gshard.lowering.pipeline import Planned
+from gshard.lowering.seconds import on_machine, seconds_on
 from gshard.planning.batched import batched
 from gshard.planning.choices import graph_of
 from gshard.planning.demands import demands
 from gshard.planning.graph import Graph
 from gshard.planning.saved_plan import plan_of
 from gshard.planning.settled import settled
-from gshard.search.pipeline import Planned, PricedPlan, Pricing, plans_of
 from gshard.search.presets import AS_IT_IS, DATA_PARALLEL, SPLIT_STATE, Preset, marked_presets, pipelines
-from gshard.search.seconds import on_machine, seconds_on
-from gshard.search.time_budget import EFFORT, TimeBudget
+from gshard.search.pricing import PricedPlan, Pricing, plans_of
 from gshard.solver.problem import Problem
 from gshard.solver.solve import Solution, solve
 

@@ -15,10 +15,11 @@ from gshard.core.plan import AS_MARKED, Boundary, Plan
 from gshard.core.program import Program, Value
 from gshard.device.cost import Cost
 from gshard.device.machine import Machine
+from gshard.lowering.pipeline import Planned
 from gshard.naming.argument_names import path_of_name
 from gshard.naming.dimension_classes import dimensions_of, of_equal_layers
 from gshard.planning.layer_stacks import LayerStacks, all_schedules, layer_stacks, schedules_of, with_schedules
-from gshard.search.pipeline import Planned, PricedPlan, plans_of
+from gshard.search.pricing import PricedPlan, plans_of
 
 AS_IT_IS = "as it is marked"
 DATA_PARALLEL, SPLIT_STATE = "data parallel", "data parallel, state split (ZeRO, FSDP)"

@@ -19,8 +19,9 @@ from gshard.device.machine import Machine
 from gshard.emit.compile import compile_spmd
 from gshard.explanation.compiled_source import CompiledCost, compiled_cost, source_of
 from gshard.explanation.search_result import SearchResult
+from gshard.lowering.pipeline import Planned
 from gshard.search.find import Best, axes_text
-from gshard.search.pipeline import Planned, PricedPlan, as_run
+from gshard.search.pricing import PricedPlan, as_run
 from gshard.xla.tpu import estimated_cycles, topology_mesh
 
 _HIDDEN = 0.005  # of the network's seconds: less is not worth a column

@@ -1,11 +1,10 @@
-"""Runs the stages from a traced program to the per-device program, in order, and prices plans as they would run."""
+"""Runs the stages from a traced program to the per-device program, in order."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gshard.core.mesh import Atoms, Mesh
@@ -17,6 +16,7 @@ from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import WORTH, Cost, cost
 from gshard.device.machine import Machine, machine_to_order
 from gshard.emit.partition import partition
+from gshard.lowering.seconds import on_machine, seconds_on
 from gshard.planning.batched import batched
 from gshard.planning.collective_matmuls import CollectiveMatmul, windowed
 from gshard.planning.objective import Objective, bytes_on
@@ -24,7 +24,6 @@ from gshard.planning.propagate import propagate
 from gshard.planning.propagated import Propagated
 from gshard.planning.settled import settled
 from gshard.remat.rematerialise import MemoryLimitError, rematerialise
-from gshard.search.seconds import on_machine, seconds_on
 
 # Chooses the plan of a settled program: the stage "choose".
 
@@ -81,20 +80,20 @@ def cheapest(
     first_argument = len(program.captured)
     donated = [i - first_argument for i in boundary.donated]
 
-    def priced(candidate: Planned) -> Planned:
+    def with_cost(candidate: Planned) -> Planned:
         spmd = partition(candidate.plan)
         return dataclasses.replace(candidate, spmd=spmd, cost=cost(spmd, machine, donated))
 
-    fewest_bytes = priced(fewest_bytes)
+    fewest_bytes = with_cost(fewest_bytes)
     call = fewest_bytes.seconds
     alone = planned(propagated, seconds_on(machine, call=call))
     if alone.plan.runs_as(fewest_bytes.plan):
         alone = dataclasses.replace(alone, spmd=fewest_bytes.spmd, cost=fewest_bytes.cost)
     else:
-        alone = priced(alone)
+        alone = with_cost(alone)
     joined_mesh = on_machine(propagated.mesh, machine, joined=True)
     joined = planned(dataclasses.replace(propagated, mesh=joined_mesh), seconds_on(machine, joined=True, call=call))
-    faster = sorted([alone, priced(joined)], key=lambda candidate: candidate.rank)
+    faster = sorted([alone, with_cost(joined)], key=lambda candidate: candidate.rank)
     return (*faster, fewest_bytes) if faster[0].is_better(fewest_bytes) else (fewest_bytes, *faster)
 
 
@@ -188,7 +187,7 @@ def _batch(draft: Draft, settings: Settings) -> Draft:
     if program is draft.propagated.program or not draft.best.plan.counted:  # there are none, or nothing is split
         return draft
     with_batches = _choose(dataclasses.replace(draft, propagated=settled(program, settings.mesh)), settings)
-    if not _priced(with_batches.best, settings).is_better(_priced(draft.best, settings)):
+    if not priced(with_batches.best, settings).is_better(priced(draft.best, settings)):
         return draft
     log_stage(BATCH.name, draft.name, with_batches, _plan)
     return with_batches
@@ -202,7 +201,7 @@ def _choose_within_limit(draft: Draft, settings: Settings) -> Draft:
 
     def seconds_within(planned: Planned) -> float:
         try:
-            return _priced(run((RECOMPUTE,), Draft(plans=(planned,)), settings).best, settings).seconds
+            return priced(run((RECOMPUTE,), Draft(plans=(planned,)), settings).best, settings).seconds
         except MemoryLimitError:
             return math.inf
 
@@ -224,7 +223,7 @@ def _use_collective_matmuls(draft: Draft, settings: Settings) -> Draft:
     with_rings = dataclasses.replace(draft.best, plan=plan, spmd=None, cost=None)
     if not settings.faster or settings.machine is None:
         return draft.with_best(with_rings)
-    without, with_rings = _priced(draft.best, settings), _priced(with_rings, settings)
+    without, with_rings = priced(draft.best, settings), priced(with_rings, settings)
     if with_rings.seconds >= without.seconds:
         return draft.with_best(without)
     saving = without.seconds, with_rings.seconds, settings.machine.name
@@ -281,120 +280,9 @@ def run(stages: Sequence[Stage], draft: Draft, settings: Settings) -> Draft:
     return draft
 
 
-def plans_of(
-    program: Program, mesh: Mesh, machine: Machine | None, boundary: Boundary = AS_MARKED
-) -> tuple[Planned, ...]:
-    """Completes the user's marks to plans, the best first; arguments and errors as of ``planning.propagate``."""
-    settings = Settings(mesh if machine is None else on_machine(mesh, machine), machine, boundary=boundary)
-    return run((PROPAGATE_AND_REWRITE, CHOOSE, BATCH), Draft(program), settings).plans
-
-
-def as_run(
-    planned: Planned,
-    machine: Machine,
-    donated: Iterable[int],
-    limit: int | None = None,
-    *,
-    recomputes: bool = False,
-    rings: bool = True,
-) -> Planned:
-    """The program that runs for a plan on a machine, with its cost."""
-    mesh = planned.plan.mesh
-    policy = CollectiveMatmul.of(None, mesh, machine) if rings and not planned.plan.rings else None
-    settings = Settings(
-        mesh, machine, donated=tuple(donated), windowed=policy, faster=True, memory_limit=limit, recomputes=recomputes
-    )
-    draft = run((COLLECTIVE_MATMULS, PARTITION), Draft(plans=(planned,)), settings)
-    draft = run((RECOMPUTE,), draft.with_best(_priced(draft.best, settings)), settings)
-    return _priced(draft.best, settings)
-
-
-def _priced(planned: Planned, settings: Settings) -> Planned:
+def priced(planned: Planned, settings: Settings) -> Planned:
     """The plan with its per-device program and the cost of that."""
     if planned.spmd is not None and planned.cost is not None:
         return planned
     spmd = planned.spmd or partition(planned.plan)
     return dataclasses.replace(planned, spmd=spmd, cost=cost(spmd, settings.on, settings.donated))
-
-
-# Prices plans as they would run, and checks whether they fit into the machine's memory.
-
-# If no plan fits, contractions become collective matmuls if their gathered operands take more than this share of the
-# limit. A gathered copy is held while its product runs, two at a time. Smaller ones take a few percent of the memory,
-# and a ring for them would launch many kernels to free almost nothing.
-_LARGE = 1 / 64
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class PricedPlan:
-    """A plan and its cost."""
-
-    name: str  # ``searched``, or the name of a preset
-    plan: Plan  # the plan
-    cost: Cost  # the cost of its per-device program
-    kept: int  # bytes at the peak without recomputation
-    recomputed: bool = False  # whether values are recomputed so that the plan fits
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.cost}{', some of it computed twice to fit' if self.recomputed else ''}"
-
-    __repr__ = __str__
-
-    def rank(self, limit: float) -> tuple[bool, float]:
-        """Orders plans, the better first: those that fit by time, the others by memory, up to rounding."""
-        fits = self.cost.peak <= limit
-        return not fits, float(f"{self.cost.seconds:.9g}") if fits else float(self.cost.peak)
-
-
-@dataclasses.dataclass(eq=False)
-class Pricing:
-    """Prices plans as they would run."""
-
-    machine: Machine  # the machine
-    donated: list[int]  # arguments (counted without captured arrays) whose memory results may take
-    limit: float  # bytes that a device may hold
-    on_better: Callable[[PricedPlan], None] | None = None  # called with each plan that is better than all before
-    known: list[PricedPlan] = dataclasses.field(default_factory=list)  # the plans that were priced
-
-    def marked(self, name: str, program: Program, mesh: Mesh) -> PricedPlan:
-        """Prices the plan that follows from a program's marks."""
-        return self.add(name, *plans_of(program, mesh, self.machine, boundary=self.boundary(program)))
-
-    def add(self, name: str, *plans: Planned) -> PricedPlan:
-        """Prices several plans and returns the best; the first one unless it needs too much memory.
-
-        If it does, the others, collective matmuls and recomputation are tried too.
-        """
-        options = [self._priced(name, planned) for planned in plans[:1]]
-        if options[0].kept > self.limit:
-            options += [self._priced(name, planned) for planned in plans[1:]]
-            matmuls = [windowed(planned.plan, CollectiveMatmul(above=self.limit * _LARGE)) for planned in plans]
-            options += [self._priced(name, Planned(plan)) for plan in matmuls if plan.rings]
-            for option in options.copy():
-                if option.kept > self.limit >= option.cost.memory.fixed:
-                    options.append(self._recomputed(option))
-        best = min(options, key=lambda option: option.rank(self.limit))
-        if self.on_better is not None and all(
-            best.rank(self.limit) < known_plan.rank(self.limit) for known_plan in self.known
-        ):
-            self.on_better(best)
-        self.known.append(best)
-        return best
-
-    def _priced(self, name: str, planned: Planned) -> PricedPlan:
-        emitted = as_run(planned, self.machine, self.donated, int(self.limit))
-        assert emitted.cost is not None
-        return PricedPlan(name, emitted.plan, emitted.cost, emitted.cost.peak)
-
-    def boundary(self, program: Program) -> Boundary:
-        """The boundary as in ``jit``: a result that replaces an argument leaves in the argument's sharding."""
-        return Boundary(tuple(len(program.captured) + i for i in self.donated))
-
-    def _recomputed(self, option: PricedPlan) -> PricedPlan:
-        with contextlib.suppress(MemoryLimitError):
-            planned = as_run(
-                Planned(option.plan), self.machine, self.donated, int(self.limit), recomputes=True, rings=False
-            )
-            assert planned.cost is not None
-            return dataclasses.replace(option, cost=planned.cost, recomputed=True)
-        return option

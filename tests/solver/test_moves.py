@@ -2,7 +2,7 @@
 
 import itertools
 
-from gshard.search.moves import improve, tried
+from gshard.solver.moves import improve, tried
 
 
 def test_moves_are_tried_as_long_as_another_one_ends_in_time():

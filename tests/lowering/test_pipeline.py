@@ -8,8 +8,8 @@ import pytest
 from jax import ShapeDtypeStruct
 
 import gshard
+from gshard.lowering.pipeline import EMITTING, PLANNING, Draft, Settings, run
 from gshard.planning.settled import settled
-from gshard.search.pipeline import EMITTING, PLANNING, Draft, Settings, run
 
 MESH = gshard.Mesh.abstract(data=8)
 
