@@ -244,14 +244,14 @@ SESSIONS = {
         ("explain placed.py:small --mesh data=4", 0, ["step on 4 devices (data=4)"]),
         (
             "explain placed.py:small --partitioner xla --mesh data=4", 1,
-            ['partitioner="xla" takes the devices and the options of jax.jit.'],
+            ["XLA's partitioner takes the devices and the options of jax.jit."],
         ),
         ("explain placed.py:small --why w", 1, ["instead is for what gshard partitions"]),
         ("explain placed.py:unplaced", 0, ["step on 8 devices (devices=8), "]),
         ("explain placed.py:unplaced --partitioner xla", 0, ["step on 1 device"]),
         (
             "explain placed.py:step --arg f32[32,8] --arg f32[64,32] --partitioner xla", 1,
-            ['partitioner="xla" explains a function from jax.jit'],
+            ["XLA's partitioner is for functions from jax.jit"],
         ),
     ],
     "a function that is lowered is explained": [

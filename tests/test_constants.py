@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src" / "gshard"
-FOLDERS = ("naming", "device", "remat", "search", "xla", "explanation")
+PARTS = ("core/time_budget.py", "naming", "device", "remat", "lowering", "search", "xla", "explanation")
 PAGE = (SRC / "CONSTANTS.md").read_text("utf-8")
 STEERING, SHOWN = PAGE.split("## Constants of the output\n")
 ROW = re.compile(r"^\| `([\w/]+\.py)` `(\w+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
@@ -22,9 +22,9 @@ def number(node):
 
 def constants():
     """Module, name and value of all numbers that modules bind."""
-    for folder in FOLDERS:
-        assert (SRC / folder).is_dir(), folder
-        for path in sorted((SRC / folder).rglob("*.py")):
+    for part in PARTS:
+        assert (SRC / part).exists(), part
+        for path in sorted((SRC / part).rglob("*.py")) or [SRC / part]:
             for statement in ast.parse(path.read_text("utf-8")).body:
                 if not isinstance(statement, ast.Assign):
                     continue

@@ -83,7 +83,17 @@ def explain_compiled_by_gshard(compiled: Compiled, machine: str | Machine | None
 def lowered_by_jax(f: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Lowers a function from ``jax.jit``; abstract meshes of arguments become meshes of the first devices."""
     args, kwargs = on_first_devices((tuple(args), dict(kwargs)))
-    return stage_inside(f.lower(*args, **kwargs))
+    try:
+        return stage_inside(f.lower(*args, **kwargs))
+    except ValueError as error:
+        if "AbstractMesh" not in str(error):
+            raise
+        raise ArgumentError.like(
+            error,
+            "the shardings inside this function are on an abstract mesh, for which XLA cannot compile.",
+            user_line(),
+            hint="Write `with jax.set_mesh(jax.make_mesh((8,), ('data',))):` around it, with the axes of that mesh.",
+        ) from error
 
 
 def on_first_devices(tree: Any) -> Any:

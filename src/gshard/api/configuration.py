@@ -23,9 +23,17 @@ from gshard.device.machine import Machine
 from gshard.explanation.search_result import SearchResult
 from gshard.explanation.verdict import headline
 from gshard.planning.saved_plan import SavedPlan
-from gshard.search.builder_choices import text_of
 from gshard.search.find import ended, how_near
 from gshard.tracing.by_jax import name_of
+
+
+def text_of(keywords: Mapping[str, Any]) -> str:
+    """Keywords as text.
+
+    >>> text_of({"micro_batches": 4, "recompute": "full"})
+    "micro_batches=4, recompute='full'"
+    """
+    return ", ".join(f"{key}={value!r}" for key, value in keywords.items())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -205,7 +205,7 @@ def _as_compiled(
     if isinstance(f, Jitted) or not is_from_jax_jit(f) or partitioner == GSHARD:
         if partitioner == XLA:
             raise ArgumentError(
-                f'partitioner="xla" explains a function from jax.jit, not {told(f)}.',
+                f"XLA's partitioner is for functions from jax.jit, not for {told(f)}.",
                 user_line(),
                 hint="Give jax.jit(f) and arguments with shardings; what XLA compiles of a function from gshard.jit is "
                 'gshard.explain(jitted.lower(...), partitioner="xla").',
@@ -215,7 +215,7 @@ def _as_compiled(
         return None
     if given or mesh is not None:
         raise ArgumentError(
-            'partitioner="xla" takes the devices and the options of jax.jit.',
+            "XLA's partitioner takes the devices and the options of jax.jit.",
             user_line(),
             got=", ".join(f"{name}=" for name in [*given, *(["mesh"] if mesh is not None else [])]),
             hint="Place the arguments, or give jax.jit in_shardings.",

@@ -12,17 +12,9 @@ from typing import Any
 
 import jax
 
-from gshard.api.compiled_programs import (
-    explain_compiled,
-    explain_compiled_by_gshard,
-    is_compiled,
-    is_from_jax_jit,
-    lowered_by_jax,
-    names_of_arrays,
-    on_first_devices,
-)
+from gshard.api.compiled_programs import XLA, on_first_devices
+from gshard.api.explained import explain
 from gshard.api.jit import Jitted
-from gshard.api.lowered import Compiled, Lowered
 from gshard.api.specs import told
 from gshard.core.errors import ArgumentError, MeshError, known_names
 from gshard.core.jax_adapter import user_line
@@ -39,7 +31,7 @@ from gshard.xla.hlo_collectives import KINDS, Sent, pairs_of
 
 # Collective limits: what a program may send and hold, and what of it exceeds that.
 
-TOTAL = "total"
+TOTAL, PEAK, WHOLE = "total", "peak memory", "whole argument"  # kinds of limits beside the kinds of collectives
 Times = int | range
 Size = int | str
 
@@ -56,131 +48,123 @@ CURES = {
     "another dimension.",
     "all_to_all": _RESHARDED,
     "collective_permute": _RESHARDED,
+    PEAK: "split what is large over one more axis, donate arguments that results replace (donate_argnums), or "
+    "recompute values with jax.checkpoint.",
+    WHOLE: "give it a sharding that splits a dimension, or mark it with gshard.split.",
 }
-PEAK_CURE = (
-    "peak memory: split what is large over one more axis, donate arguments that results replace (donate_argnums), or "
-    "recompute values with jax.checkpoint."
-)
-WHOLE_CURE = "whole arguments: give them a sharding that splits a dimension, or mark them with gshard.split."
 
 
 @dataclasses.dataclass(frozen=True)
-class Exceeded:
-    """One limit that a program does not keep."""
+class Limit:
+    """The numbers that a program may have of one thing."""
 
     what: str  # what is limited
-    allowed: str  # allowed, found: as text
-    found: str
-    argument: str  # the argument of ``assert_collectives`` that allows what was found
-    rows: tuple[CollectiveRow, ...] = ()  # the collectives that it limits
-    cures: tuple[str, ...] = ()  # what to do, a sentence each
-    arguments: tuple[CompiledArgument, ...] = ()  # the arguments of the program that are larger than allowed
-    is_peak: bool = False  # whether memory is limited
+    kind: str  # the kind of the collectives that count, or ``TOTAL``, ``PEAK`` or ``WHOLE``
+    allowed: range  # the allowed numbers
+    argument: str  # the argument of ``assert_collectives`` that states it, with N for the number
+    in_bytes: bool = True  # whether bytes count, or collectives
+
+    @property
+    def text(self) -> str:
+        """The allowed numbers."""
+        first, last, step = self.allowed[0], self.allowed[-1], abs(self.allowed.step)
+        if self.in_bytes:
+            return f"at most {_bytes(last)}"
+        return f"{first} to {last}{f', in steps of {step}' if step > 1 else ''}" if first != last else str(first)
+
+    def cures(self, n: int, rows: Iterable[CollectiveRow]) -> list[str]:
+        """What to do if the number is ``n``."""
+        if n < min(self.allowed[0], self.allowed[-1]):
+            return [f"{self.what}: fewer run than the test states."]
+        return cures_of([row.kind for row in rows if self.kind in (row.kind, TOTAL)] or [self.kind])
+
+
+def limits_of(
+    times: Mapping[str, Times | None], max_bytes: Size | Mapping[str, Size] | None, **memory: Size | None
+) -> list[Limit]:
+    """The arguments of ``assert_collectives`` as limits."""
+    sizes = max_bytes if isinstance(max_bytes, Mapping) else {} if max_bytes is None else {TOTAL: max_bytes}
+    if unknown := [kind for kind in sizes if kind not in (*KINDS, TOTAL)]:
+        raise ArgumentError(
+            f"there is no kind of collective {unknown[0]!r}.",
+            user_line(),
+            got=f"max_bytes={dict(sizes)!r}",
+            hint=known_names(str(unknown[0]), (*KINDS, TOTAL), "There are"),
+        )
+    limits = [
+        Limit("collectives" if kind == TOTAL else kind, kind, _numbers(kind, given), f"{kind}=N", in_bytes=False)
+        for kind, given in times.items()
+        if given is not None
+    ]
+    for kind, given in sizes.items():
+        what, argument = f"bytes of {kind}", f'max_bytes={{"{kind}": N}}'
+        if kind == TOTAL:
+            what, argument = "bytes sent", "max_bytes=N"
+        limits.append(Limit(what, kind, _up_to("max_bytes", given), argument))
+    for (name, given), kind in zip(memory.items(), (PEAK, WHOLE), strict=True):
+        if given is not None:
+            limits.append(Limit(kind, kind, _up_to(name, given), f"{name}=N"))
+    return limits
+
+
+def _numbers(kind: str, given: Times) -> range:
+    """The allowed numbers of collectives."""
+    if isinstance(given, range) and len(given) and min(given) >= 0:
+        return given
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
+        return range(given, given + 1)
+    raise ArgumentError(
+        f"{kind}={given!r} is no number of collectives.",
+        user_line(),
+        hint="Give the exact number, as all_gather=2, or the allowed ones: range(3) allows 0, 1 and 2; range(2, 5) "
+        "allows 2 to 4.",
+    )
+
+
+def _up_to(name: str, given: Size) -> range:
+    """The numbers up to so many bytes."""
+    try:
+        return range((0 if given == 0 and not isinstance(given, bool | str) else bytes_of(given)) + 1)
+    except MemoryLimitError as error:
+        raise ArgumentError(
+            f"{name}={given!r} is no number of bytes.", user_line(), hint='Write bytes, or "50MiB", "12GiB".'
+        ) from error
+
+
+def _bytes(size: int) -> str:
+    short = format_bytes(size)
+    return short if size < 1024 else f"{short} ({size:,} bytes)"
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
-    """What a program may send and hold."""
+class Counted:
+    """What a program sends and holds, of the collectives that cross some axes."""
 
-    times: Mapping[str, Times]  # allowed numbers of collectives, by kind or for all (``TOTAL``);
-    most_times: Mapping[str, int]  # and the largest allowed ones
-    most_bytes: Mapping[str, int]  # that a device may send in one call, by kind or in all
-    peak: int | None  # bytes that a device may hold; None for any
-    whole: int | None  # bytes of the largest argument that each device may hold whole; None for any
-    over: tuple[str, ...]  # only collectives that cross one of these axes count; none for all
+    rows: list[CollectiveRow]  # the collectives
+    whole: list[CompiledArgument]  # the arguments that each device holds whole
+    numbers: Mapping[tuple[str, bool], int]  # by kind, the number; and with True the bytes
 
-    @property
-    def is_of_one_device(self) -> bool:
-        """Whether only memory is limited, which a program on one device has too."""
-        return not (self.times or self.most_times or self.most_bytes) and self.whole is None
-
-    def exceeded(self, found: Explanation) -> list[Exceeded]:
-        """The limits that a program does not keep, in the order of the arguments."""
+    @staticmethod
+    def of(found: Explanation, over: Sequence[str]) -> Counted:
+        """Counts what a compiled program has; of all collectives if no axis is named."""
         program = source_of(found).program
-        if unknown := [axis for axis in self.over if axis not in dict(found.mesh.axes)]:
+        if unknown := [axis for axis in over if axis not in dict(found.mesh.axes)]:
             raise MeshError(
                 f"the mesh has no axis {unknown[0]!r}.",
                 user_line(),
                 got=f"mesh: {found.mesh}",
                 hint=known_names(unknown[0], dict(found.mesh.axes)),
             )
-        counted = [sent for sent in program.sent if not self.over or crosses(program, sent, self.over)]
+        counted = [sent for sent in program.sent if not over or crosses(program, sent, over)]
         kept = {id(sent) for sent in counted}
-        rows = [row for row in found.collectives if id(row.moved[0].source) in kept]
-        times: Counter[str] = Counter()
-        size: Counter[str] = Counter()
+        numbers: Counter[tuple[str, bool]] = Counter()
         for sent in counted:
-            for key in (sent.collective.kind, TOTAL):
-                times[key] += sent.collective.executions
-                size[key] += sent.collective.total_bytes
-        wrong = []
-        for kind, allowed in self.times.items():
-            n, numbers = times[kind], allowed if isinstance(allowed, range) else (allowed,)
-            if n not in numbers:
-                text, is_less = _allowed(allowed), n < min(numbers)
-                wrong.append(_exceeded(_plural(kind), text, str(n), f"{kind}={n}", rows, kind, is_less))
-        for kind, most in self.most_times.items():
-            if (n := times[kind]) > most:
-                argument = f'at_most={{"{kind}": {n}}}'
-                wrong.append(_exceeded(_plural(kind), f"at most {most}", str(n), argument, rows, kind))
-        for kind, most in self.most_bytes.items():
-            if (n := size[kind]) > most:
-                what, argument = f"bytes of {kind}", f'max_bytes={{"{kind}": {n}}}'
-                if kind == TOTAL:
-                    what, argument = "bytes sent", f"max_bytes={n}"
-                wrong.append(_exceeded(what, _most(most), _exactly(n), argument, rows, kind))
-        return [*wrong, *self._held(found)]
-
-    def _held(self, found: Explanation) -> list[Exceeded]:
-        """The limits of memory that a program does not keep."""
-        wrong = []
-        if self.peak is not None and found.peak > self.peak:
-            allowed, argument = _most(self.peak), f"max_peak={found.peak}"
-            got = _exactly(found.peak)
-            wrong.append(Exceeded("peak memory", allowed, got, argument, cures=(PEAK_CURE,), is_peak=True))
-        if self.whole is None or found.mesh.size == 1:
-            return wrong
-        if found.tensors and all(a.bytes is None for a in found.tensors):
-            raise ArgumentError(
-                "max_whole= limits arguments that each device holds whole, and this program does not tell them.",
-                user_line(),
-                hint="Give the function or what jax.jit compiled; a text that has no shardings does not tell.",
-            )
-        large = tuple(a for a in source_of(found).arrays if a.is_whole and a.local_bytes > self.whole)
-        if large:
-            allowed, argument = _most(self.whole), f"max_whole={large[0].local_bytes}"
-            got, what = _exactly(large[0].local_bytes), "whole argument"
-            wrong.append(Exceeded(what, allowed, got, argument, cures=(WHOLE_CURE,), arguments=large))
-        return wrong
-
-
-def limits_of(
-    times: Mapping[str, Times | None],
-    at_most: Mapping[str, int] | None,
-    max_bytes: Size | Mapping[str, Size] | None,
-    max_peak: Size | None,
-    max_whole: Size | None,
-    over: str | Sequence[str] | None,
-) -> Limits:
-    """The arguments of ``assert_collectives`` as limits."""
-    sizes = max_bytes if isinstance(max_bytes, Mapping) else {} if max_bytes is None else {TOTAL: max_bytes}
-    for name, given in (("at_most", at_most or {}), ("max_bytes", sizes)):
-        for kind in given:
-            if kind not in (*KINDS, TOTAL):
-                raise ArgumentError(
-                    f"there is no kind of collective {kind!r}.",
-                    user_line(),
-                    got=f"{name}={dict(given)!r}",
-                    hint=known_names(str(kind), (*KINDS, TOTAL), "There are"),
-                )
-    return Limits(
-        {kind: _checked(kind, given) for kind, given in times.items() if given is not None},
-        {kind: _whole_number(f"at_most[{kind!r}]", given) for kind, given in (at_most or {}).items()},
-        {kind: _size("max_bytes", given) for kind, given in sizes.items()},
-        None if max_peak is None else _size("max_peak", max_peak),
-        None if max_whole is None else _size("max_whole", max_whole),
-        (over,) if isinstance(over, str) else tuple(over or ()),
-    )
+            for kind in (sent.collective.kind, TOTAL):
+                numbers[kind, False] += sent.collective.executions
+                numbers[kind, True] += sent.collective.total_bytes
+        whole = [a for a in source_of(found).arrays if a.is_whole and found.mesh.size > 1]
+        numbers[PEAK, True], numbers[WHOLE, True] = found.peak, max((a.local_bytes for a in whole), default=0)
+        return Counted([row for row in found.collectives if id(row.moved[0].source) in kept], whole, numbers)
 
 
 def crosses(program: CompiledProgram, sent: Sent, axes: Iterable[str]) -> bool:
@@ -197,70 +181,9 @@ def crosses(program: CompiledProgram, sent: Sent, axes: Iterable[str]) -> bool:
     return any(a // strides[x][0] % strides[x][1] != b // strides[x][0] % strides[x][1] for x in axes for a, b in pairs)
 
 
-def cures_of(rows: Iterable[CollectiveRow]) -> tuple[str, ...]:
-    """What to do against collectives, a sentence for each kind."""
-    kinds = dict.fromkeys(row.kind for row in rows)
-    return tuple(f"{kind}: {CURES[kind]}" for kind in kinds if kind in CURES)
-
-
-def _exceeded(
-    what: str, allowed: str, found: str, argument: str, rows: Sequence[CollectiveRow], kind: str, is_less: bool = False
-) -> Exceeded:
-    own = tuple(row for row in rows if kind in (row.kind, TOTAL))
-    cures = (f"{what}: fewer run than the test states.",) if is_less else cures_of(own)
-    return Exceeded(what, allowed, found, argument, own, cures)
-
-
-def _plural(kind: str) -> str:
-    return "collectives" if kind == TOTAL else kind
-
-
-def _allowed(times: Times) -> str:
-    if isinstance(times, int):
-        return str(times)
-    numbers = f"{times[0]} to {times[-1]}" if len(times) > 1 else str(times[0])
-    return numbers if abs(times.step) == 1 else f"{numbers}, in steps of {abs(times.step)}"
-
-
-def _most(size: int) -> str:
-    return f"at most {_exactly(size)}"
-
-
-def _exactly(size: int) -> str:
-    short = format_bytes(size)
-    return short if size < 1024 else f"{short} ({size:,} bytes)"
-
-
-def _checked(kind: str, given: Times) -> Times:
-    if isinstance(given, range):
-        if len(given) and min(given) >= 0:
-            return given
-        raise ArgumentError(
-            f"{kind}={given!r} allows no number.", user_line(), hint="range(3) allows 0, 1 and 2; range(2, 5) 2 to 4."
-        )
-    return _whole_number(kind, given)
-
-
-def _whole_number(name: str, given: int) -> int:
-    if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
-        return given
-    raise ArgumentError(
-        f"{name}={given!r} is no number of collectives.",
-        user_line(),
-        hint="Give the exact number, as all_gather=2; the allowed ones, as all_gather=range(3); or the largest, as "
-        'at_most={"all_gather": 2}.',
-    )
-
-
-def _size(name: str, given: Size) -> int:
-    if given == 0 and not isinstance(given, bool | str):
-        return 0
-    try:
-        return bytes_of(given)
-    except MemoryLimitError as error:
-        raise ArgumentError(
-            f"{name}={given!r} is no number of bytes.", user_line(), hint='Write bytes, or "50MiB", "12GiB".'
-        ) from error
+def cures_of(kinds: Iterable[str]) -> list[str]:
+    """What to do, a sentence for each kind."""
+    return [f"{kind}: {CURES[kind]}" for kind in dict.fromkeys(kinds) if kind in CURES]
 
 
 # Compiled subject: whatever a test gives, compiled and read.
@@ -278,66 +201,14 @@ def compiled_subject(
             hint="Write assert_collectives(jax.jit(step), (state, batch), all_gather=0).",
         )
     kwargs = kwargs or {}
-    is_function = isinstance(f, Jitted) or (is_from_jax_jit(f) and not isinstance(f, Lowered | Compiled))
-    if not is_function and (args or kwargs):
-        if callable(f) and not is_compiled(f) and not isinstance(f, Compiled):
-            raise _not_jitted(f)
-        raise ArgumentError(
-            "a compiled program takes no arguments here.",
-            user_line(),
-            got=f"{told(f)} and {len(args) + len(kwargs)} arguments",
-            hint="Give the function itself with its arguments, or the compiled program alone.",
-        )
-    if is_function and mesh is not None:
-        raise ArgumentError(
-            "mesh= is for a text and for an exported function.",
-            user_line(),
-            got=f"mesh={mesh!r} for {told(f)}",
-            hint="Place the arguments of jax.jit; give the mesh to gshard.jit.",
-        )
-    if isinstance(f, Explanation) and f.is_compiled:
+    if isinstance(f, Explanation) and f.is_compiled and not (args or kwargs):
         return f
     if isinstance(f, Jitted):
-        return _of_jitted(f, args, kwargs)
-    if isinstance(f, Lowered):
-        return explain_compiled_by_gshard(f.compile())
-    if isinstance(f, Compiled):
-        return explain_compiled_by_gshard(f)
-    if is_compiled(f):
-        return explain_compiled(f, mesh)
-    if is_function:
-        return explain_compiled(_lowered(f, args, kwargs), names=names_of_arrays(f, tuple(args), kwargs))
-    raise _not_jitted(f)
-
-
-def _lowered(f: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> jax.stages.Lowered:
-    try:
-        return lowered_by_jax(f, args, kwargs)
-    except ValueError as error:
-        if "AbstractMesh" not in str(error):
-            raise
-        raise ArgumentError.like(
-            error,
-            "the shardings inside this function are on an abstract mesh, for which XLA cannot compile.",
-            user_line(),
-            hint="Check it inside `with jax.set_mesh(jax.make_mesh((8,), ('data',))):`, with the axes of that mesh.",
-        ) from error
-
-
-def _of_jitted(f: Jitted, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Explanation:
-    mesh = f.options.mesh
-    if mesh is not None and mesh.devices is None:
-        f = f.on(mesh.on_first_devices())
-    args, kwargs = on_first_devices((tuple(args), dict(kwargs)))
-    return explain_compiled_by_gshard(f.lower(*args, **kwargs).compile())
-
-
-def _not_jitted(f: Any) -> ArgumentError:
-    return ArgumentError(
-        f"there is no compiled program of {told(f)}.",
-        user_line(),
-        hint="Give jax.jit(f) or gshard.jit(f) and its arguments, or what one of them has compiled.",
-    )
+        if f.options.mesh is not None and f.options.mesh.devices is None:
+            f = f.on(f.options.mesh.on_first_devices())
+        args, kwargs = on_first_devices((tuple(args), dict(kwargs)))
+        return explain(f.lower(*args, **kwargs), mesh=mesh, partitioner=XLA)
+    return explain(f, *args, mesh=mesh, partitioner=XLA, **kwargs)
 
 
 ROWS, HELD = 12, 6  # that a message lists at most
@@ -355,7 +226,6 @@ def assert_collectives(
     all_to_all: Times | None = None,
     collective_permute: Times | None = None,
     total: Times | None = None,
-    at_most: Mapping[str, int] | None = None,
     max_bytes: Size | Mapping[str, Size] | None = None,
     max_peak: Size | None = None,
     max_whole: Size | None = None,
@@ -381,7 +251,6 @@ def assert_collectives(
         all_gather, all_reduce, reduce_scatter, all_to_all, collective_permute: how many of this kind run: the exact
             number, or a ``range`` of allowed numbers (``range(3)`` allows 0, 1 and 2). None allows any.
         total: the same for the collectives of all kinds.
-        at_most: the largest allowed number, by kind or for ``"total"``.
         max_bytes: the most bytes that each device sends in one call: a number or a text (``"50MiB"``), or these by
             kind. The limit itself is allowed.
         max_peak: the most bytes that a device holds, as the compiler reports.
@@ -411,23 +280,32 @@ def assert_collectives(
         "all_gather": all_gather, "all_reduce": all_reduce, "reduce_scatter": reduce_scatter,
         "all_to_all": all_to_all, "collective_permute": collective_permute, TOTAL: total,
     }  # fmt: skip
-    limits = limits_of(times, at_most, max_bytes, max_peak, max_whole, over)
-    if not (limits.times or limits.most_times or limits.most_bytes) and limits.peak is None and limits.whole is None:
+    limits = limits_of(times, max_bytes, max_peak=max_peak, max_whole=max_whole)
+    if not limits:
         raise ArgumentError(
             "assert_collectives is given no limit, so it could not fail.",
             user_line(),
             hint='Limit something: all_gather=0, total=range(4), max_bytes="50MiB", max_peak="12GiB".',
         )
     found = compiled_subject(f, args, kwargs, mesh)
-    check_devices(found, limits)
-    if wrong := limits.exceeded(found):
-        raise AssertionError(message_of(found, wrong, limits))
+    if any(limit.kind != PEAK for limit in limits):
+        check_devices(found)
+    if any(limit.kind == WHOLE for limit in limits) and found.tensors and all(a.bytes is None for a in found.tensors):
+        raise ArgumentError(
+            "max_whole= limits arguments that each device holds whole, and this program does not tell them.",
+            user_line(),
+            hint="Give the function or what jax.jit compiled; a text that has no shardings does not tell.",
+        )
+    over = (over,) if isinstance(over, str) else tuple(over or ())
+    counted = Counted.of(found, over)
+    if any(counted.numbers[limit.kind, limit.in_bytes] not in limit.allowed for limit in limits):
+        raise AssertionError(message_of(found, limits, counted, over))
     return found
 
 
-def check_devices(found: Explanation, limits: Limits | None = None) -> None:
+def check_devices(found: Explanation) -> None:
     """Refuses a program on one device, which sends nothing whatever its text."""
-    if found.mesh.size == 1 and (limits is None or not limits.is_of_one_device):
+    if found.mesh.size == 1:
         raise ArgumentError(
             f"{found.name} was compiled for one device, where no program sends anything.",
             user_line(),
@@ -436,25 +314,31 @@ def check_devices(found: Explanation, limits: Limits | None = None) -> None:
         )
 
 
-def message_of(found: Explanation, wrong: Sequence[Exceeded], limits: Limits) -> str:
+def message_of(found: Explanation, limits: Iterable[Limit], counted: Counted, over: Sequence[str]) -> str:
     """What is allowed, what was found, what exceeds it, and what to do."""
-    over = f", counted over {' and '.join(limits.over)}" if limits.over else ""
-    lines = [f"{compiled(found)} exceeds what is allowed{over}", ""]
-    table = [("", "allowed", "found"), *((e.what, e.allowed, e.found) for e in wrong)]
+    each = [(limit, counted.numbers[limit.kind, limit.in_bytes]) for limit in limits]
+    wrong = [(limit, n) for limit, n in each if n not in limit.allowed]
+    along = f", counted over {' and '.join(over)}" if over else ""
+    lines = [f"{compiled(found)} exceeds what is allowed{along}", ""]
+    table = [("", "allowed", "found")]
+    table += [(limit.what, limit.text, _bytes(n) if limit.in_bytes else str(n)) for limit, n in wrong]
     first, second = (max(len(row[i]) for row in table) for i in (0, 1))
     lines += [f"  {what:<{first}}  {allowed:<{second}}  {got}" for what, allowed, got in table]
+    kinds = {limit.kind for limit, _ in wrong}
     # Those that the limits have in common stand once, largest first.
-    listed = {id(row) for e in wrong for row in e.rows}
-    rows = [row for row in found.collectives if id(row) in listed]
+    rows = [row for row in counted.rows if kinds & {row.kind, TOTAL}]
     if rows:
         lines += ["", "collectives of these kinds, largest first", *row_lines(rows)]
-    elif any(not (e.arguments or e.is_peak) for e in wrong):
+    elif kinds - {PEAK, WHOLE}:
         lines += ["", "there are no such collectives"]
-    if any(e.is_peak for e in wrong):
+    if PEAK in kinds:
         lines += held_lines(source_of(found).held(), HELD)
-    lines += listed_lines([whole_arguments_listed([a for e in wrong for a in e.arguments])])
-    lines += ["", *dict.fromkeys(cure for e in wrong for cure in e.cures)]
-    lines.append(f"If this is meant, allow it: {', '.join(e.argument for e in wrong)}.")
+    for limit, _ in wrong:
+        large = [a for a in counted.whole if limit.kind == WHOLE and a.local_bytes not in limit.allowed]
+        lines += listed_lines([whole_arguments_listed(large)])
+    lines += ["", *dict.fromkeys(cure for limit, n in wrong for cure in limit.cures(n, rows))]
+    arguments = [limit.argument.replace("N", str(n)) for limit, n in wrong]
+    lines.append(f"If this is meant, allow it: {', '.join(arguments)}.")
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -721,9 +605,9 @@ def _message(
     if rows:
         lines += ["", "collectives that are new or send more, largest first", *row_lines(rows)]
     lines.append("")
-    lines += cures_of(rows)
+    lines += cures_of(row.kind for row in rows)
     if any(text.startswith("peak") for text in differences) and now.peak > before.peak:
-        lines.append(PEAK_CURE)
+        lines += cures_of([PEAK])
     if before.jax != jax.__version__:
         lines.append(
             f"The baseline was written with jax {before.jax}, and this is jax {jax.__version__}: XLA may partition, "

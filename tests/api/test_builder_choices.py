@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import gshard
-from gshard.search.builder_choices import POLICIES, choices_of, combinations
+from gshard.api.configure import POLICIES, choices_of, combinations
 
 
 def full(micro_batches: int, recompute: str, fused: bool, kind: Literal["a", "b"], width: int = 8) -> Any: ...
