@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import pytest
 from jax.extend.core import primitives as jax_primitives
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -221,6 +222,85 @@ def test_moe_sees_marks_and_rows_only() -> None:
                 yield f"line {line}: {name}"
 
     check(MOE, wrong, "moe imports jax, numpy, the marks, put_rows and take_rows only")
+
+
+# The wings of gshard, with what they use of it, beside ``core``: names by module. The lists only get shorter.
+WINGS = {
+    "search": """
+        comm.reshard: FEW axes_of has_many joined
+        device.cost: Cost
+        device.fusion_model: Kernels kernels_of
+        device.machine: Machine MachineError machine_to_plan_for
+        lowering.pipeline: BATCH CHOOSE COLLECTIVE_MATMULS PARTITION PROPAGATE_AND_REWRITE RECOMPUTE
+        lowering.pipeline: Draft Planned Settings priced run
+        lowering.seconds: on_machine seconds_on
+        naming.argument_names: equal_layers path_of_name
+        naming.array_names: ArrayNames
+        naming.dimension_classes: dimensions_of of_equal_layers
+        planning.added_marks: spec_of_cut text_of_mark with_marks
+        planning.batched: batched
+        planning.choices: graph_of
+        planning.collective_matmuls: CollectiveMatmul windowed
+        planning.demands: demands
+        planning.graph: Graph
+        planning.layer_stacks: LayerStacks all_schedules layer_stacks schedules_of with_schedules
+        planning.saved_plan: plan_of
+        planning.settled: settled
+        remat.rematerialise: MemoryLimitError
+        solver.moves: improve
+        solver.problem: Problem
+        solver.solve: Solution solve
+    """,
+    "xla": """
+        comm.collectives: sent_sizes
+        device.async_overlap: Step timed
+        device.cost: PricedKernel
+        device.fusion_model: COLLECTIVE OPERATOR PRODUCT
+        device.machine: Dimension KINDS Machine MachineError SWITCH compiler_of kind_of_devices memory_of
+        device.memory: MemoryTotals
+        device.roofline: roofline
+        language.mark_primitive: mark_p
+        language.region: Interpreter
+    """,
+    "moe": """
+        api.marks: name replicate shard split
+        api.row_functions: put_rows take_rows
+    """,
+    "testing": """
+        api.compiled_programs: on_first_devices
+        api.explained: explain
+        api.jit: Jitted
+        api.kernel_function: KernelFunction
+        api.specs: told
+        comm.collectives: collectives_of
+        comm.steps: identity
+        emit.partition: partition
+        explanation.compiled_program: CompiledArgument CompiledProgram
+        explanation.compiled_rows: axes_text whole_arguments_listed
+        explanation.compiled_source: CompiledSource
+        explanation.explain: Explanation
+        explanation.rows: CollectiveRow collective_lines held_lines listed_lines
+        language.kernel_primitive: kernel_p
+        language.region: value_of
+        planning.demands: at_boundary
+        planning.settled: on_mesh
+        remat.rematerialise: MemoryLimitError bytes_of
+        simulator.simulate: simulate
+        tracing.permitted: permitted
+        tracing.trace: trace
+        xla.hlo_collectives: KINDS Sent pairs_of
+    """,
+}
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_wings_use_a_listed_interface(wing: str) -> None:
+    of_module = (line.strip().split(": ") for line in WINGS[wing].strip().splitlines())
+    listed = {f"gshard.{module}.{name}" for module, names in of_module for name in names.split()}
+    inside_wing = [path for path in GSHARD if name_of(path).startswith(f"gshard/{wing}/")]
+    outside = {name for path in inside_wing for name, _ in imported(path) if inside(name, "gshard")}
+    used = {name for name in outside if not inside(name, "gshard.core") and not inside(name, f"gshard.{wing}")}
+    assert used == listed, "use what is listed; of what is no longer used, take the name away"
 
 
 def test_m4_sees_public_names_only() -> None:

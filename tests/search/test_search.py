@@ -280,7 +280,7 @@ def test_jit_searches_once_for_a_kind_of_calls(monkeypatch):
         searched.append(program.name)
         return best_plan(program, *args, **kwargs)
 
-    monkeypatch.setattr("gshard.search.find.best_plan", counted)
+    monkeypatch.setattr(sys.modules["gshard.search.find"], "best_plan", counted)
 
     def step(w, x):
         return w - 0.1 * jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from gshard.api.compiled_programs import XLA, on_first_devices
+from gshard.api.compiled_programs import on_first_devices
 from gshard.api.explained import explain
 from gshard.api.jit import Jitted
 from gshard.api.specs import told
@@ -101,9 +101,9 @@ def limits_of(
         if kind == TOTAL:
             what, argument = "bytes sent", "max_bytes=N"
         limits.append(Limit(what, kind, _up_to("max_bytes", given), argument))
-    for (name, given), kind in zip(memory.items(), (PEAK, WHOLE), strict=True):
-        if given is not None:
-            limits.append(Limit(kind, kind, _up_to(name, given), f"{name}=N"))
+    for (name, most), kind in zip(memory.items(), (PEAK, WHOLE), strict=True):
+        if most is not None:
+            limits.append(Limit(kind, kind, _up_to(name, most), f"{name}=N"))
     return limits
 
 
@@ -207,8 +207,8 @@ def compiled_subject(
         if f.options.mesh is not None and f.options.mesh.devices is None:
             f = f.on(f.options.mesh.on_first_devices())
         args, kwargs = on_first_devices((tuple(args), dict(kwargs)))
-        return explain(f.lower(*args, **kwargs), mesh=mesh, partitioner=XLA)
-    return explain(f, *args, mesh=mesh, partitioner=XLA, **kwargs)
+        return explain(f.lower(*args, **kwargs), mesh=mesh, partitioner="xla")
+    return explain(f, *args, mesh=mesh, partitioner="xla", **kwargs)
 
 
 ROWS, HELD = 12, 6  # that a message lists at most
