@@ -53,14 +53,14 @@ TREES = {
     "empty": ((D, M, {}, M), ((), [], {}, A)),
 }
 MISFITS = {
-    "None left out": (({"b": D},), ({"a": None, "b": A},), "in_shardings[0] has the entries ['b'], and there are"),
+    "None left out": (({"b": D},), ({"a": None, "b": A},), "children at key path in_shardings[0]"),
     "another key": (({"a": D},), ({"b": A},), "pytree of in_shardings does not match"),
     "not in a tuple": ({"b": D}, ({"b": A},), "in_shardings=(...,)"),
     "too many": ((D, D), (A,), "in_shardings has 2 entries, and the function has 1 argument"),
     "too few": ((D,), (A, B), "in_shardings has 1 entry, and the function has 2 arguments"),
-    "deeper than the tree": (({"b": (D,)},), ({"b": A},), "in_shardings[0]['b'] is a tuple, and there an array"),
-    "another kind inside": (({"l": [D]},), ({"l": (A,)},), "in_shardings[0]['l'] is a list, and there a tuple"),
-    "specs below None": (({"a": {"b": D}},), ({"a": None},), "in_shardings[0]['a'] is a dict, and there"),
+    "deeper than the tree": (({"b": (D,)},), ({"b": A},), "different types at key path in_shardings[0]['b']"),
+    "another kind inside": (({"l": [D]},), ({"l": (A,)},), "at key path in_shardings[0]['l']"),
+    "specs below None": (({"a": {"b": D}},), ({"a": None},), "at key path in_shardings[0]['a']"),
     "other statics": ((Layer(D, D, "other"),), (Layer(A, B),), "in_shardings"),
     "rank": (({"w": P(None, None, "data")},), ({"w": A},), "in_shardings[0]['w']: f32[16,8]"),
     "no spec": (({"w": 3},), ({"w": A},), "in_shardings[0]['w']: 3"),

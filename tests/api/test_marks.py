@@ -254,8 +254,8 @@ def test_a_wrong_mark_gets_one_error(case, x, mesh):
     (lambda x: shard(tree_of(x), P(None, "data")), "x['count']"),
     (lambda x: shard(tree_of(x), {"l1": P("data", "model"), "count": None}), "x['l1']['b']"),
     (lambda x: shard({"a": x, "b": x}, np.arange(8)), "x['a']"),
-    (lambda x: shard(tree_of(x), {"l1": {"w": P()}, "count": P()}), "shardings['l1'] has the entries ['w'], and"),
-    (lambda x: shard({"a": [x]}, {"a": (P(),)}), "shardings['a'] is a tuple, and there a list"),
+    (lambda x: shard(tree_of(x), {"l1": {"w": P()}, "count": P()}), "at key path shardings['l1']"),
+    (lambda x: shard({"a": [x]}, {"a": (P(),)}), "at key path shardings['a']"),
 ])  # fmt: skip
 def test_a_wrong_mark_on_a_pytree_names_the_leaf(mark, leaf, x, mesh):
     with pytest.raises(ShardingError) as caught:

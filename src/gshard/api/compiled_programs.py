@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from gshard.api.instead_of_jit import instead_of_jit
 from gshard.api.jit import Jitted
 from gshard.api.lowered import Compiled, Lowered, Traced
-from gshard.api.wrapped import clear_call_errors, mesh_of_shardings
+from gshard.api.wrapped import mesh_of_shardings
 from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.jax_adapter import mesh_of_context, user_line
 from gshard.core.jax_adapter_jit import arguments_of_call, axes_of_exported, calls_of_jit, given_to_jit
@@ -223,7 +223,7 @@ def lowered_instead_of_jit(
             hint="Give what jits this function its static and donated arguments.",
         )
     mesh = mesh_of_arguments(args, kwargs) if mesh is None else mesh
-    with instead_of_jit(mesh, **options), clear_call_errors(asker, f, args, kwargs):
+    with instead_of_jit(mesh, **options):
         lowered = lowered_by_jax(f, args, kwargs)
     if not isinstance(lowered, Lowered):
         raise MeshError(

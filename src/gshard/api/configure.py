@@ -25,7 +25,6 @@ from gshard.api.search import (
     meshes_to_try,
     searched_of,
 )
-from gshard.api.wrapped import clear_call_errors
 from gshard.core.deadline import OutOfTime
 from gshard.core.errors import ArgumentError, known_names
 from gshard.core.jax_adapter import user_line
@@ -287,8 +286,7 @@ class ConfigureRun:
             if built is None:
                 self.others[text_of(keywords)] = "for which the builder returns None"
                 return True
-            with clear_call_errors(configure, built.step, built.arguments, {}):
-                self.candidates.append(self._traced(built))
+            self.candidates.append(self._traced(built))
         except OutOfTime:
             raise
         except Exception as error:  # of any kind: other keywords have steps

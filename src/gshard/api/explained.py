@@ -29,7 +29,7 @@ from gshard.api.function_again import compiled_again, with_bound_arguments
 from gshard.api.jit import Jitted, jit
 from gshard.api.lowered import Compiled, Lowered, Traced
 from gshard.api.specs import told
-from gshard.api.wrapped import clear_call_errors, mesh_that_is_meant
+from gshard.api.wrapped import mesh_that_is_meant
 from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.jax_adapter import mesh_of_context, user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
@@ -133,13 +133,12 @@ def explain(
         jitted = jitted._with(**{name: value for name, value in changed.items() if value is not None})
     else:
         jitted = jit(f, mesh=mesh, machine=machine, memory_limit=limit, plan=plan, finite=finite, **own)
-    with clear_call_errors(explain, f, args, kwargs):
-        if jitted.options.mesh is None and not isinstance(f, Jitted):
-            meant = mesh_that_is_meant(args, kwargs, lambda: jitted.trace(*args, **kwargs).jaxpr)
-            if meant is None and is_from_jax_jit(f) and mesh_of_context() is None:
-                raise _on_one_device(f)
-            jitted = jitted if meant is None else jitted.on(meant)
-        lowered = jitted.lower(*args, **kwargs)
+    if jitted.options.mesh is None and not isinstance(f, Jitted):
+        meant = mesh_that_is_meant(args, kwargs, lambda: jitted.trace(*args, **kwargs).jaxpr)
+        if meant is None and is_from_jax_jit(f) and mesh_of_context() is None:
+            raise _on_one_device(f)
+        jitted = jitted if meant is None else jitted.on(meant)
+    lowered = jitted.lower(*args, **kwargs)
     return _of_lowered(lowered)
 
 
@@ -220,8 +219,7 @@ def _as_compiled(
             got=", ".join(f"{name}=" for name in [*given, *(["mesh"] if mesh is not None else [])]),
             hint="Place the arguments, or give jax.jit in_shardings.",
         )
-    with clear_call_errors(explain, f, args, kwargs):
-        lowered = lowered_by_jax(f, args, kwargs)
+    lowered = lowered_by_jax(f, args, kwargs)
     if isinstance(lowered, Lowered):  # in a block of instead_of_jit
         return _of_stage(lowered, (), {}, {}, machine, partitioner)
     if partitioner is None and partitions_of(lowered) == 1:

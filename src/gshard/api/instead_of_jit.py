@@ -23,7 +23,7 @@ from gshard.core import jax_adapter_jit as by_jax
 from gshard.core.errors import PlanError, ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import weakly_cached
-from gshard.core.keywords import keywords
+from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.plan import Plan
@@ -178,7 +178,7 @@ class InsteadOfJit(contextlib.ContextDecorator):
         return self._entered.blocks.pop().__exit__(*error)  # type: ignore[no-any-return]
 
 
-@keywords()
+@without_our_frames
 def instead_of_jit(
     mesh: MeshLike = None,
     *,

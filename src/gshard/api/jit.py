@@ -27,8 +27,6 @@ from gshard.api.signature import (
     Place,
     Signature,
     brought,
-    fixed,
-    freed,
     log_new_kind,
     type_to_trace,
     without_explicit_axes,
@@ -53,7 +51,6 @@ from gshard.core.jax_adapter_dispatch import (
 from gshard.core.jax_adapter_jit import argument_names, given_to_jit, jaxpr_and_constants, jitted_like
 from gshard.core.jax_adapter_references import array_type_of, references_in, type_of_reference
 from gshard.core.jax_adapter_tracebacks import invalid, nan_found, without_jit, without_our_frames
-from gshard.core.keywords import keywords
 from gshard.core.layout import Layout
 from gshard.core.memory_kinds import is_in_host_space
 from gshard.core.mesh import Mesh, MeshLike
@@ -267,13 +264,12 @@ class Jitted(Generic[P, R]):
     arguments and of its result; ``isinstance(f, gshard.stages.Jitted)`` is whether a function is partitioned by gshard.
     """
 
-    def __init__(self, by_jax: Any, options: Options, static_leaves: bool = False):
+    def __init__(self, by_jax: Any, options: Options):
         given = given_to_jit(by_jax)
         assert given is not None
         functools.update_wrapper(self, given.f)
         self._by_jax = by_jax  # the same function from ``jax.jit``, which traces it
         self._f, (self._static_numbers, self._static_names) = given.f, given.static
-        self._static_leaves = static_leaves  # whether ``_f`` takes and returns leaves that are no arrays as ``Fixed``
         self._programs = Programs(name_of(given.f), options)
         # Weakly, so that a function is freed as soon as nothing needs it, and not when garbage is next collected.
         seen_first = weakref.WeakMethod(self._seen_first)
@@ -291,19 +287,14 @@ class Jitted(Generic[P, R]):
 
     @without_our_frames
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self._static_leaves:
-            return freed(self._dispatched(*self._fixed(args, kwargs)))  # type: ignore[no-any-return]
-        return self._dispatched(args, kwargs)  # type: ignore[no-any-return]
-
-    def _dispatched(self, args: Any, kwargs: Any) -> Any:
         if self._may_crash and may_crash((args, kwargs, self._captured.arrays), self._donates):
-            return self._seen_first(*args, **kwargs)[0]
+            return self._seen_first(*args, **kwargs)[0]  # type: ignore[no-any-return]
         try:
-            return self._call(*args, **kwargs)
+            return self._call(*args, **kwargs)  # type: ignore[no-any-return]
         except (ValueError, RuntimeError) as error:  # what JAX's dispatch refuses by itself, without asking us
             if not refused_by_dispatch(error):
                 raise
-        return self._seen_first(*args, **kwargs)[0]
+        return self._seen_first(*args, **kwargs)[0]  # type: ignore[no-any-return]
 
     @property
     def options(self) -> Options:
@@ -361,7 +352,7 @@ class Jitted(Generic[P, R]):
         return self._with(mesh=Mesh.of(mesh), machine=machine, memory_limit=memory_limit, recorded=recorded)
 
     def _with(self, **options: Any) -> Jitted[P, R]:
-        return Jitted(self._by_jax, dataclasses.replace(self.options, **options), self._static_leaves)
+        return Jitted(self._by_jax, dataclasses.replace(self.options, **options))
 
     @without_our_frames
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
@@ -385,8 +376,7 @@ class Jitted(Generic[P, R]):
 
         def traced() -> Any:
             """The function as one equation of a program of JAX's, for arguments that lie as these do."""
-            fixed_args, fixed_kwargs = self._fixed(args, kwargs)
-            return jitted_like(self._by_jax, inside, self.options.keep_unused).trace(*fixed_args, **fixed_kwargs)
+            return jitted_like(self._by_jax, inside, self.options.keep_unused).trace(*args, **kwargs)
 
         return Traced(call.traced, lowered, functools.partial(shardings_of_results, self.options), traced)
 
@@ -452,13 +442,6 @@ class Jitted(Generic[P, R]):
     def _lowered(self, call: _Call) -> Lowered:
         return self._programs.lowered(call.jaxpr, call.signature, call.positional)
 
-    def _fixed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments, their static leaves as parts of their structure."""
-        if not self._static_leaves:
-            return args, kwargs
-        where = f"arguments of {name_of(self._f)}, "
-        return fixed(args, where), fixed(kwargs, where)
-
     def _whole(self, x: Any) -> Any:
         """An argument; what is in padded parts on other devices is made whole."""
         is_elsewhere = isinstance(x, UnevenArray) and (self.options.mesh is None or x.mesh != self.options.mesh)
@@ -471,7 +454,6 @@ class Jitted(Generic[P, R]):
         that a first call returned. A plan is for one program, so a function that does not need the types is traced
         without them for ``search`` and for a plan that is given.
         """
-        args, kwargs = self._fixed(args, kwargs)
         static = self.static_positions(len(args))
         arrays = [a for i, a in enumerate(args) if i not in static]
         named = {k: v for k, v in kwargs.items() if k not in self._static_names}
@@ -536,7 +518,6 @@ class JitOptions(TypedDict, total=False):
     static_argnames: str | Sequence[str] | None
     donate_argnums: int | Sequence[int] | None
     donate_argnames: str | Sequence[str] | None
-    static_leaves: bool
     in_shardings: Any
     out_shardings: Any
     keep_unused: bool
@@ -571,7 +552,7 @@ def jit(f: Callable[P, R], mesh: MeshLike = None, **options: Unpack[JitOptions])
 def jit(f: None = None, mesh: MeshLike = None, **options: Unpack[JitOptions]) -> Decorator: ...
 
 
-@keywords()
+@without_our_frames
 def jit(
     f: Callable[..., Any] | None = None,
     mesh: MeshLike = None,
@@ -580,7 +561,6 @@ def jit(
     static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Sequence[str] | None = None,
-    static_leaves: bool = False,
     in_shardings: Any = None,
     out_shardings: Any = None,
     keep_unused: bool = False,
@@ -608,8 +588,6 @@ def jit(
             takes that of the shardings that ``jax.jit`` was given, or the one that is set when the function is called.
         static_argnums, static_argnames: arguments that are plain (hashable) values, not arrays.
         donate_argnums, donate_argnames: arguments whose memory the results may take.
-        static_leaves: whether what is no array inside of arguments (activation functions, numbers of Python) is static
-            too, a new program for each value; results may hold such leaves as well. As ``eqx.filter_jit`` does.
         in_shardings: for the positional arguments (that are not static) a pytree prefix of ``PartitionSpec``,
             ``NamedSharding`` or None (not said); counts as marks on them. Others may not be given by name then.
         out_shardings: the same for the results.
@@ -680,7 +658,7 @@ def jit(
         "static_argnums": static_argnums, "static_argnames": static_argnames, "donate_argnums": donate_argnums,
         "donate_argnames": donate_argnames,
     }  # fmt: skip
-    by_jax, as_of_jax, own_mesh = unwrapped(f, as_of_jax, given, static_leaves)
+    by_jax, as_of_jax, own_mesh = unwrapped(f, as_of_jax, given)
     as_of_jax["compiler_options"] = tuple(as_of_jax["compiler_options"].items())
     if mesh is None:
         inner = by_jax.__wrapped__
@@ -689,4 +667,4 @@ def jit(
         mesh, strict, memory_limit, plan, layout, names=names, collective_matmul=collective_matmul,
         keep_uneven=uneven == "keep", machine=machine, search=search, finite=bool(finite), **as_of_jax,
     )  # fmt: skip
-    return Jitted(by_jax, options, static_leaves)
+    return Jitted(by_jax, options)

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.api.signature import Fixed, refuse_without_hash
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import no_mesh_set, user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
@@ -132,8 +131,7 @@ class KernelFunction(Generic[P, R]):
         at = {n % max(len(args), 1) for n in numbers}
         fixed = {i: x for i, x in enumerate(args) if i in at}
         fixed_names = {name: x for name, x in kwargs.items() if name in names}
-        for where, x in [*fixed.items(), *fixed_names.items()]:
-            refuse_without_hash(x, f"Non-hashable static arguments are not supported: argument {where} of {self}.")
+        static = tuple(self._key_of(where, x) for where, x in (*fixed.items(), *sorted(fixed_names.items())))
         given = [x for i, x in enumerate(args) if i not in fixed]
         named = {name: x for name, x in kwargs.items() if name not in names}
         leaves, tree = jax.tree_util.tree_flatten_with_path((given, named))
@@ -148,7 +146,7 @@ class KernelFunction(Generic[P, R]):
 
             return call
 
-        key = tuple((where, Fixed(x)) for where, x in (*fixed.items(), *sorted(fixed_names.items()))), tree
+        key = static, tree
         if key not in self._kernels:
             fast, plain = flat(self.fast), flat(self.like)
             self._kernels[key] = Kernel(str(self), _leaves_of(fast), _leaves_of(plain), self.platforms)
@@ -161,6 +159,17 @@ class KernelFunction(Generic[P, R]):
 
     def __str__(self) -> str:
         return str(getattr(self.fast, "__name__", type(self.fast).__name__))
+
+    def _key_of(self, where: object, x: Any) -> Hashable:
+        """A static argument as a part of a key."""
+        try:
+            hash(x)
+        except TypeError as error:
+            said = f"Non-hashable static arguments are not supported: argument {where} of {self}."
+            hint = "Give a tuple or another value that is hashable and does not change."
+            raise ArgumentError.like(ValueError(), said, user_line(), f"a {type(x).__name__}", hint) from error
+        # Zeros of both signs are equal, and a NaN is not equal to itself; written out they are what they are.
+        return where, type(x), repr(x) if isinstance(x, float | complex) else x
 
     def _array(self, x: Any, path: Any) -> Any:
         if isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format
 
-from gshard.api.signature import arrays_of, fixed, freed, has_fixed, refuse_twice, write_back
+from gshard.api.signature import arrays_of, refuse_twice, write_back
 from gshard.api.target import Target
 from gshard.core.errors import ArgumentError, ShardingError, warn_once
 from gshard.core.jax_adapter import no_mesh_set, user_line
@@ -100,9 +100,6 @@ def standalone(lowered: Any) -> Any:
     if lowered.padded or not all(s.is_even(lowered.mesh, v.shape) for s, v in outputs):
         padded = 'takes or returns arrays in padded parts (uneven="keep")'
         raise _refused(name, padded, 'Leave out uneven="keep" for it.')
-    if has_fixed(lowered.in_tree) or has_fixed(lowered.out_tree):
-        no_array = "has arguments or results that are no arrays"
-        raise _refused(name, no_array, "Give the arrays alone (equinox.partition), and combine them inside.")
     if names_devices(lowered.spmd.jaxpr):
         raise _refused(name, "calls back to Python", "Leave out callbacks (jax.debug.print, pure_callback) in it.")
     if lowered.spmd.in_orders or lowered.spmd.out_orders:
@@ -343,7 +340,7 @@ class Lowered(_Stage):
             for i, (v, mesh, s) in enumerate(found)
         ]
         del infos[len(infos) - len(self.program.references) :]
-        return freed(jax.tree.unflatten(self.out_tree, infos))
+        return jax.tree.unflatten(self.out_tree, infos)
 
     @property
     def _out_meshes(self) -> list[Mesh]:
@@ -371,11 +368,9 @@ class Compiled(_Stage):
     @without_our_frames
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs on arrays; they are moved to where the program expects them."""
-        if has_fixed(self.in_tree):
-            args, kwargs = fixed(args, "arguments, "), fixed(kwargs, "arguments, ")
         leaves = arguments_for(self.lowered, args, kwargs)
         results = self.lowered.executable(*placed_arguments(self.lowered, leaves).arrays)
-        return freed(jax.tree.unflatten(self.out_tree, self.lowered.flat_results(results, leaves)))
+        return jax.tree.unflatten(self.out_tree, self.lowered.flat_results(results, leaves))
 
     _name = _of("lowered.program.name")
     _jax = _of("lowered.executable.compiled")  # JAX's program of the flat arguments
@@ -461,7 +456,7 @@ class Traced:
         shapes, tree = jax.tree.flatten(self.by_jax.out_info)
         said = self.out_shardings(jax.tree.unflatten(tree, shapes))
         shapes = [x.update(sharding=sharding) for x, sharding in zip(shapes, said, strict=True)]
-        return freed(jax.tree.unflatten(tree, shapes))
+        return jax.tree.unflatten(tree, shapes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The results of the traced function, partitioned, for arguments without the static ones."""

@@ -16,7 +16,6 @@ from gshard.api.specs import as_array, describe, hidden_by_vmap, is_spec, mark_o
 from gshard.core.errors import ShardingError, counted, known_names
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
-from gshard.core.keywords import keywords
 from gshard.core.layout import Names
 from gshard.core.mark import Mark, entries_of
 from gshard.core.paths import is_below, path_inside
@@ -190,7 +189,7 @@ def split(x: T, dim: int, over: int | str | Sequence[str], *, send: Any = None) 
 def split(x: T, dim: Mapping[int, str | Sequence[str]], *, send: Any = None) -> T: ...
 
 
-@keywords("Write split(x, 0, 'data'), split(x, 0, 8) or split(x, {0: 'data', 1: 'model'}).")
+@without_our_frames
 def split(x: Any, dim: Any, over: Any = None, *, send: Any = None) -> Any:
     """Marks dimension ``dim`` of an array to be split over mesh axes or in a number of parts, all others whole.
 
@@ -279,7 +278,7 @@ def _having(dims: Sequence[int], x: Any, leaves: Sequence[tuple[str, Any]], call
     return ndims, has
 
 
-@keywords("Write shard(x, P('data', None)).")
+@without_our_frames
 def shard(x: T, spec: Any, *, send: Any = None) -> T:
     """Marks how an array is cut along all its dimensions.
 

@@ -17,7 +17,7 @@ from gshard.api.marks import arrays_of, listed, marked, partitions_of, unused_pa
 from gshard.api.specs import describe
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import user_line
-from gshard.core.keywords import keywords
+from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.mark import Schedule, mark_of_stack
 from gshard.core.paths import is_below, path_inside
 
@@ -39,7 +39,7 @@ def pipeline(
 ) -> T: ...  # fmt: skip
 
 
-@keywords(_HINT)
+@without_our_frames
 def pipeline(
     x: Any,
     over: int | str | Sequence[str],

@@ -14,7 +14,6 @@ from gshard.api.explained import refuse_options
 from gshard.api.jit import Jitted, jit
 from gshard.api.lowered import Lowered
 from gshard.api.names import paths_of_arguments
-from gshard.api.wrapped import clear_call_errors
 from gshard.core.errors import ArgumentError, MeshError, ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
@@ -315,8 +314,7 @@ def search(
     )  # fmt: skip
     if compile_best is not None:  # before the search, which takes long
         devices_on(run.meshes[0], run.machine_on(run.meshes[0]))
-    with clear_call_errors(search, f, args, kwargs):
-        found = until_stopped(run.search, run.result)
+    found = until_stopped(run.search, run.result)
     return found if compile_best is None else ranked(found, compile_best)
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import no_mesh_set, user_line
@@ -59,83 +57,6 @@ def write_back(references: Sequence[Any], values: Sequence[Any]) -> None:
             with no_mesh_set():
                 value = jax.device_put(value, here)
         write(reference, value)
-
-
-# Static leaves: leaves of arguments and results that are not arrays, such as activation functions.
-
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, UnevenArray)
-
-
-@jax.tree_util.register_pytree_node_class
-class Fixed:
-    """A leaf as a part of the structure; equal to others of the same type and value."""
-
-    __slots__ = ("key", "value")
-
-    def __init__(self, value: Any):
-        self.value = value
-        # Zeros of both signs are equal, and a NaN is not equal to itself; written out they are what they are.
-        self.key: Hashable = (type(value), repr(value) if isinstance(value, float | complex) else value)
-
-    def tree_flatten(self) -> tuple[tuple[()], Fixed]:
-        """No children, and itself."""
-        return (), self
-
-    @staticmethod
-    def tree_unflatten(itself: Fixed, children: tuple[()]) -> Fixed:
-        """The reverse of ``tree_flatten``."""
-        return itself
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Fixed) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __repr__(self) -> str:
-        return f"Fixed({self.value!r})"
-
-
-def fixed(tree: Any, where: str) -> Any:
-    """The tree with all leaves that are no arrays as parts of its structure."""
-
-    def leaf(path: Any, x: Any) -> Any:
-        if isinstance(x, _ARRAYS) or hasattr(type(x), "__jax_array__"):
-            return x
-        refuse_without_hash(x, f"Non-hashable static leaves are not supported: {where}{jax.tree_util.keystr(path)}.")
-        return Fixed(x)
-
-    return jax.tree_util.tree_map_with_path(leaf, tree)
-
-
-def refuse_without_hash(x: Any, said: str) -> None:
-    """Raises an ``ArgumentError`` (also a ``ValueError``, as of ``jax.jit``) for what cannot be part of a key."""
-    try:
-        hash(x)
-    except TypeError as error:
-        hint = "Give a tuple or another value that is hashable and does not change."
-        raise ArgumentError.like(ValueError(), said, user_line(), f"a {type(x).__name__}", hint) from error
-
-
-def freed(tree: Any) -> Any:
-    """The tree with such leaves in their places again."""
-    return jax.tree.map(lambda x: x.value if isinstance(x, Fixed) else x, tree, is_leaf=lambda x: isinstance(x, Fixed))
-
-
-def has_fixed(structure: Any) -> bool:
-    """Whether there are such leaves in a structure."""
-    tree = jax.tree.unflatten(structure, [0] * structure.num_leaves)
-    return any(isinstance(x, Fixed) for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Fixed)))
-
-
-def with_fixed_leaves(f: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The function of arguments and with results whose leaves are fixed where they are no arrays."""
-
-    @functools.wraps(f)
-    def fix(*args: Any, **kwargs: Any) -> Any:
-        return fixed(f(*freed(args), **freed(kwargs)), f"the result of {name}")
-
-    return fix
 
 
 # What a function is traced with, and where its arguments lie.

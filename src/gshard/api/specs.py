@@ -70,7 +70,7 @@ def spread(what: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] = i
         raise ShardingError(
             f"the pytree of {what} does not match the pytree that is marked.",
             user_line(),
-            _mismatch(prefix, tree, what, is_leaf) or " ".join(str(error).split()),
+            " ".join(str(error).replace("tree_map tree", what).split()),
             _hint(what, prefix, tree, is_leaf),
         ) from error
     leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -89,24 +89,6 @@ def _spread(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> list[Any]
     said: list[Any] = []
     jax.tree.map(lambda s, part: said.extend([s] * len(jax.tree.leaves(part))), prefix, tree, is_leaf=is_leaf)
     return said
-
-
-def _mismatch(prefix: Any, tree: Any, at: str, is_leaf: Callable[[Any], bool]) -> str:
-    """The first place where a pytree is not a prefix of another; an empty string if its parts do not tell."""
-    if is_leaf(prefix) or jax.tree_util.all_leaves([prefix]):
-        return ""
-    mine, theirs = _children(prefix), _children(tree)
-    if type(prefix) is not type(tree):
-        kind = "an array" if jax.tree_util.all_leaves([tree]) else f"a {type(tree).__name__}"
-        return f"{at} is a {type(prefix).__name__}, and there {kind} is meant"
-    if list(mine) != list(theirs):
-        return f"{at} has the entries {', '.join(mine)}, and there are {', '.join(theirs) or 'none'}"
-    return next(filter(None, (_mismatch(mine[k], theirs[k], at + k, is_leaf) for k in mine)), "")
-
-
-def _children(x: Any) -> dict[str, Any]:
-    found, _ = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda part: part is not x)
-    return {jax.tree_util.keystr(path): part for path, part in found}
 
 
 def _hint(what: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> str:

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import jet
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
@@ -366,14 +365,6 @@ def refuse_references(arguments: Sequence[Any], name: str = "a partitioned funct
         )
 
 
-def _refuse_series(*_: Any, **__: Any) -> Any:
-    raise TraceError(
-        "jax.experimental.jet takes no series of a partitioned function.",
-        user_line(),
-        hint="Take it inside: gshard.jit(lambda x: jet(f, (x,), ...), mesh=...).",
-    )
-
-
 @weakly_cached
 def _planned(jaxpr: Any, target: Target, marks: tuple[Mark | None, ...] | None = None) -> Plan:
     program = _program(jaxpr, target, marks)
@@ -508,7 +499,6 @@ def _rebound(operands: Sequence[Any], jaxpr: Any, parameters: dict[str, Any]) ->
     return call(jaxpr, parameters["target"], operands)
 
 
-jet.jet_rules[call_p] = _refuse_series  # type: ignore[assignment]
 discharged_by(call_p, _rebound)
 checked_by(call_p, _rebound)
 

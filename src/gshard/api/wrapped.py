@@ -1,26 +1,22 @@
-"""Reads the options of a function from ``jax.jit`` that is passed to gshard, and what is wrong with its arguments."""
+"""Reads the options of a function from ``jax.jit`` that is passed to gshard, and the mesh of its arguments."""
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
-from gshard.api.signature import with_fixed_leaves
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import closed, mesh_of_context, sub_jaxprs, user_line
 from gshard.core.jax_adapter_jit import given_to_jit
-from gshard.core.keywords import unknown_keyword
 from gshard.core.paths import parameters_of
 from gshard.tracing.by_jax import name_of
 
 
 def unwrapped(
-    f: Callable[..., Any], options: dict[str, Any], given: dict[str, Any], static_leaves: bool
+    f: Callable[..., Any], options: dict[str, Any], given: dict[str, Any]
 ) -> tuple[Any, dict[str, Any], jax.sharding.Mesh | None]:
     """Adds what ``jax.jit`` was given with a function to what ``gshard.jit`` is given.
 
@@ -29,7 +25,7 @@ def unwrapped(
     """
     before = given_to_jit(f)
     if before is None:
-        return _jitted(f, given, static_leaves), options, None
+        return _jitted(f, given), options, None
     refuse_device("jax.jit", before.device)
     shardings = {"in_shardings": before.in_shardings, "out_shardings": before.out_shardings}
     has_shardings = any(x is not None for x in shardings.values())
@@ -39,20 +35,20 @@ def unwrapped(
         options = {**options, **(shardings if has_shardings else {})}
         options["compiler_options"] = {**before.compiler_options, **options["compiler_options"]}
     options["keep_unused"] = options["keep_unused"] or before.keep_unused
-    own = given_to_jit(_jitted(f, given, False))
+    own = given_to_jit(_jitted(f, given))
     assert own is not None
     pairs = zip((*own.static, *own.donated), (*before.static, *before.donated), strict=True)
     both = {
         key: (*ours, *(x for x in theirs if x not in ours)) for key, (ours, theirs) in zip(given, pairs, strict=True)
     }
     mesh = mesh_of_shardings(jax.tree.leaves((before.in_shardings, before.out_shardings)))
-    return _jitted(f, both, static_leaves), options, mesh
+    return _jitted(f, both), options, mesh
 
 
-def _jitted(f: Callable[..., Any], given: dict[str, Any], static_leaves: bool) -> Any:
+def _jitted(f: Callable[..., Any], given: dict[str, Any]) -> Any:
     """The function from ``jax.jit``, which refuses what is no function, and arguments that it does not have."""
     try:
-        return jax.jit(with_fixed_leaves(f, name_of(f)) if static_leaves else f, **given)
+        return jax.jit(f, **given)
     except (ValueError, TypeError) as error:
         names = parameters_of(f)
         raise ArgumentError.like(
@@ -104,59 +100,3 @@ def refuse_device(by: str, device: Any) -> None:
             f"{device!r}",
             "Write mesh=jax.devices('cpu')[:8], for example.",
         )
-
-
-# Call errors: what is wrong with the arguments of a function that ``explain`` or ``search`` was given.
-
-_OF_CALL = re.compile(r"(missing \d+ required|takes .* positional arguments? but|got an unexpected keyword)")
-
-
-class clear_call_errors:
-    """Inside, a ``TypeError`` because ``f`` does not take these arguments becomes an error that names them."""
-
-    # A class, since a generator in ``contextlib`` leaves a frame in the traceback that the user sees.
-    def __init__(
-        self, asker: Callable[..., Any], f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        self._call = asker, f, args, kwargs
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, TypeError) and (clear := _clear(*self._call, error)) is not error:
-            raise clear from None
-
-
-def _clear(
-    asker: Callable[..., Any], f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError
-) -> TypeError:
-    signature = _signature(f) if _OF_CALL.search(str(error)) else None
-    if signature is None or _fits(signature, args, kwargs):
-        return error
-    what = f"{name_of(f)}({', '.join(signature.parameters)})"
-    known = signature.parameters
-    options = [p.name for p in inspect.signature(asker).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    wrong = next((k for k in kwargs if k not in known), None)
-    if wrong is not None:
-        hint = f"{what} has no such argument either."
-        return unknown_keyword(f"gshard.{asker.__name__}", wrong, [*options, *known], hint)
-    hint = f"Give its arguments, arrays or jax.ShapeDtypeStruct: gshard.{asker.__name__}(f, x, mesh=8)."
-    if taken := [name for name in options if name in known]:
-        hint += f"\n  {taken[0]}= is an option of gshard.{asker.__name__}: "
-        hint += f"bind the argument of this name with functools.partial({name_of(f)}, {taken[0]}=...)."
-    return ArgumentError(str(error), user_line(), f"{len(args) + len(kwargs)} given to {what}", hint)
-
-
-def _signature(f: Callable[..., Any]) -> inspect.Signature | None:
-    try:
-        return inspect.signature(f)
-    except (TypeError, ValueError):
-        return None
-
-
-def _fits(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True

@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,33 +20,13 @@ from gshard.core.jax_adapter import no_mesh_set
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 
-# Attributes of jax.Array that concern elements, and those that concern memory.
-_OF_ELEMENTS = frozenset(
-    """
-    T all any argmax argmin argpartition argsort astype at byteswap choose clip compress conj conjugate copy cumprod
-    cumsum diagonal dot flat flatten imag item itemsize mT max mean min nonzero prod ptp ravel real repeat reshape round
-    searchsorted sort squeeze std sum swapaxes take to_device tobytes tolist trace transpose var view
-    """.split()
-)
+# Attributes of ``jax.Array`` that concern memory; all others concern elements.
 _OF_MEMORY = frozenset(("committed", "delete", "devices", "is_deleted", "is_fully_addressable", "weak_type"))
-
-
-def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
-    def computed(self: UnevenArray, *more: Any) -> Any:
-        return function(self.whole(), *more)
-
-    return computed
-
-
-def _binary(function: Callable[[Any, Any], Any]) -> Callable[[UnevenArray, Any], Any]:
-    def computed(self: UnevenArray, other: Any) -> Any:
-        return function(self.whole(), other.whole() if isinstance(other, UnevenArray) else other)
-
-    return computed
-
-
-def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[UnevenArray, Any], Any]:
-    return lambda self, other: function(other, self.whole())
+# Python reads these from a class, and not by ``__getattr__``.
+_OPERATORS = """
+eq ne lt le gt ge add radd sub rsub mul rmul matmul rmatmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod
+pow rpow and rand or ror xor rxor lshift rlshift rshift rrshift neg pos abs invert round bool getitem contains reversed
+"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -114,32 +93,8 @@ class UnevenArray:
         local = self.padded if self.padded.is_fully_addressable else jax.device_get(self.whole())
         return np.asarray(np.asarray(local)[tuple(slice(0, n) for n in self.shape)], dtype)
 
-    # NumPy arrays leave binary operators to this class.
-    __array_priority__ = 100
-
+    __array_priority__ = 100  # NumPy arrays leave binary operators to this class
     __hash__ = None  # type: ignore[assignment]
-    __eq__, __ne__ = _binary(operator.eq), _binary(operator.ne)  # type: ignore[assignment]
-    __lt__, __le__ = _binary(operator.lt), _binary(operator.le)
-    __gt__, __ge__ = _binary(operator.gt), _binary(operator.ge)
-    __add__, __radd__ = _binary(operator.add), _reflected(operator.add)
-    __sub__, __rsub__ = _binary(operator.sub), _reflected(operator.sub)
-    __mul__, __rmul__ = _binary(operator.mul), _reflected(operator.mul)
-    __matmul__, __rmatmul__ = _binary(operator.matmul), _reflected(operator.matmul)
-    __truediv__, __rtruediv__ = _binary(operator.truediv), _reflected(operator.truediv)
-    __floordiv__, __rfloordiv__ = _binary(operator.floordiv), _reflected(operator.floordiv)
-    __mod__, __rmod__ = _binary(operator.mod), _reflected(operator.mod)
-    __divmod__, __rdivmod__ = _binary(divmod), _reflected(divmod)
-    __pow__, __rpow__ = _binary(operator.pow), _reflected(operator.pow)
-    __and__, __rand__ = _binary(operator.and_), _reflected(operator.and_)
-    __or__, __ror__ = _binary(operator.or_), _reflected(operator.or_)
-    __xor__, __rxor__ = _binary(operator.xor), _reflected(operator.xor)
-    __lshift__, __rlshift__ = _binary(operator.lshift), _reflected(operator.lshift)
-    __rshift__, __rrshift__ = _binary(operator.rshift), _reflected(operator.rshift)
-    __neg__, __pos__, __abs__ = _unary(operator.neg), _unary(operator.pos), _unary(abs)
-    __invert__, __round__ = _unary(operator.invert), _unary(round)
-    __bool__ = _unary(bool)
-    __getitem__, __contains__ = _binary(operator.getitem), _binary(operator.contains)
-    __reversed__ = _unary(reversed)
 
     def __len__(self) -> int:
         if not self.shape:
@@ -160,14 +115,25 @@ class UnevenArray:
         return jax.numpy.asarray, (np.asarray(self),)
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OF_ELEMENTS:
-            return getattr(self.whole(), name)
         if name in _OF_MEMORY:
             return getattr(self.padded, name)
+        if hasattr(jax.Array, name) and not name.startswith("_"):
+            return getattr(self.whole(), name)
         raise AttributeError(f"'UnevenArray' object has no attribute {name!r}", name=name, obj=self)
 
     def __repr__(self) -> str:
         return f"UnevenArray({self.partitioning.format(self.mesh, self.shape, str(self.dtype))} on {self.mesh})"
+
+
+def _of_whole(name: str) -> Any:
+    def computed(self: UnevenArray, *others: Any) -> Any:
+        return getattr(self.whole(), name)(*(x.whole() if isinstance(x, UnevenArray) else x for x in others))
+
+    return computed
+
+
+for _name in _OPERATORS.split():
+    setattr(UnevenArray, f"__{_name}__", _of_whole(f"__{_name}__"))
 
 
 def cut_evenly(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> Sharding:

@@ -18,7 +18,7 @@ from gshard.api.jit import Jitted
 from gshard.api.specs import told
 from gshard.core.errors import ArgumentError, MeshError, known_names
 from gshard.core.jax_adapter import user_line
-from gshard.core.keywords import keywords
+from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.mesh import MeshLike
 from gshard.core.program import format_bytes
 from gshard.explanation.compiled_program import CompiledArgument, CompiledProgram
@@ -214,7 +214,7 @@ def compiled_subject(
 ROWS, HELD = 12, 6  # that a message lists at most
 
 
-@keywords("", "gshard.testing")
+@without_our_frames
 def assert_collectives(
     f: Any,
     args: Sequence[Any] = (),
@@ -508,7 +508,7 @@ def _line(kind: str, axes: str, array: str, module: str, times: int, size: int) 
     return f"{kind:<18}  {f'x{times}':<6}  {size:>15,}  over {axes:<10}  {array:<24}  {module}".rstrip()
 
 
-@keywords("", "gshard.testing")
+@without_our_frames
 def assert_no_more_collectives(
     f: Any,
     args: Sequence[Any] = (),

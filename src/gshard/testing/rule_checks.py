@@ -19,7 +19,7 @@ from gshard.comm.collectives import collectives_of
 from gshard.comm.steps import identity
 from gshard.core.errors import ArgumentError, RuleError
 from gshard.core.jax_adapter import bind, user_line
-from gshard.core.keywords import keywords
+from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.mark import positions_of_parts
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Boundary, Plan
@@ -58,7 +58,7 @@ def reported(collectives: Iterable[Collective]) -> Counter[str]:
 SMALL = Mesh.abstract(a=2, b=3)
 
 
-@keywords("", "gshard.testing")
+@without_our_frames
 def check_rule(
     f: Callable[..., Any],
     *args: Any,

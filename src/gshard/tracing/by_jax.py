@@ -101,7 +101,7 @@ def _of_arguments(text: str) -> str | None:
         return None
     return (
         "A value that is no array is a static argument: gshard.jit(..., static_argnames=...); it must be hashable. "
-        "Inside of an argument it is static with gshard.jit(..., static_leaves=True)."
+        "Inside of an argument it is static with eqx.filter_jit in a block of gshard.instead_of_jit."
     )
 
 
