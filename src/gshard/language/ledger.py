@@ -1,4 +1,7 @@
-"""Lists how gshard treats each parameter of each JAX primitive, and finds parameters that it does not know."""
+"""Lists how gshard treats the parameters of JAX primitives that it has rules for or opens, and finds unknown ones.
+
+All other primitives run with their parameters on whole arrays, or are opened by the function that lowers them.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +23,23 @@ KEPT, IRRELEVANT, REPORTED, REFUSED, OPTIONS = "KEPT", "IRRELEVANT", "REPORTED",
 # gshard binds these primitives on every device with the parameters of the equation, with the sizes of one device's
 # part. A sharding (``sharding``, ``out_sharding``) becomes a mark on the result. Continuation lines are indented.
 BOUND = """
-after_all create_token dynamic_update_slice iota_p optimization_barrier threefry4x32 zeros_like:
-mulhi: accuracy
-broadcast_in_dim cholesky cholesky_update cumprod householder_product lu_pivots_to_permutation mulhi ormqr reduce_and
+dynamic_update_slice optimization_barrier:
+broadcast_in_dim cholesky cholesky_update cumprod householder_product lu_pivots_to_permutation ormqr reduce_and
     reduce_max reduce_min reduce_or reduce_window_max reduce_window_min reduce_window_sum reduce_xor rev
-    select_and_gather_add select_and_scatter select_and_scatter_add slice symmetric_product transpose
-    tridiagonal_solve: out_dtype
+    select_and_gather_add select_and_scatter_add slice symmetric_product transpose tridiagonal_solve: out_dtype
 convert_element_type: new_dtype sharding weak_type
 bitcast_convert_type: new_dtype
 broadcast_in_dim: broadcast_dimensions shape sharding
-broadcast_to iota_2x32_shape rng_uniform random_split: shape
+iota_2x32_shape random_split: shape
 iota: dimension dtype shape sharding
 empty: dtype out_sharding shape
-empty2: dtype memory_space
 reshape: dimensions new_sizes sharding
 squeeze rev: dimensions
 transpose: permutation
 pad: padding_config
 slice: limit_indices start_indices strides
 dynamic_slice: slice_sizes
-concatenate dimension_size: dimension
+concatenate: dimension
 split: axis sizes
 stack unstack: axis
 tile: reps
@@ -48,8 +48,6 @@ scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub: dimension_n
     unique_indices update_consts update_jaxpr
 dot_general: dimension_numbers out_sharding precision preferred_element_type
 ragged_dot_general: group_offset out_sharding precision preferred_element_type ragged_dot_dimension_numbers
-scaled_dot: dimension_numbers preferred_element_type
-scaled_matmul scaled_matmul_wrapper: preferred_element_type
 conv_general_dilated: batch_group_count dimension_numbers feature_group_count lhs_dilation out_sharding padding
     precision preferred_element_type rhs_dilation window_strides
 reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor: axes out_sharding
@@ -60,14 +58,13 @@ reduce_window: base_dilation consts jaxpr padding window_dilation window_dimensi
 reduce_window_max reduce_window_min reduce_window_sum: base_dilation padding window_dilation window_dimensions
     window_strides
 select_and_gather_add: base_dilation padding select_prim window_dilation window_dimensions window_strides
-select_and_scatter: padding scatter_consts scatter_jaxpr select_consts select_jaxpr window_dimensions window_strides
 select_and_scatter_add: padding select_prim window_dimensions window_strides
 sort: dimension is_stable num_keys
 top_k: axis is_stable k operand
 approx_top_k: aggregate_to_topk is_max_k k recall_target reduction_dimension reduction_input_size_override
 fft: fft_lengths fft_type
 cholesky: symmetrize_input
-cholesky_update geqrf hessenberg householder_product lu philox2x32 philox4x32:
+cholesky_update geqrf hessenberg householder_product lu:
 eig: compute_left_eigenvectors compute_right_eigenvectors implementation
 eigh: algorithm lower sort_eigenvalues subset_by_index
 geqp3: use_magma
@@ -80,95 +77,20 @@ symmetric_product: alpha beta symmetrize_output
 triangular_solve: conjugate_a left_side lower transpose_a unit_diagonal
 tridiagonal: lower
 tridiagonal_solve: perturb_singular
-spsolve: reorder tol
-random_bits: bit_width shape
 random_seed random_wrap: impl
-random_clone random_fold_in random_unwrap:
+random_fold_in random_unwrap:
 random_gamma: log_space
 rng_bit_generator: algorithm dtype out_sharding shape
-from_edtype: dtype
-to_edtype: edtype
-rnn_bwd rnn_fwd: bidirectional cudnn_allow_tf32 dropout hidden_size input_size num_layers
-bcoo_dot_general bcsr_dot_general: dimension_numbers lhs_spinfo preferred_element_type
-bcoo_dot_general_sampled: dimension_numbers
-bcoo_extract: assume_unique
-bcsr_extract:
-bcoo_fromdense bcsr_fromdense: index_dtype n_batch n_dense nse
-bcoo_sort_indices bcoo_todense bcsr_todense coo_todense: spinfo
-bcoo_spdot_general: dimension_numbers lhs_spinfo preferred_element_type rhs_spinfo
-bcoo_sum_duplicates: nse spinfo
-bcoo_transpose: permutation spinfo
-coo_fromdense csr_fromdense: index_dtype nse
-coo_matmat coo_matvec: spinfo transpose
-coo_spmm coo_spmv csr_matmat csr_matvec csr_spmm csr_spmv: shape transpose
-csr_todense: shape
-todense: tree
-dot_product_attention_fwd dot_product_attention_fwd_wrapper dot_product_attention_bwd
-    dot_product_attention_bwd_wrapper: dropout_rate is_training layout mask_type scale score_mod score_mod_jaxpr
-    score_mod_name seed sliding_window_length variadic_args
-dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper dot_product_attention_fp8_bwd
-    dot_product_attention_fp8_bwd_wrapper: is_training layout scale use_causal_mask
 custom_partitioning: call decode_shardings in_tree infer_sharding_from_operands out_tree partition
     propagate_user_sharding sharding_rule static_args
-pallas_call: backend compiler_params cost_estimate debug grid_mapping input_output_aliases interpret jaxpr mesh
-    metadata name name_stack out_avals
-tpu_custom_call: *
-ffi_call: attributes custom_call_api_version has_side_effect input_layouts input_output_aliases legacy_backend_config
-    output_layouts result_avals target_name vmap_method
-buffer_callback: callback command_buffer_compatible has_side_effect in_tree input_output_aliases out_tree result_avals
-    vmap_method
-cudnn_fusion: jaxpr name
-jaxpr_call: jaxpr
-mpmd_map: compiler_params external_meshes input_output_aliases interpret jaxprs meshes name out_avals
-program_order: call_jaxpr exclude_mask
-fused_call: jaxpr out_spaces
-inspect_sharding: callback
+pallas_call: backend compiler_params cost_estimate debug grid_mapping input_output_aliases interpret jaxpr mesh metadata
+    name name_stack out_avals
 debug_callback: callback effect partitioned
 debug_print: fmt has_placeholders in_tree logging_record np_printoptions ordered partitioned static_args
-check: debug err_tree
-shape_assertion: error_message
-unreachable: exc_type message out_avals
-dim_as_value: dim
 platform_index: platforms
-dce_sink: prevent_mlir_dce
-delay multiple_of shard_alike stage tie unpin:
-pin: to
 layout_constraint: layout
-relayout: dst_layout
-with_memory_space_constraint: memory_space
 device_put: copy_semantics devices srcs
 xla_metadata_value: xla_metadata_kvs
-get_global: what
-global_array_to_host_local_array host_local_array_to_global_array: global_mesh pspec
-create_linear: memory_space ty
-empty_ref new_ref: kind memory_space pin ty
-addupdate get swap: tree
-accum_grad_in_ref free_ref freeze:
-run_state: is_initialized jaxpr which_linear
-box_get: avals
-box_set log_extend new_box: treedef
-log_read new_log:
-psum pmax pmin psum_start: axes axis_index_groups out_sharding
-psum_invariant psum_invariant_start: axes axis_index_groups out_sharding
-preduced pvary reduced_vary_cast reduced_vary_cast_p unreduced_pmax unreduced_pmin unreduced_psum unreduced_psum_start
-    vary_unreduced_cast vary_unreduced_cast_p: axes
-all_gather all_gather_start all_gather_invariant all_gather_reduced all_gather_reduced_start: all_gather_dimension
-    axis_index_groups axis_name axis_size tiled
-reduce_scatter reduce_scatter_start unreduced_reduce_scatter unreduced_reduce_scatter_start: axis_index_groups
-    axis_name axis_size scatter_dimension tiled
-all_to_all all_to_all_start: axis_index_groups axis_name concat_axis split_axis tiled
-ragged_all_to_all: axis_index_groups axis_name
-ppermute ppermute_start psend: axis_name perm
-precv: axis_name out_shape perm
-pbroadcast pbroadcast_start: axis_name source
-pbroadcast_dynamic axis_index: axis_name
-all_gather_done all_to_all_done pbroadcast_done ppermute_done psum_done reduce_scatter_done:
-masked_load masked_swap semaphore_read semaphore_wait: args_tree
-semaphore_signal: args_tree device_id_type
-num_programs program_id: axis
-reciprocal: approx full_range
-core_map: interpret jaxpr mesh
-run_scoped: collective_axes jaxpr
 """
 
 # The parameters of elementwise operators, all kept: none of them holds a shape.
@@ -339,7 +261,7 @@ def row_of(primitive: str, parameter: str) -> Row | None:
 
 
 def rows_of(primitive: str) -> Mapping[str, Row] | None:
-    """The rows of a primitive of JAX. Elementwise operators share theirs; None if it is not JAX's."""
+    """The rows of a primitive; None if it has none. Elementwise operators share theirs."""
     shared = _OF_ELEMENTWISE if traits_of(primitive).elementwise else None
     return LEDGER.get(primitive, shared)
 
@@ -366,7 +288,7 @@ def dropped(eqn: Any, source: Any) -> Iterator[Dropped]:
         if way == REPORTED:
             yield Dropped(f"{setting.name} around {name}", _text(setting.value), user_line(source), why)
     for effect in eqn.effects:
-        if type(effect).__name__ not in EFFECTS and rows_of(name) is not None:
+        if type(effect).__name__ not in EFFECTS and type(effect).__module__.startswith("jax"):
             yield Dropped(f"an effect of {name}", _text(effect), user_line(source), _UNREAD)
 
 
@@ -386,7 +308,7 @@ def check_arrays(eqn: Any, source: Any) -> None:
 
 @tabulated(4096)
 def _may_be_lost(name: str, parameters: tuple[str, ...]) -> tuple[tuple[str, Row], ...]:
-    """The parameters of a primitive that may be lost; none for primitives that are not JAX's."""
+    """The parameters of a primitive that may be lost; none for primitives without rows."""
     if rows_of(name) is None:
         return ()
     rows = ((p, row_of(name, p) or Row(REPORTED, _UNREAD)) for p in parameters)
