@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,11 +9,9 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from gshard.comm.halo import Window
 from gshard.comm.shards import Shards
-from gshard.core.mesh import Mesh
-from gshard.core.program import Equation, itemsize
-from gshard.core.rule import Index, Rule, RuleMaker, Span, Split, moves, place
+from gshard.core.program import Equation
+from gshard.core.rule import Index, Rule, RuleMaker, Span, moves
 from gshard.language.registry import Call, rule
 from gshard.language.traits import Fine, Maker, emit, flat
 from gshard.rules.along_axis import AlongAxis
@@ -155,7 +152,7 @@ def _reshape_values(params: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
     values=_reshape_values,
 )  # fmt: skip
 def reshape(call: Call) -> Rule:
-    """Merged and split dimensions share factors. If two groups of dimensions do not align, the major ones communicate.
+    """Merged and split dimensions share factors. Dimensions that do not align cannot be split.
 
     >>> def show(*shapes): print(reshape(Call("reshape", {"dimensions": None}, shapes[:1], shapes[1:], ("f",))))
     >>> show((6, 4), (24,))
@@ -165,7 +162,7 @@ def reshape(call: Call) -> Rule:
     >>> show((8, 1, 3), (2, 4, 3))
     (a b) 1 c -> a b c
     >>> show((4, 9), (9, 4))
-    a b -> a c; communicate a; replicate b c
+    a b -> c d; replicate a b c d
     """
     make = RuleMaker()
     order = call.params.get("dimensions") or range(len(call.in_shapes[0]))
@@ -176,66 +173,27 @@ def reshape(call: Call) -> Rule:
             [[make.replicate(n) for n in target]],
             local=lambda shards, x: shards.bind(x, new_sizes=shards.out_shape()),
         )
-    in_order, result, misaligned = _align(make, source, target, may_communicate=not call.on_keys)
+    in_order, result = _align(make, source, target)
     operand = [in_order[list(order).index(d)] for d in range(len(source))]
 
     def local(shards: Shards, x: Any) -> list[Any]:
         x = x if call.params.get("dimensions") is None else lax.transpose(x, tuple(order))
-        for group in misaligned:
-            if atoms := shards.atoms(group.factor):
-                # Dimensions of size 1 take the place of the merged ones, so that later dimensions keep their numbers.
-                merged = (math.prod(x.shape[group.begin : group.end]), *[1] * (group.end - group.begin - 1))
-                x = x.reshape(*x.shape[: group.begin], *merged, *x.shape[group.end :])
-                x = shards.window(x, group.begin, atoms, group.window(shards.mesh.count(atoms)), 0)
         return shards.bind(x, new_sizes=shards.out_shape(), dimensions=None)
 
-    def sends(mesh: Mesh, split: Split) -> int:
-        total = 0
-        sizes = [-(-n // mesh.count(a)) for n, a in zip(source, place(tuple(in_order), split), strict=True)]
-        for group in misaligned:
-            parts = mesh.count(split.get(group.factor, ()))
-            if parts > 1:
-                each = math.prod(sizes[: group.begin]) * math.prod(sizes[group.end :]) * itemsize(call.in_dtypes[0])
-                window = group.window(parts)
-                total += window.bytes(math.prod(sizes[group.begin : group.end]), each)
-                sizes[group.begin : group.end] = [window.extent, *[1] * (group.end - group.begin - 1)]
-        return total
-
-    return make.rule([operand], [result], local=local, sends=sends if misaligned else None, linear=moves(0))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Misaligned:
-    """Groups of dimensions of operand and result that contain the same elements and have no common factor.
-
-    Each part of the major dimension, of the operand or the result, is a range of these elements in row-major order.
-    """
-
-    factor: int  # the factor of the major dimensions
-    begin: int  # begin, end: the range of the operand's dimensions
-    end: int
-    m: int  # the size of the major dimension of the result
-    total: int  # the number of elements
-
-    def window(self, parts: int) -> Window:
-        """The range of the operand's elements that forms each part of the result."""
-        size = -(-self.m // parts) * (self.total // self.m)
-        return Window(self.total, 0, size, parts, size, inside=True)
+    return make.rule([operand], [result], local=local, linear=moves(0))
 
 
 def _align(
-    make: RuleMaker, source: tuple[int, ...], target: tuple[int, ...], *, may_communicate: bool
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[_Misaligned]]:
+    make: RuleMaker, source: tuple[int, ...], target: tuple[int, ...]
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Creates the factors of a reshape: walks both shapes from the major side, and shares common factors.
 
     The remaining parts of both shapes always have the same number of elements. So the greatest common divisor of the
-    two current dimensions is a factor of both. If it is 1, the shapes are misaligned: both sides get factors that
-    cannot be split until their products are equal again. If both current dimensions are still whole, these two share a
-    factor that communicates.
+    two current dimensions is a factor of both. If it is 1, the shapes do not align: both sides get factors that cannot
+    be split until their products are equal again.
     """
     operand: list[tuple[int, ...]] = [() for _ in source]
     result: list[tuple[int, ...]] = [() for _ in target]
-    misaligned: list[_Misaligned] = []
     i = j = 0
     left, right = 1, 1  # the remaining factors of the current dimensions, source[i - 1] and target[j - 1]
     while True:
@@ -244,7 +202,7 @@ def _align(
         while right == 1 and j < len(target):
             right, j = target[j], j + 1
         if left == right == 1:
-            return operand, result, misaligned
+            return operand, result
         common = math.gcd(left, right)
         if common > 1:
             shared = make.factor(common)
@@ -252,25 +210,17 @@ def _align(
             result[j - 1] += shared
             left, right = left // common, right // common
             continue
-        begin = i - 1
-        communicates = may_communicate and not operand[i - 1] and not result[j - 1]
-        if communicates:
-            operand[i - 1] = result[j - 1] = make.communicate(max(left, right))
-        else:
-            operand[i - 1] += make.replicate(left)
-            result[j - 1] += make.replicate(right)
-        source_product, target_product = left, right
-        while source_product != target_product:
-            if source_product < target_product:
-                source_product *= source[i]
+        operand[i - 1] += make.replicate(left)
+        result[j - 1] += make.replicate(right)
+        while left != right:
+            if left < right:
+                left *= source[i]
                 operand[i] += make.replicate(source[i]) if source[i] > 1 else ()
                 i += 1
             else:
-                target_product *= target[j]
+                right *= target[j]
                 result[j] += make.replicate(target[j]) if target[j] > 1 else ()
                 j += 1
-        if communicates:
-            misaligned.append(_Misaligned(operand[begin][0], begin, i, right, source_product))
         left = right = 1
 
 
