@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,12 +17,10 @@ from jax import lax
 from gshard.comm.halo import HaloWindows, Window
 from gshard.comm.route import Chunk, Route, routed
 from gshard.comm.shards import Shards, along
-from gshard.comm.steps import PERMUTE
-from gshard.core.jax_adapter_context import in_context
-from gshard.core.mesh import Atoms, Mesh
-from gshard.core.program import NO_CONTEXT, Equation, Value, itemsize
-from gshard.core.rule import REDUCE, Rule, RuleMaker, Span, Split, moves, place
-from gshard.core.xla_workarounds import opaque_for_one, opaque_for_slice, ppermute, taken
+from gshard.core.mesh import Mesh
+from gshard.core.program import Equation, Value
+from gshard.core.rule import REDUCE, Rule, RuleMaker, Span, Split, moves
+from gshard.core.xla_workarounds import opaque_for_one, opaque_for_slice, taken
 from gshard.language.function_primitive import function_primitive
 from gshard.language.registry import Call, rule
 from gshard.language.traits import Groups, Maker, emit, flat
@@ -222,45 +221,36 @@ def _padded_spans(low: int, high: int, n: int) -> tuple[Span, ...]:
     "rev", moves=True, same_on_parts=True, values=lambda params, x: np.flip(x, tuple(params["dimensions"])),
 )  # fmt: skip
 def rev(call: Call) -> Rule:
-    """Devices reverse their parts and exchange them, the first with the last. Then padding moves to the end."""
+    """Devices reverse their parts and exchange them, the first with the last."""
     (shape,) = call.in_shapes
     make = RuleMaker()
-    moved = [d in call.params["dimensions"] for d in range(len(shape))]
-    dims = [cut(call, make, n) if m else make.factor(n) for n, m in zip(shape, moved, strict=True)]
+    reversed_dims = set(call.params["dimensions"])
+    dims = [cut(call, make, n) if d in reversed_dims else make.factor(n) for d, n in enumerate(shape)]
+    arrays = [AlongAxis(shape, d, dims) for d in sorted(reversed_dims)]
 
-    def window(d: int, parts: int) -> Window:
-        size = -(-shape[d] // parts)
-        return Window(size * parts, size * parts - shape[d], size, parts, size, inside=True)
-
-    halos = HaloWindows(dims, moved, window)
+    def route(n: int, parts: int) -> Route:
+        """From the reversed parts, whose padding comes first, to the parts of the result."""
+        size = -(-n // parts)
+        chunks = ((part * size, min((part + 1) * size, n)) for part in range(parts))  # before they are reversed
+        moved = (_moved(start + size - (end - start), start + size, n - end, size * parts, n, parts, 0, 0)
+                 for start, end in chunks)  # fmt: skip
+        return routed(tuple(itertools.chain.from_iterable(moved)))
 
     def local(shards: Shards, x: Any) -> list[Any]:
         (x,) = shards.bind(x)
-        if not x.size:
-            return [x]
-        for d, w in halos.split_over(shards.mesh, shards.split).items():
-            atoms = shards.atoms(dims[d][0])
-            x = _exchange_mirrored(shards, x, atoms)
-            x = shards.window(x, d, atoms, w, 0) if shape[d] % w.parts else x
+        for array in arrays if x.size else ():
+            if atoms := array.atoms(shards):
+                n, size = shape[array.axis], x.shape[array.axis]
+                x = shards.route(x, array.axis, atoms, route(n, shards.mesh.count(atoms)), size)
         return [x]
 
     def sends(mesh: Mesh, split: Split) -> int:
-        sizes = (-(-n // mesh.count(atoms)) for n, atoms in zip(shape, place(tuple(dims), split), strict=True))
-        part = math.prod(sizes) * itemsize(call.in_dtypes[0])
-        exchanged = part * len(halos.split_over(mesh, split))
-        return exchanged + halos.sent_bytes(shape, call.in_dtypes[0], mesh, split, lambda d, w: w.extent)
+        sent_along = (
+            array.route_bytes(call.in_dtypes[0], functools.partial(route, shape[array.axis])) for array in arrays
+        )
+        return sum(sent(mesh, split) for sent in sent_along)
 
     return make.rule([dims], [dims], local=local, sends=sends, linear=moves(0))
-
-
-@in_context(NO_CONTEXT)
-def _exchange_mirrored(shards: Shards, x: Any, atoms: Atoms) -> Any:
-    """The part that is as far from the end as this device's part is from the beginning."""
-    if shards.note is not None:
-        shards.note(PERMUTE, atoms, x.size * x.dtype.itemsize, x)
-    # Counted from the end, the positions along every atom are reversed. So JAX may number devices in the mesh's order.
-    last = shards.mesh.count(atoms) - 1
-    return ppermute(x, tuple(a for a in shards.mesh.atoms if a in atoms), [(i, last - i) for i in range(last + 1)])
 
 
 def cut(call: Call, make: RuleMaker, n: int) -> tuple[int, ...]:
