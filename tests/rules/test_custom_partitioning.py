@@ -253,7 +253,6 @@ def test_without_shardy_the_callbacks_tell():
         op = as_it_comes(
             jnp.sin,
             infer_sharding_from_operands=lambda mesh, operands, result: operands[0].sharding,
-            propagate_user_sharding=lambda mesh, result: result.sharding,
             decode_shardings=True,
         )
         mesh = mesh_of((2, 4))

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src import core as _core
 from jax._src import custom_partitioning_sharding_rule as _sharding_rules
-from jax._src import sharding_impls as _sharding_impls
 from jax._src.lib.mlir import ir as _ir
 from jax.extend.core import Literal
 from jax.interpreters import mlir as _mlir
@@ -28,16 +27,6 @@ def ir_types(avals: Sequence[Any]) -> list[Any]:
     """The MLIR types of arrays, which JAX passes to a sharding rule that is a function."""
     with _mlir.make_ir_context(), _ir.Location.unknown():
         return [_ir.RankedTensorType.get(a.shape, _mlir.dtype_to_ir_type(a.dtype)) for a in avals]
-
-
-def as_gspmd(sharding: NamedSharding, ndim: int, devices: Sequence[Any]) -> jax.sharding.Sharding:
-    """A sharding in XLA's form, without axis names, for functions that set ``decode_shardings=False``."""
-    return _sharding_impls.GSPMDSharding(devices, sharding._to_xla_hlo_sharding(ndim))
-
-
-def spec_on(mesh: Any, sharding: jax.sharding.Sharding, ndim: int) -> PartitionSpec:
-    """A sharding without axis names as a ``PartitionSpec`` over the axes of a mesh with the same devices."""
-    return _sharding_impls.parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(ndim), mesh)[0]
 
 
 def read_sharding_rule(text: str, **details: Any) -> Any:

@@ -29,15 +29,26 @@ class Notation:
     """A parsed rule that is not yet applied to an equation."""
 
     text: str  # the text of the rule
-    # operands, results: for each dimension of each array its factors; ``("...",)`` stands for further dimensions
+    # operands, results: for each dimension of each array its factors; ``("...",)``, or another word that begins so,
+    # stands for further dimensions
     operands: tuple[tuple[Words, ...], ...]
     results: tuple[tuple[Words, ...], ...]
     # kind and monoid of each factor that is not parallel; the monoid is None unless the kind is ``reduce``
     kinds: Mapping[str, tuple[str, str | None]]
     sizes: Mapping[str, int]  # the explicit sizes of factors
+    differ: bool = False  # whether dimensions of one factor may have different sizes; the largest is that of the factor
 
     def rule(self, call: Call, local: Callable[..., Any] | None = None) -> Rule:
         """The rule of one application of a primitive."""
+        tensors, sizes = self.factors(call)
+        make = RuleMaker()
+        factor = {word: make.factor(n, *self.kinds.get(word, (PARALLEL, None)))[0] for word, n in sizes.items()}
+        dims = [[tuple(factor[w] for w in dim) for dim in tensor] for tensor in tensors]
+        count = len(call.in_shapes)
+        return make.rule(dims[:count], dims[count:], local=local)
+
+    def factors(self, call: Call) -> tuple[list[list[Words]], dict[str, int]]:
+        """For each dimension of each array its factors, and the sizes of all factors, in their order in the text."""
         shapes = (*call.in_shapes, *call.out_shapes)
         for what, tensors_of_rule, shapes_of_call in (
             ("operand", self.operands, call.in_shapes),
@@ -49,34 +60,32 @@ class Notation:
         tensors = self._expand_ellipses(call, shapes)
         sizes = dict(self.sizes)
         self._find_sizes(call, tensors, shapes, sizes)
-        make = RuleMaker()
-        factor: dict[str, int] = {}
-        for word in dict.fromkeys(w for tensor in tensors for dim in tensor for w in dim):
+        words = dict.fromkeys(w for tensor in tensors for dim in tensor for w in dim)
+        for word in words:
             if word not in sizes:
                 raise self._misfit(call, f"leaves the size of {word!r} open", f"Write it down: ...; {word}=4.")
-            kind, monoid = self.kinds.get(word, (PARALLEL, None))
-            (factor[word],) = make.factor(sizes[word], kind, monoid)
-        dims = [[tuple(factor[w] for w in dim) for dim in tensor] for tensor in tensors]
-        count = len(call.in_shapes)
-        return make.rule(dims[:count], dims[count:], local=local)
+        return tensors, {word: sizes[word] for word in words}
 
     def _expand_ellipses(self, call: Call, shapes: Sequence[tuple[int, ...]]) -> list[list[Words]]:
         """The arrays with a factor for each dimension that ``...`` stands for."""
         tensors: list[list[Words]] = []
-        further_dims: dict[str, int] = {}
+        further_dims: dict[str, dict[str, int]] = {}  # for each ellipsis and array
         for i, (tensor, shape) in enumerate(zip((*self.operands, *self.results), shapes, strict=True)):
-            has_ellipsis = ("...",) in tensor
-            further = len(shape) - sum(dim != ("...",) for dim in tensor)
-            if has_ellipsis:
-                further_dims[_name(i, call)] = further
-            if further < 0 or (further and not has_ellipsis):
-                dimensions = counted(len(tensor) - has_ellipsis, "dimension")
-                raise self._misfit(call, f"gives {_name(i, call)} {dimensions}, and it has {len(shape)}")
-            expanded = tuple((f"...{d}",) for d in range(further))
-            tensors.append([factors for dim in tensor for factors in (expanded if dim == ("...",) else (dim,))])
-        if len(set(further_dims.values())) > 1:
-            counts = ", ".join(f"{n} in {name}" for name, n in further_dims.items())
-            raise self._misfit(call, f"has '...' stand for different numbers of dimensions: {counts}")
+            name, ellipses = _name(i, call), [dim for dim in tensor if _is_ellipsis(dim)]
+            further = len(shape) - len(tensor) + len(ellipses)
+            for (word,) in ellipses:
+                further_dims.setdefault(word, {})[name] = further
+            if further < 0 or (further and not ellipses):
+                dimensions = counted(len(tensor) - len(ellipses), "dimension")
+                raise self._misfit(call, f"gives {name} {dimensions}, and it has {len(shape)}")
+            expanded = [
+                tuple((f"{dim[0]}{d}",) for d in range(further)) if _is_ellipsis(dim) else (dim,) for dim in tensor
+            ]
+            tensors.append([factors for dims in expanded for factors in dims])
+        for counts in further_dims.values():
+            if len(set(counts.values())) > 1:
+                text = ", ".join(f"{n} in {name}" for name, n in counts.items())
+                raise self._misfit(call, f"has '...' stand for different numbers of dimensions: {text}")
         return tensors
 
     def _find_sizes(
@@ -96,7 +105,7 @@ class Notation:
             if len(dim) != 1:
                 continue
             (word,) = dim
-            may_differ = self.kinds.get(word, (PARALLEL,))[0] in (COMMUNICATE, REPLICATE)
+            may_differ = self.differ or self.kinds.get(word, (PARALLEL,))[0] in (COMMUNICATE, REPLICATE)
             if not may_differ and sizes.get(word, n) != n:
                 raise self._misfit(call, f"has {word!r} be {sizes[word]} in {origin[word]} and {n} in {location}")
             sizes[word] = max(n, sizes.get(word, n))
@@ -114,6 +123,10 @@ class Notation:
 
     def _misfit(self, call: Call, what: str, hint: str | None = None) -> RuleError:
         return RuleError(f"the rule of '{call.name}' {what}.", got=f"rule: {self.text}\n  {call}", hint=hint)
+
+
+def _is_ellipsis(dim: Words) -> bool:
+    return len(dim) == 1 and dim[0].startswith("...")
 
 
 def parse(text: str) -> Notation:

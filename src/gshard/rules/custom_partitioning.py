@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,11 +23,12 @@ from gshard.comm.shards import Shards
 from gshard.comm.steps import PERMUTE
 from gshard.core.errors import GShardError, RuleError
 from gshard.core.jax_adapter import closed
-from gshard.core.jax_adapter_kernels import as_gspmd, ir_types, read_sharding_rule, spec_on
+from gshard.core.jax_adapter_kernels import ir_types, read_sharding_rule
 from gshard.core.mark import Mark, axes_of_entry, entries_of, resolve
 from gshard.core.mesh import Atoms, Mesh, automatic_mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.rule import COMMUNICATE, PARALLEL, REPLICATE, Factor, Rule, RuleMaker, Split, place, project
+from gshard.language.custom import Notation
 from gshard.language.per_device import renamed
 from gshard.language.registry import Call, rule
 
@@ -198,10 +198,6 @@ class _RuleOnMesh:
             atoms = [a for dim in dims for a in dim]
             if len(set(atoms)) != len(atoms):
                 return None
-        operands = self.factors.dims[: len(self.operator.in_types)]
-        in_operands = {f for dims in operands for dim in dims for f in dim}
-        if self.in_results.issuperset(split) and in_operands.isdisjoint(split):
-            arrays = self.user.propagated(arrays)
         return self.user.settled(self.user.inferred(arrays))
 
     def _projected(self, arrays: Arrays) -> Split | None:
@@ -248,11 +244,10 @@ class _RuleOnMesh:
 class Partitioned:
     """The parameters of an equation of ``custom_partitioning``, without its jaxpr."""
 
-    # partition, infer, propagate: the user's functions; ``infer`` and ``propagate`` may be None
+    # partition, infer: the user's functions; ``infer`` may be None. ``propagate_user_sharding`` is not called: marks
+    # state which results are split.
     partition: Callable[..., Any]
     infer: Callable[..., Any] | None
-    propagate: Callable[..., Any] | None
-    decoded: bool  # whether the functions receive ``NamedSharding`` objects
     sharding_rule: Any  # the user's sharding rule, or None
     static: tuple[Any, ...]  # the static arguments, which precede the others
     kinds: tuple[type, ...]  # the types of the static arguments
@@ -269,8 +264,6 @@ class Partitioned:
         return Partitioned(
             params["partition"],
             params["infer_sharding_from_operands"],
-            params["propagate_user_sharding"],
-            bool(params["decode_shardings"]),
             params["sharding_rule"],
             static,
             tuple(map(type, static)),
@@ -297,8 +290,6 @@ class DeviceProgram:
 
 # Converts sharding rules of ``jax.experimental.custom_partitioning`` to factors.
 
-Shapes = Sequence[tuple[int, ...]]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Factors:
@@ -307,87 +298,55 @@ class Factors:
     sizes: tuple[int, ...]  # the size of each factor: the largest dimension that it stands for
     # for each dimension of each operand, then of each result, its factors, major to minor
     dims: tuple[tuple[tuple[int, ...], ...], ...]
-    whole: frozenset[int] = frozenset()  # the factors that cannot be split
-    communicated: frozenset[int] = frozenset()  # the factors along which devices communicate
+    whole: frozenset[int]  # the factors that cannot be split
+    communicated: frozenset[int]  # the factors along which devices communicate
+
+    @staticmethod
+    def of(notation: Notation, call: Call) -> Factors:
+        """The factors of a sharding rule, for arrays of these shapes."""
+        arrays, size_of = notation.factors(call)
+        number_of, sizes = {name: i for i, name in enumerate(size_of)}, [*size_of.values()]
+        of_kind = {kind: {number_of[name] for name, (k, _) in notation.kinds.items() if k == kind} for kind in _KINDS}
+        dims_of_arrays = []
+        for names, shape in zip(arrays, (*call.in_shapes, *call.out_shapes), strict=True):
+            dims: list[tuple[int, ...]] = []
+            for dim, n in zip(names, shape, strict=True):
+                factors = tuple(number_of[name] for name in dim)
+                if len(dim) == 1 and n == 1 < sizes[factors[0]]:  # a broadcast dimension stays whole
+                    factors = (len(sizes),)
+                    of_kind[REPLICATE].add(len(sizes))
+                    sizes.append(1)
+                dims.append(factors)
+            used = [f for factors in dims for f in factors]
+            if len(set(used)) != len(used):
+                raise RuleError("the sharding_rule of a custom_partitioning names a factor twice.", got=notation.text)
+            dims_of_arrays.append(tuple(dims))
+        return Factors(tuple(sizes), tuple(dims_of_arrays), *(frozenset(of_kind[kind]) for kind in _KINDS))
 
 
-def independent(shapes: Shapes) -> Factors:
+_KINDS = (REPLICATE, COMMUNICATE)
+
+
+def notation_of(rule: SdyShardingRule) -> Notation:
+    """A sharding rule of JAX in the form of gshard's rules."""
+
+    def word(name: str) -> str:
+        return f"...{name.removeprefix(BATCHING) or '0'}_" if name.startswith(BATCHING) else name
+
+    operands, results = (
+        tuple(tuple((word(dim),) if isinstance(dim, str) else tuple(dim) for dim in array) for array in arrays)
+        for arrays in (rule.operand_mappings, rule.result_mappings)
+    )
+    kinds: dict[str, tuple[str, str | None]] = dict.fromkeys(rule.need_replication_factors, (REPLICATE, None))
+    kinds |= dict.fromkeys((*rule.reduction_factors, *rule.permutation_factors), (COMMUNICATE, None))
+    return Notation(str(rule), operands, results, kinds, rule.factor_sizes, differ=True)
+
+
+def independent(call: Call) -> Notation:
     """A separate factor for each dimension of each array, for an equation without a sharding rule."""
-    sizes: list[int] = []
-    dims = []
-    for shape in shapes:
-        dims.append(tuple((len(sizes) + d,) for d in range(len(shape))))
-        sizes += shape
-    return Factors(tuple(sizes), tuple(dims))
-
-
-def factors_of(rule: SdyShardingRule, in_shapes: Shapes, out_shapes: Shapes) -> Factors:
-    """The factors of a sharding rule, for arrays of these shapes."""
-    mappings = (*rule.operand_mappings, *rule.result_mappings)
-    for what, mappings_of_rule, shapes_of_call in (
-        ("operands", rule.operand_mappings, in_shapes),
-        ("results", rule.result_mappings, out_shapes),
-    ):
-        if len(mappings_of_rule) != len(shapes_of_call):
-            raise _misfit(rule, f"is for {len(mappings_of_rule)} {what}, and there are {len(shapes_of_call)}")
-    shapes = (*in_shapes, *out_shapes)
-    names_of_arrays = list(_expand_ellipses(rule, mappings, shapes, len(in_shapes)))
-    size_of = {str(name): int(size) for name, size in rule.factor_sizes.items()}
-    for names, shape in zip(names_of_arrays, shapes, strict=True):
-        for (name, *others), n in zip(names, shape, strict=True):
-            if not others:
-                size_of[name] = max(n, size_of.get(name, n))
-    all_names = dict.fromkeys(name for names in names_of_arrays for dim in names for name in dim)
-    number_of = {name: i for i, name in enumerate(all_names)}
-    if missing := [name for name in number_of if name not in size_of]:
-        raise _misfit(rule, f"leaves the size of {missing[0]!r} open")
-    sizes = [size_of[name] for name in number_of]
-    dims_of_arrays = []
-    whole = {number_of[name] for name in rule.need_replication_factors}
-    for i, (names, shape) in enumerate(zip(names_of_arrays, shapes, strict=True)):
-        dims: list[tuple[int, ...]] = []
-        for d, (dim, n) in enumerate(zip(names, shape, strict=True)):
-            factors = tuple(number_of[name] for name in dim)
-            if len(dim) > 1 and math.prod(sizes[f] for f in factors) != n:
-                product = " * ".join(f"{name}={size_of[name]}" for name in dim)
-                raise _misfit(rule, f"has dimension {d} of {_array(i, len(in_shapes))} be {product}, and it is {n}")
-            if len(dim) == 1 and n == 1 < sizes[factors[0]]:  # a broadcast dimension stays whole
-                factors = (len(sizes),)
-                whole.add(len(sizes))
-                sizes.append(1)
-            dims.append(factors)
-        used = [f for factors in dims for f in factors]
-        if len(set(used)) != len(used):
-            raise _misfit(rule, f"names a factor twice in {_array(i, len(in_shapes))}")
-        dims_of_arrays.append(tuple(dims))
-    communicated = {number_of[name] for name in (*rule.reduction_factors, *rule.permutation_factors)}
-    return Factors(tuple(sizes), tuple(dims_of_arrays), frozenset(whole), frozenset(communicated))
-
-
-def _expand_ellipses(
-    rule: SdyShardingRule, mappings: Sequence[Any], shapes: Shapes, operands: int
-) -> Iterator[list[Any]]:
-    """For each array a tuple of factor names for each dimension. Dimensions of '...' get names of their own."""
-    ranks: dict[str, int] = {}
-    for i, (mapping, shape) in enumerate(zip(mappings, shapes, strict=True)):
-        names = [(dim,) if isinstance(dim, str) else tuple(dim) for dim in mapping]
-        if names and names[0][0].startswith(BATCHING):
-            group = names.pop(0)[0].removeprefix(BATCHING) or "0"
-            rank = len(shape) - len(names)
-            if ranks.setdefault(group, rank) != rank:
-                raise _misfit(rule, f"has '...' stand for {ranks[group]} dimensions and for {rank}")
-            names = [*((f"{BATCHING}{group}_{d}",) for d in range(rank)), *names]
-        if len(names) != len(shape):
-            raise _misfit(rule, f"gives {_array(i, operands)} {len(names)} dimensions, and it has {len(shape)}")
-        yield names
-
-
-def _array(i: int, operands: int) -> str:
-    return f"operand {i}" if i < operands else f"result {i - operands}"
-
-
-def _misfit(rule: SdyShardingRule, what: str) -> RuleError:
-    return RuleError(f"the sharding_rule of a custom_partitioning {what}.", got=str(rule))
+    names = (tuple((f"{i} {d}",) for d in range(len(s))) for i, s in enumerate((*call.in_shapes, *call.out_shapes)))
+    arrays = tuple(names)
+    return Notation("", arrays[: len(call.in_shapes)], arrays[len(call.in_shapes) :], {}, {})
 
 
 # The sharding of every operand, then of every result: for each dimension its atoms.
@@ -418,9 +377,11 @@ class OnMesh:
         """The factors of the sharding rule; a separate factor for each dimension without a sharding rule."""
         rule = self.parameters.sharding_rule
         operands = len(self.parameters.in_types)
-        shapes = [shape for shape, _ in self.parameters.types]
+        shapes = tuple(shape for shape, _ in self.parameters.types)
+        dtypes = tuple(dtype for _, dtype in self.parameters.in_types)
+        call = Call("custom_partitioning", {}, shapes[:operands], shapes[operands:], dtypes)
         if rule is None:
-            return independent(shapes)
+            return Factors.of(independent(call), call)
         if callable(rule):
             types = [jax.ShapeDtypeStruct(*t) for t in self.parameters.types]
             mesh, _, _ = self._named(tuple(((),) * len(shape) for shape in shapes))
@@ -439,7 +400,7 @@ class OnMesh:
                 got=f"{type(rule).__name__}: {rule!r}"[:200],
                 hint="Give 'i j -> i j', an SdyShardingRule, or a function that returns one of these.",
             )
-        return factors_of(rule, shapes[:operands], shapes[operands:])
+        return Factors.of(notation_of(rule), call)
 
     def settled(self, arrays: Arrays) -> Arrays | None:
         """The shardings that ``partition`` finally accepts, starting from some shardings; None if there are none."""
@@ -454,15 +415,20 @@ class OnMesh:
 
     def inferred(self, arrays: Arrays) -> Arrays:
         """The shardings with those of the results from ``infer_sharding_from_operands``, if the user gave it."""
-        if self.parameters.infer is None:
+        p = self.parameters
+        if p.infer is None:
             return arrays
-        return self._following(arrays, self.parameters.infer, results=True)
-
-    def propagated(self, arrays: Arrays) -> Arrays:
-        """The shardings with those of the results from ``propagate_user_sharding``, if the user gave it."""
-        if self.parameters.propagate is None:
+        mesh, atoms_of, shardings = self._named(arrays)
+        operand_tree, _ = self._trees(shardings)
+        result_shapes = p.out_tree.unflatten([jax.ShapeDtypeStruct(*t) for t in p.out_types])
+        try:
+            flat = p.out_tree.flatten_up_to(p.infer(*p.static, mesh, operand_tree, result_shapes))
+            placed = (self._placed(s, len(t[0]), atoms_of) for s, t in zip(flat, p.out_types))
+            return (*arrays[: len(p.in_types)], *placed)
+        except GShardError:
+            raise
+        except Exception:  # the function does not support these shardings
             return arrays
-        return self._following(arrays, self.parameters.propagate, results=False)
 
     def program(self, arrays: Arrays) -> DeviceProgram | None:
         """The per-device program for these shardings; None if ``partition`` returns others, or if it fails."""
@@ -535,38 +501,15 @@ class OnMesh:
             ) from error
         if axes != tuple(mesh.shape.items()):
             atoms_of = self._atoms_of(axes)
-        placed = tuple(
-            self._placed(s, len(t[0]), mesh, atoms_of) for s, t in zip(flat, self.parameters.types, strict=True)
-        )
+        placed = tuple(self._placed(s, len(t[0]), atoms_of) for s, t in zip(flat, self.parameters.types, strict=True))
         return _Proposal(axes, atoms_of, lower, placed)
-
-    def _following(self, arrays: Arrays, function: Callable[..., Any], *, results: bool) -> Arrays:
-        """The shardings with those of the results from a user's function; unchanged if the function raises."""
-        mesh, atoms_of, shardings = self._named(arrays)
-        operand_tree, result_tree = self._trees(shardings)
-        operands = len(self.parameters.in_types)
-        result_shapes = self.parameters.out_tree.unflatten(
-            [jax.ShapeDtypeStruct(*t) for t in self.parameters.out_types]
-        )
-        arguments = (operand_tree, result_shapes) if results else (result_tree,)
-        try:
-            returned = function(*self.parameters.static, mesh, *arguments)
-            flat = self.parameters.out_tree.flatten_up_to(returned)
-            return (
-                *arrays[:operands],
-                *(self._placed(s, len(t[0]), mesh, atoms_of) for s, t in zip(flat, self.parameters.out_types)),
-            )
-        except GShardError:
-            raise
-        except Exception:  # the function does not support these shardings
-            return arrays
 
     def _trees(self, shardings: Sequence[Any]) -> tuple[Any, Any]:
         types = [jax.ShapeDtypeStruct(*t, sharding=s) for t, s in zip(self.parameters.types, shardings, strict=True)]
         operands = len(self.parameters.in_types)
         return self.parameters.in_tree.unflatten(types[:operands]), self.parameters.out_tree.unflatten(types[operands:])
 
-    def _named(self, arrays: Arrays) -> tuple[Any, Mapping[str, Atoms], list[jax.sharding.Sharding]]:
+    def _named(self, arrays: Arrays) -> tuple[Any, Mapping[str, Atoms], list[NamedSharding]]:
         """The mesh for the user's functions, the atoms of its axes, and the shardings over this mesh."""
         split_dims = [atoms for dims in arrays for atoms in dims if atoms]
         axes: list[tuple[str, int, Atoms]] = []
@@ -590,25 +533,18 @@ class OnMesh:
                 return None
             return tuple(names) if len(names) > 1 else names[0]
 
-        shardings: list[jax.sharding.Sharding] = []
-        for dims in arrays:
-            sharding = NamedSharding(mesh, PartitionSpec(*map(entry, dims)))
-            as_named = self.parameters.decoded or self.mesh.devices is None
-            shardings.append(sharding if as_named else as_gspmd(sharding, len(dims), self.mesh.devices or ()))
+        shardings = [NamedSharding(mesh, PartitionSpec(*map(entry, dims))) for dims in arrays]
         return mesh, {name: atoms for name, _, atoms in axes}, shardings
 
-    def _placed(self, sharding: Any, ndim: int, mesh: Any, atoms_of: Mapping[str, Atoms]) -> tuple[Atoms, ...]:
+    def _placed(self, sharding: Any, ndim: int, atoms_of: Mapping[str, Atoms]) -> tuple[Atoms, ...]:
         """The atoms of each dimension of a sharding that a user's function has returned."""
-        if not isinstance(sharding, jax.sharding.Sharding):
+        if not isinstance(sharding, NamedSharding):
             raise RuleError(
                 "the functions of a custom_partitioning return shardings.",
                 got=f"{type(sharding).__name__}: {sharding!r}"[:200],
                 hint="Return a jax.sharding.NamedSharding for each operand and each result.",
             )
-        if isinstance(sharding, NamedSharding):
-            spec, mesh_of_spec = sharding.spec, sharding.mesh
-        else:
-            spec, mesh_of_spec = spec_on(mesh, sharding, ndim), mesh
+        spec, mesh_of_spec = sharding.spec, sharding.mesh
         entries = [None if e is PartitionSpec.UNCONSTRAINED else e for e in entries_of(spec)]
         axes = tuple((str(name), int(size)) for name, size in mesh_of_spec.shape.items())
         if axes == tuple((name, self.mesh.count(atoms)) for name, atoms in atoms_of.items()):
