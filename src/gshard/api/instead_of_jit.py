@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -50,8 +50,7 @@ class OfJaxpr:
 
     def run(self, jaxpr: Any, arguments: Sequence[Any]) -> by_jax.Ran:
         """Calls it."""
-        with self._programs.tables.for_one_plan():
-            lowered = self._lowered(jaxpr, list(map(Place.of, arguments)))
+        lowered = self._lowered(jaxpr, list(map(Place.of, arguments)))
         placed = placed_arguments(lowered, arguments)
         executable = lowered.executable
         results = lowered.flat_results(executable(*placed.arrays), arguments)
@@ -87,26 +86,14 @@ def _of_jaxpr(jaxpr: Any, jitted: by_jax.Jitted, partitioner: Partitioner) -> Of
     return OfJaxpr(jitted, partitioner.options_for(jitted.name))
 
 
+@dataclasses.dataclass(frozen=True)
 class Partitioner:
     """Takes the place of XLA's partitioner; see ``core.jax_adapter_jit.Substitute``.
 
     With equal options one is equal to another, so that a second block finds the programs of the first.
     """
 
-    def __init__(self, options: Options):
-        self.options = options  # what ``instead_of_jit`` was asked for
-        self._key: Hashable = options.key
-        try:
-            self._hash = hash(self._key)
-        except TypeError:
-            self._key = object()
-            self._hash = hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Partitioner) and self._key == other._key)
-
-    def __hash__(self) -> int:
-        return self._hash
+    options: Options  # of ``instead_of_jit``
 
     def options_for(self, name: str) -> Options:
         """The options for a function of this name: a plan counts for the function that it was made for."""

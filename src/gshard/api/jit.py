@@ -55,9 +55,9 @@ from gshard.core.layout import Layout
 from gshard.core.memory_kinds import is_in_host_space
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.paths import positional_names
-from gshard.core.phases import Phase, phase
+from gshard.core.phases import collected_seldom, phase
 from gshard.core.plan import Plan
-from gshard.core.planning_tables import Tables, with_tables
+from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
 from gshard.core.uneven import UnevenArray
 from gshard.device.machine import Machine
@@ -73,14 +73,6 @@ _log = logging.getLogger(__name__)
 
 
 # Programs: those of one function, planned and compiled for each signature.
-
-_PLANS = 4  # new kinds of calls for which a function keeps what planning computed on its way
-
-
-@weakly_cached
-def _phases_of(jaxpr: Any) -> dict[str, Phase]:
-    """The phase in which JAX has traced a function to this jaxpr; a later call gets the jaxpr without a new trace."""
-    return {}
 
 
 @weakly_cached
@@ -100,27 +92,19 @@ class Programs:
 
     def __init__(self, name: str, options: Options):
         self.name, self.options = name, options
-        self._key: Hashable = options.key
-        try:
-            hash(self._key)
-        except TypeError:
-            self._key = object()
-        self.tables = Tables(_PLANS)
-        emptied_by_jax(self.tables)
         self._last: Signature | None = None
         self._kinds = 1  # of arguments that it was planned for
         self._told: set[str] = set()
 
     def clear(self) -> None:
-        """Forgets what planning computed. The programs go with JAX's trace of the function."""
-        self.tables.cache_clear()
+        """Forgets the kinds of calls. The programs go with JAX's trace of the function."""
         self._last, self._kinds = None, 1
 
     @with_tables
     def lowered(self, jaxpr: Any, signature: Signature, positional: Sequence[str]) -> Lowered:
         """The chain of a closed jaxpr for a signature; ``positional`` are the names of positional arguments."""
         target = self.options.target()
-        cache = _made_of(jaxpr, self._key)
+        cache = _made_of(jaxpr, self.options)
         made: Lowered = cache.get(
             (signature, target), lambda: self._lower(jaxpr, signature, positional, target, cache.values())
         )
@@ -157,11 +141,7 @@ class Programs:
             self._told,
         )  # fmt: skip
         # The state that comes back from a first call has shardings of its own and mostly the same plan: one executable.
-        same = next((other for other in known if other.is_as(made)), None)
-        if same is None:
-            return made
-        self.tables.cache_clear()
-        return same
+        return next((other for other in known if other.is_as(made)), made)
 
     def _with_marked_results(self, jaxpr: Any, signature: Signature) -> Any:
         """The closed jaxpr with its results marked as ``out_shardings`` says."""
@@ -398,8 +378,7 @@ class Jitted(Generic[P, R]):
     @without_our_frames
     def _seen_first(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
         """A call that JAX's dispatch cannot answer: the results, and how it can from now on."""
-        with self._programs.tables.for_one_plan():
-            return *self._called(self._read(args, kwargs), args, kwargs), False
+        return *self._called(self._read(args, kwargs), args, kwargs), False
 
     def _called(self, call: _Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
         leaves = call.leaves
@@ -473,10 +452,8 @@ class Jitted(Generic[P, R]):
             if has_objects(tree):
                 by_jax = self._with_kept_objects
             mesh = None if self.options.mesh is None else self.options.mesh.user_jax_mesh
-            with phase("tracing", name_of(self._f)) as tracing:
-                made = with_mesh_for_specs(lambda: traced_by(by_jax, *full, **{**kwargs, **named}), mesh)
-                tracing.is_logged = _phases_of(made.jaxpr).setdefault("tracing", tracing) is tracing
-                return made
+            with collected_seldom():  # JAX logs how long it takes
+                return with_mesh_for_specs(lambda: traced_by(by_jax, *full, **{**kwargs, **named}), mesh)
 
         untyped = list(map(without_explicit_axes, shapes))
         try:

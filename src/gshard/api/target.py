@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import time
 from collections.abc import Hashable
@@ -178,7 +179,7 @@ class Target(_Kept):
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Options(_Kept):
     """The options of ``jit``, except the function and its static and donated arguments."""
 
@@ -201,13 +202,24 @@ class Options(_Kept):
             recorded=SavedPlan.checked(plan), layout=Layout.checked(layout), **others,
         )  # fmt: skip
 
-    @property
-    def key(self) -> Hashable:
-        """The options as something that has a hash, as far as what they hold has one."""
-        options = (self.in_shardings, self.out_shardings, self.names)
-        shardings, tree = jax.tree.flatten(options, is_leaf=lambda x: x is None)
-        rest = dataclasses.replace(self, in_shardings=None, out_shardings=None, names=None)
-        return rest, self.mesh and self.mesh.given, tuple(shardings), tree
+    @functools.cached_property
+    def _key(self) -> Hashable:
+        """The options as something that has a hash; equal to nothing else where what they hold has none."""
+        trees = {"in_shardings", "out_shardings", "names"}
+        leaves, tree = jax.tree.flatten([getattr(self, name) for name in sorted(trees)], is_leaf=lambda x: x is None)
+        rest = (getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in trees)
+        key = *rest, self.mesh and self.mesh.given, tuple(leaves), tree
+        try:
+            hash(key)
+        except TypeError:
+            return object()
+        return key
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Options) and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
     def target(self) -> Target:
         """What is partitioned for, on the mesh that was given or is set now."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import logging
 import threading
@@ -57,26 +56,17 @@ _stages = logging.getLogger("gshard.stages")
 _stages.setLevel(logging.INFO)  # level DEBUG of ``gshard`` lists phases and shall not print whole programs
 
 
-@dataclasses.dataclass(slots=True)
-class Phase:
-    """A block whose wall time is logged."""
-
-    is_logged: bool = True  # the block sets False where it has only found a result that was kept
-
-
 @contextlib.contextmanager
-def phase(doing: str, name: str, devices: int | None = None) -> Iterator[Phase]:
+def phase(doing: str, name: str, devices: int | None = None) -> Iterator[None]:
     """Logs the wall time of a block in seconds, unless it raises. Inside, the garbage collector runs less often.
 
     >>> import jax
     >>> with jax.log_compiles(), phase("planning", "step", 8):
     ...     plan = "computed here"
     """
-    start, this = time.perf_counter(), Phase()
+    start = time.perf_counter()
     with collected_seldom():
-        yield this
-    if not this.is_logged:
-        return
+        yield
     level = logging.WARNING if logs_compilations() else logging.DEBUG
     if _log.isEnabledFor(level):
         for_devices = "" if devices is None else f" for {counted(devices, 'device')}"

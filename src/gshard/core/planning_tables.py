@@ -5,9 +5,6 @@ Planning calls a few functions very often with the same arguments, such as the s
 function that is decorated by ``with_tables``. So a plan does not depend on earlier plans in the process or on plans of
 other threads, and the memory is freed after the plan.
 
-``gshard.jit`` often plans the same program twice, because the state of a training step returns with other shardings.
-Each jitted function therefore owns ``Tables`` that last for a few plans.
-
     >>> @tabulated(8)
     ... def square(x):
     ...     print("computed")
@@ -26,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -35,41 +31,6 @@ _R = TypeVar("_R")
 
 _MemoisedOf = dict[Callable[..., Any], Callable[..., Any]]  # the memoised function of each function
 _current: contextvars.ContextVar[_MemoisedOf | None] = contextvars.ContextVar("gshard_tables", default=None)
-
-
-class Tables:
-    """Tables that several consecutive plans share."""
-
-    def __init__(self, plans: int):
-        self._plans = plans
-        self._plans_left = 0
-        self._memoised = _MemoisedOf()
-        self._lock = threading.Lock()
-
-    @contextlib.contextmanager
-    def for_one_plan(self) -> Iterator[None]:
-        """Uses these tables inside; other ones if another thread uses these, or if there are tables already."""
-        if _current.get() is not None or not self._lock.acquire(blocking=False):
-            with tables():
-                yield
-            return
-        try:
-            if self._plans_left == 0:
-                self._memoised = {}
-                self._plans_left = self._plans
-            self._plans_left -= 1
-            token = _current.set(self._memoised)
-            try:
-                yield
-            finally:
-                _current.reset(token)
-        finally:
-            self._lock.release()
-
-    def cache_clear(self) -> None:
-        """Empties the tables. A plan in progress keeps its tables to the end."""
-        self._plans_left = 0
-        self._memoised = {}
 
 
 @contextlib.contextmanager
@@ -90,13 +51,8 @@ def with_tables(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if _current.get() is not None:
+        with tables():
             return function(*args, **kwargs)
-        token = _current.set({})
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _current.reset(token)
 
     return called
 
