@@ -7,7 +7,7 @@ import pytest
 from jax.experimental.pallas import tpu as pallas_tpu
 
 from gshard.core.jax_adapter_kernels import tpu_attention, tpu_attention_gradient, tpu_refusal
-from gshard.language.attention_primitive import Blocks, Mask
+from gshard.language.attention_primitive import AttentionParams, Blocks
 
 
 @pytest.mark.parametrize(("causal", "segmented"), [(True, False), pytest.param(False, True, marks=pytest.mark.slow)])
@@ -17,10 +17,11 @@ def test_kernels_compute_attention(causal, segmented, rng):
     segments = None
     if segmented:  # some queries of segment 3 see no key
         segments = jnp.asarray(rng.integers(0, 4, (1, 128)), jnp.int32), jnp.asarray(rng.integers(0, 3, (1, 256)))
-    mask = Mask(causal, q_segments=segments and segments[0], k_segments=segments and segments[1])
-    out, lse = Blocks(0.3, mask).forward(q, k, v)
+    arrays = {"q": q, "k": k, "v": v, **dict(zip(("q_segments", "k_segments"), segments or ()))}
+    params = AttentionParams(0.3, causal, segments=segmented)
+    out, lse = Blocks(params, arrays).forward()
     delta = jnp.sum(out * dout, -1)
-    gradient = Blocks(0.3, mask).backward(q, k, v, lse, delta, dout)
+    gradient = Blocks(params, {**arrays, "lse": lse, "delta": delta, "dout": dout}).backward()
     with pallas_tpu.force_tpu_interpret_mode():
         made = list(tpu_attention(q, k, v, segments, causal, 0.3))
         made += tpu_attention_gradient(q, k, v, lse, delta, dout, segments, causal, 0.3)

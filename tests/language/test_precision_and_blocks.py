@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gshard.core.mark import Mark
-from gshard.language.attention_primitive import WHOLE, Blocks, Mask, all_scores, merged
+from gshard.language.attention_primitive import WHOLE, AttentionParams, Blocks, merged
 from gshard.language.mark_primitive import SENT, error_bound, rounded
 
 SHAPES = ((5, 7), (3, 1), (13,), (2, 3, 130), (), (0, 4), (4, 0))
@@ -111,30 +111,33 @@ def masks(rng):
     segments = [jnp.asarray(rng.integers(0, 3, (1, n)), jnp.int32) for n in (QUERIES, KEYS)]
     positions = [jnp.asarray(rng.integers(0, 900, (1, n)), jnp.int32) for n in (QUERIES, KEYS)]
     return {
-        "causal, segments": Mask(causal=True, q_segments=segments[0], k_segments=segments[1]),
-        "window": Mask(window=(100, 30)),
-        "positions": Mask(causal=True, window=(400, None), q_positions=positions[0], k_positions=positions[1]),
+        "causal, segments": ({"causal": True}, "segments", segments),
+        "window": ({"window": (100, 30)}, "", ()),
+        "positions": ({"causal": True, "window": (400, None)}, "positions", positions),
     }
 
 
 @pytest.mark.parametrize("name", ["causal, segments", "window", "positions"])
 def test_blocks_compute_the_whole(name, rng):
     assert QUERIES * KEYS > WHOLE
-    mask = masks(rng)[name]
+    details, kind, pair = masks(rng)[name]
+    params = AttentionParams(0.7, **details, **({kind: True} if kind else {}))
+    more = dict(zip((f"q_{kind}", f"k_{kind}"), pair))
     shapes = {"q": (1, QUERIES, 1, 2, 3), "k": (1, KEYS, 1, 3), "v": (1, KEYS, 1, 4), "dout": (1, QUERIES, 1, 2, 4)}
     q, k, v, dout = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes.values())
-    want, back = jax.vjp(lambda q, k, v: all_scores(q, k, v, 0.7, mask), q, k, v)
-    out, lse = Blocks(0.7, mask).forward(q, k, v)
+    want, back = jax.vjp(lambda q, k, v: Blocks(params, {"q": q, "k": k, "v": v, **more}).plain(), q, k, v)
+    arrays = {"q": q, "k": k, "v": v, **more}
+    out, lse = Blocks(params, arrays).forward()
     np.testing.assert_allclose(out, want, rtol=2e-4, atol=2e-5)
-    gradient = Blocks(0.7, mask).backward(q, k, v, lse, jnp.sum(out * dout, -1), dout)
+    gradient = Blocks(params, {**arrays, "lse": lse, "delta": jnp.sum(out * dout, -1), "dout": dout}).backward()
     for x, y in zip(gradient, back(dout), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
 
 
 def test_queries_that_see_no_key():
     q, k = jnp.ones((1, 2, 1, 1, 3)), jnp.ones((1, 2, 1, 3))
-    mask = Mask(mask=jnp.asarray([[True, False], [False, False]])[None, None, None])
-    out, lse = Blocks(1.0, mask).forward(q, k, k)
+    mask = jnp.asarray([[True, False], [False, False]])[None, None, None]
+    out, lse = Blocks(AttentionParams(1.0, mask=True), {"q": q, "k": k, "v": k, "mask": mask}).forward()
     assert out[0, 1].max() == 0
     assert np.isneginf(lse[0, 1])
     none = jnp.zeros_like(out), jnp.full_like(lse, -jnp.inf)
@@ -146,5 +149,5 @@ def test_queries_that_see_no_key():
 def test_what_is_not_finite_reaches_the_queries_that_see_it():
     q, k = jnp.ones((1, 4, 1, 1, 3)), jnp.ones((1, 4, 1, 3))
     for bad in (jnp.inf, jnp.nan):
-        out, _ = Blocks(1.0, Mask()).forward(q, k.at[0, 1].set(bad), k)
+        out, _ = Blocks(AttentionParams(1.0), {"q": q, "k": k.at[0, 1].set(bad), "v": k}).forward()
         assert np.isnan(out).all()

@@ -14,7 +14,7 @@ from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.language.attention_primitive import (
     AttentionParams,
-    all_scores,
+    Blocks,
     attention_gradient_p,
     attention_p,
     wide_dtype,
@@ -129,7 +129,7 @@ def attention(
     with jax.named_scope("attention"):
         if implementation == "plain" or bias is not None:
             more = None if bias is None else _of_heads(bias, "bias", batch, key_heads, group, queries, keys)
-            out = all_scores(arrays["q"], key, value, scale, params.mask_of(arrays), more)
+            out = Blocks(params, arrays).plain(more)
         else:
             out = _attention(tuple(arrays[name] for name in params.names), params)
         return out.reshape(*batch, queries, heads, value.shape[-1])

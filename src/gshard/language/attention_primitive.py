@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,236 +23,6 @@ from gshard.core.jax_adapter_kernels import tpu_attention, tpu_attention_gradien
 BLOCK = 512  # positions: of a larger block the scores of one head take more than 1 MiB in float32
 WHOLE = 4 * BLOCK * BLOCK  # pairs of a query and a key up to which all scores are held at once
 
-NO_WINDOW = (None, None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Mask:
-    """What queries see."""
-
-    causal: bool = False  # keys up to their own position
-    window: tuple[int | None, int | None] = NO_WINDOW  # keys at most so many positions before and after their own
-    # q_positions, k_positions: positions, ``int[*batch, T]`` and ``int[*batch, S]``; None for indices
-    q_positions: Any = None
-    k_positions: Any = None
-    # q_segments, k_segments: segments of the same shapes; a query sees the keys of its own. None for one segment
-    q_segments: Any = None
-    k_segments: Any = None
-    mask: Any = None  # ``bool[*batch, K, G, T, S]``; None for all
-
-    @property
-    def by_position(self) -> bool:
-        """Whether positions decide what a query sees."""
-        return self.causal or self.window != NO_WINDOW
-
-    def seen(self, q_at: Any, k_at: Any, k_count: int) -> Any:
-        """Which keys each query sees, for the queries and keys at some indices; ``k_count`` and above are padding."""
-        flags = []
-        if k_at.shape[0] and not _divides(k_at.shape[0], k_count):
-            flags.append(k_at[None, :] < k_count)
-        if self.by_position:
-            q = _pick(self.q_positions, q_at, -1)[..., :, None] if self.q_positions is not None else q_at[:, None]
-            k = _pick(self.k_positions, k_at, -1)[..., None, :] if self.k_positions is not None else k_at[None, :]
-            before, after = self.window
-            conditions = [k <= q] if self.causal else []
-            conditions += [k >= q - before] if before is not None else []
-            conditions += [k <= q + after] if after is not None else []
-            of_positions = conditions[0]
-            for condition in conditions[1:]:
-                of_positions &= condition
-            flags.append(_by_head(of_positions))
-        if self.q_segments is not None:
-            q, k = _pick(self.q_segments, q_at, -1), _pick(self.k_segments, k_at, -1)
-            flags.append(_by_head(q[..., :, None] == k[..., None, :]))
-        if self.mask is not None:
-            flags.append(_pick(_pick(self.mask, q_at, -2), k_at, -1))
-        seen = None
-        for flag in flags:
-            seen = flag if seen is None else seen & flag
-        return seen
-
-    def k_range(self, q_first: Any, q_last: Any, blocks: int, size: int) -> tuple[Any, Any]:
-        """The first block of keys that queries at these indices may see, and the one behind the last."""
-        low: Any = 0
-        high: Any = blocks
-        if self.q_positions is None:
-            before, after = self.window
-            if before is not None:
-                low = jnp.clip((q_first - before) // size, 0, blocks)
-            reach = 0 if self.causal else after
-            if reach is not None:
-                high = jnp.clip((q_last + reach) // size + 1, 0, blocks)
-        return low, high
-
-    def q_range(self, k_first: Any, k_last: Any, blocks: int, size: int) -> tuple[Any, Any]:
-        """The first block of queries that may see keys at these indices, and the one behind the last."""
-        low: Any = 0
-        high: Any = blocks
-        if self.q_positions is None:
-            before, after = self.window
-            reach = 0 if self.causal else after
-            if reach is not None:
-                low = jnp.clip((k_first - reach) // size, 0, blocks)
-            if before is not None:
-                high = jnp.clip((k_last + before) // size + 1, 0, blocks)
-        return low, high
-
-
-def _divides(block: int, count: int) -> bool:
-    return block == count or count % block == 0
-
-
-def _by_head(flags: Any) -> Any:
-    """Flags [*batch, t, s], or [t, s], as [*batch, 1, 1, t, s]."""
-    return flags if flags.ndim == 2 else jnp.expand_dims(flags, (-4, -3))
-
-
-def _pick(x: Any, at: Any, axis: int) -> Any:
-    """The elements of a block of indices; beyond the end, the last element again."""
-    axis %= x.ndim
-    if x.shape[axis] == at.shape[0]:
-        return x
-    return jnp.take(x, at, axis=axis, mode="clip")
-
-
-def merged(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Two results of the same queries for different keys, as one: (result, log-sum-exp)."""
-    (x, x_lse), (y, y_lse) = one, other
-    most = jnp.maximum(x_lse, y_lse)
-    most = jnp.where(most == -jnp.inf, 0, most)
-    x_weight, y_weight = jnp.exp(x_lse - most), jnp.exp(y_lse - most)
-    total = x_weight + y_weight
-    weighted = x * x_weight[..., None] + y * y_weight[..., None]
-    return weighted / jnp.where(total == 0, 1, total)[..., None], most + jnp.log(total)
-
-
-def all_scores(q: Any, k: Any, v: Any, scale: float, mask: Mask, bias: Any = None) -> Any:
-    """Attention with all scores at once, in operators that JAX differentiates."""
-    count, keys, dtype = q.shape[-4], k.shape[-3], jnp.promote_types(q.dtype, jnp.float32)
-    scores = jnp.einsum("...tkgd,...skd->...kgts", q, k, preferred_element_type=dtype) * scale
-    if bias is not None:
-        scores = scores + bias.astype(dtype)
-    seen = mask.seen(jnp.arange(count), jnp.arange(keys), keys)
-    if seen is not None:
-        scores = jnp.where(seen, scores, -jnp.inf)
-    most = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf))
-    weights = jnp.exp(scores - jnp.where(most == -jnp.inf, 0, most))
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    weights = (weights / jnp.where(total == 0, 1, total)).astype(v.dtype)
-    return jnp.einsum("...kgts,...ske->...tkge", weights, v, preferred_element_type=dtype).astype(q.dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """Attention of arrays, block by block."""
-
-    scale: float  # the factor of the scores
-    mask: Mask  # what queries see
-
-    def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        """The result and the log-sum-exp, both in the dtype of the scores."""
-        count, keys = q.shape[-4], k.shape[-3]
-        if count * keys <= WHOLE or not q.size or not k.size:
-            return self._of_keys(q, k, v, jnp.arange(count), jnp.arange(keys), keys)
-        t, s = min(BLOCK, count), min(BLOCK, keys)
-        k_blocks = -(-keys // s)
-
-        def of_queries(first: Any) -> tuple[Any, Any]:
-            q_at = first + jnp.arange(t)
-            some = _pick(q, q_at, -4)
-
-            def meet(j: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
-                k_at = j * s + jnp.arange(s)
-                return merged(state, self._of_keys(some, _pick(k, k_at, -3), _pick(v, k_at, -3), q_at, k_at, keys))
-
-            low, high = self.mask.k_range(first, jnp.minimum(first + t, count) - 1, k_blocks, s)
-            return lax.fori_loop(low, high, meet, self._nothing(some, v))
-
-        out, lse = lax.map(of_queries, jnp.arange(-(-count // t)) * t)
-        return _joined(out, -4, count), _joined(lse, -3, count)
-
-    def _nothing(self, q: Any, v: Any) -> tuple[Any, Any]:
-        dtype = jnp.promote_types(q.dtype, jnp.float32)
-        return jnp.zeros((*q.shape[:-1], v.shape[-1]), dtype), jnp.full(q.shape[:-1], -jnp.inf, dtype)
-
-    def _scores(self, q: Any, k: Any, q_at: Any, k_at: Any, keys: int) -> tuple[Any, Any]:
-        """Scores [*batch, K, G, t, s], and which of them count (None: all)."""
-        dtype = jnp.promote_types(q.dtype, jnp.float32)
-        scores = jnp.einsum("...tkgd,...skd->...kgts", q, k, preferred_element_type=dtype) * self.scale
-        return scores, self.mask.seen(q_at, k_at, keys)
-
-    def _of_keys(self, q: Any, k: Any, v: Any, q_at: Any, k_at: Any, keys: int) -> tuple[Any, Any]:
-        scores, seen = self._scores(q, k, q_at, k_at, keys)
-        if seen is not None:
-            scores = jnp.where(seen, scores, -jnp.inf)
-        most = jnp.max(scores, axis=-1, initial=-jnp.inf)
-        most = jnp.where(most == -jnp.inf, 0, most)
-        weights = jnp.exp(scores - most[..., None])
-        total = jnp.sum(weights, axis=-1)
-        sums = jnp.einsum("...kgts,...ske->...kgte", weights.astype(v.dtype), v, preferred_element_type=scores.dtype)
-        out = sums / jnp.where(total == 0, 1, total)[..., None]
-        lse = most + jnp.log(total)
-        return jnp.moveaxis(out, -2, -4), jnp.moveaxis(lse, -1, -3)
-
-    def backward(self, q: Any, k: Any, v: Any, lse: Any, delta: Any, dout: Any) -> tuple[Any, Any, Any]:
-        """The gradients of queries, keys and values, in the dtype of the scores."""
-        count, keys = q.shape[-4], k.shape[-3]
-        if count * keys <= WHOLE or not q.size or not k.size:
-            return self._of_pairs(q, k, v, lse, delta, dout, jnp.arange(count), jnp.arange(keys), keys, count)
-        t, s = min(BLOCK, count), min(BLOCK, keys)
-        q_blocks, dtype = -(-count // t), jnp.promote_types(q.dtype, jnp.float32)
-
-        def of_keys(dq: Any, first: Any) -> tuple[Any, tuple[Any, Any]]:
-            k_at = first + jnp.arange(s)
-            some_k, some_v = _pick(k, k_at, -3), _pick(v, k_at, -3)
-
-            def meet(i: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-                dq, dk, dv = state
-                q_at = i * t + jnp.arange(t)
-                of_queries = [_pick(x, q_at, axis) for x, axis in ((q, -4), (lse, -3), (delta, -3), (dout, -4))]
-                of_q, of_lse, of_delta, of_dout = of_queries
-                more = self._of_pairs(of_q, some_k, some_v, of_lse, of_delta, of_dout, q_at, k_at, keys, count)
-                axis = dq.ndim - 4
-                old = lax.dynamic_slice_in_dim(dq, i * t, t, axis)
-                return lax.dynamic_update_slice_in_dim(dq, old + more[0], i * t, axis), dk + more[1], dv + more[2]
-
-            low, high = self.mask.q_range(first, jnp.minimum(first + s, keys) - 1, q_blocks, t)
-            zeros = jnp.zeros(some_k.shape, dtype), jnp.zeros(some_v.shape, dtype)
-            dq, dk, dv = lax.fori_loop(low, high, meet, (dq, *zeros))
-            return dq, (dk, dv)
-
-        padded = (*q.shape[:-4], q_blocks * t, *q.shape[-3:])
-        dq, (dk, dv) = lax.scan(of_keys, jnp.zeros(padded, dtype), jnp.arange(-(-keys // s)) * s)
-        return lax.slice_in_dim(dq, 0, count, axis=dq.ndim - 4), _joined(dk, -3, keys), _joined(dv, -3, keys)
-
-    def _of_pairs(
-        self, q: Any, k: Any, v: Any, lse: Any, delta: Any, dout: Any, q_at: Any, k_at: Any, keys: int, count: int
-    ) -> tuple[Any, Any, Any]:
-        scores, seen = self._scores(q, k, q_at, k_at, keys)
-        by_head: Callable[[Any], Any] = lambda x: jnp.moveaxis(x, -3, -1)[..., None]  # noqa: E731
-        weights = jnp.exp(scores - by_head(jnp.where(lse == -jnp.inf, 0, lse)))
-        if not _divides(q_at.shape[0], count):
-            inside = (q_at < count)[:, None]
-            seen = inside if seen is None else seen & inside
-        if seen is not None:
-            weights = jnp.where(seen, weights, 0)
-        products = jnp.einsum("...tkge,...ske->...kgts", dout, v, preferred_element_type=scores.dtype)
-        dscores = weights * (products - by_head(delta)) * self.scale
-        weights, dscores = weights.astype(dout.dtype), dscores.astype(k.dtype)
-        dq = jnp.einsum("...kgts,...skd->...tkgd", dscores, k, preferred_element_type=scores.dtype)
-        dk = jnp.einsum("...kgts,...tkgd->...skd", dscores, q, preferred_element_type=scores.dtype)
-        dv = jnp.einsum("...kgts,...tkge->...ske", weights, dout, preferred_element_type=scores.dtype)
-        return dq, dk, dv
-
-
-def _joined(blocks: Any, axis: int, count: int) -> Any:
-    """Blocks along a new first dimension, joined along ``axis`` and cut to ``count`` elements."""
-    axis = axis % (blocks.ndim - 1)
-    moved = jnp.moveaxis(blocks, 0, axis)
-    whole = moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])
-    return lax.slice_in_dim(whole, 0, count, axis=axis)
-
-
 POSITIONS, HEADS, GROUP, FEATURES = range(-4, 0)  # the last dimensions of queries; keys have no GROUP
 
 
@@ -263,10 +34,10 @@ class AttentionParams:
     causal: bool = False  # a query sees the keys up to its own position
     # the numbers of positions before and after its own that a query sees; None for no limit
     window: tuple[int | None, int | None] = (None, None)
-    # whether arrays of positions follow the values, of queries and of keys. Otherwise the position of an element is its
-    # index.
+    # whether arrays of positions follow the values, of queries ``int[*batch, T]`` and of keys ``int[*batch, S]``.
+    # Otherwise the position of an element is its index.
     positions: bool = False
-    # whether arrays of segments follow, of queries and of keys. A query sees the keys of its own segment.
+    # whether arrays of segments of the same shapes follow. A query sees the keys of its own segment.
     segments: bool = False
     mask: bool = False  # whether a mask follows, ``bool[*batch, K, G, T, S]``; dimensions before ``T`` may be 1
     wide: bool = False  # whether the result has the dtype of the log-sum-exp, because it will be merged with others
@@ -275,7 +46,13 @@ class AttentionParams:
     @property
     def by_position(self) -> bool:
         """Whether positions decide what a query sees."""
-        return self.mask_of({}).by_position
+        return self.causal or self.window != (None, None)
+
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """The numbers of elements before and after its own that a query may see; None for no limit."""
+        before, after = self.window
+        return (None, None) if self.positions else (before, 0 if self.causal else after)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -292,10 +69,194 @@ class AttentionParams:
         """The names of the operands of the gradient: also the log-sum-exp, ``sum(result * dresult)``, ``dresult``."""
         return (*self.names, "lse", "delta", "dout")
 
-    def mask_of(self, arrays: dict[str, Any]) -> Mask:
-        """What queries see, of arrays by their names."""
-        pairs = (arrays.get(name) for name in ("q_positions", "k_positions", "q_segments", "k_segments", "mask"))
-        return Mask(self.causal, self.window, *pairs)
+
+# The dimensions of queries and of keys in the operands, by name.
+_OF_QUERIES = {"q": -4, "q_positions": -1, "q_segments": -1, "mask": -2, "lse": -3, "delta": -3, "dout": -4}
+_OF_KEYS = {"k": -3, "v": -3, "k_positions": -1, "k_segments": -1, "mask": -1}
+
+
+def _by_head(flags: Any) -> Any:
+    """Flags [*batch, t, s], or [t, s], as [*batch, 1, 1, t, s]."""
+    return flags if flags.ndim == 2 else jnp.expand_dims(flags, (-4, -3))
+
+
+def merged(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Two results of the same queries for different keys, as one: (result, log-sum-exp)."""
+    (x, x_lse), (y, y_lse) = one, other
+    most = jnp.maximum(x_lse, y_lse)
+    most = jnp.where(most == -jnp.inf, 0, most)
+    x_weight, y_weight = jnp.exp(x_lse - most), jnp.exp(y_lse - most)
+    total = x_weight + y_weight
+    weighted = x * x_weight[..., None] + y * y_weight[..., None]
+    return weighted / jnp.where(total == 0, 1, total)[..., None], most + jnp.log(total)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Attention of arrays, block by block."""
+
+    params: AttentionParams
+    arrays: Mapping[str, Any]  # the operands by name
+
+    @property
+    def _counts(self) -> tuple[int, int]:
+        """The numbers of queries and keys."""
+        return self.arrays["q"].shape[POSITIONS], self.arrays["k"].shape[-3]
+
+    @property
+    def _is_one(self) -> bool:
+        """Whether all scores are held at once."""
+        count, keys = self._counts
+        return count * keys <= WHOLE or not self.arrays["q"].size or not self.arrays["k"].size
+
+    def _block(self, axes: Mapping[str, int], at: Any) -> Blocks:
+        """The arrays of the queries or keys at some indices; beyond the end, the last one again."""
+
+        def part(x: Any, axis: int) -> Any:
+            return x if x.shape[axis] == at.shape[0] else jnp.take(x, at, axis=axis % x.ndim, mode="clip")
+
+        parts = {name: part(x, axes[name]) if name in axes else x for name, x in self.arrays.items()}
+        return dataclasses.replace(self, arrays=parts)
+
+    def _seen(self, q_at: Any, k_at: Any, counts: tuple[int, int]) -> Any:
+        """Which of the keys at some indices each of the queries at some indices sees; None for all.
+
+        Indices from ``counts`` on are padding.
+        """
+        x, flags = self.arrays, []
+        for at, count in ((q_at[:, None], counts[0]), (k_at[None, :], counts[1])):
+            if at.size and at.size != count and count % at.size:
+                flags.append(at < count)
+        if self.params.by_position:
+            q = x["q_positions"][..., :, None] if self.params.positions else q_at[:, None]
+            k = x["k_positions"][..., None, :] if self.params.positions else k_at[None, :]
+            before, after = self.params.window
+            conditions = [k <= q] if self.params.causal else []
+            conditions += [k >= q - before] if before is not None else []
+            conditions += [k <= q + after] if after is not None else []
+            flags.append(_by_head(functools.reduce(operator.and_, conditions)))
+        if self.params.segments:
+            flags.append(_by_head(x["q_segments"][..., :, None] == x["k_segments"][..., None, :]))
+        if self.params.mask:
+            flags.append(x["mask"])
+        return functools.reduce(operator.and_, flags) if flags else None
+
+    def _scores(self, q_at: Any, k_at: Any, counts: tuple[int, int], bias: Any = None) -> Any:
+        """Scores [*batch, K, G, t, s] of these queries and keys; -inf for keys that a query does not see."""
+        q, k = self.arrays["q"], self.arrays["k"]
+        dtype = wide_dtype(q.dtype)
+        scores = jnp.einsum("...tkgd,...skd->...kgts", q, k, preferred_element_type=dtype) * self.params.scale
+        if bias is not None:
+            scores = scores + bias.astype(dtype)
+        seen = self._seen(q_at, k_at, counts)
+        return scores if seen is None else jnp.where(seen, scores, -jnp.inf)
+
+    def plain(self, bias: Any = None) -> Any:
+        """The result with all scores at once, in operators that JAX differentiates."""
+        (count, keys), v, dtype = self._counts, self.arrays["v"], self.arrays["q"].dtype
+        scores = self._scores(jnp.arange(count), jnp.arange(keys), self._counts, bias)
+        most = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf))
+        weights = jnp.exp(scores - jnp.where(most == -jnp.inf, 0, most))
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        weights = (weights / jnp.where(total == 0, 1, total)).astype(v.dtype)
+        return jnp.einsum("...kgts,...ske->...tkge", weights, v, preferred_element_type=scores.dtype).astype(dtype)
+
+    def forward(self) -> tuple[Any, Any]:
+        """The result and the log-sum-exp, both in the dtype of the scores."""
+        counts = count, keys = self._counts
+        if self._is_one:
+            return self._of_keys(jnp.arange(count), jnp.arange(keys), counts)
+        t, s = min(BLOCK, count), min(BLOCK, keys)
+
+        def of_queries(first: Any) -> tuple[Any, Any]:
+            q_at = first + jnp.arange(t)
+            some = self._block(_OF_QUERIES, q_at)
+            q, dtype = some.arrays["q"], wide_dtype(self.arrays["q"].dtype)
+
+            def meet(j: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+                k_at = j * s + jnp.arange(s)
+                return merged(state, some._block(_OF_KEYS, k_at)._of_keys(q_at, k_at, counts))
+
+            low, high = _blocks_of(first, jnp.minimum(first + t, count) - 1, self.params.reach, -(-keys // s), s)
+            out = jnp.zeros((*q.shape[:FEATURES], self.arrays["v"].shape[FEATURES]), dtype)
+            return lax.fori_loop(low, high, meet, (out, jnp.full(q.shape[:FEATURES], -jnp.inf, dtype)))
+
+        out, lse = lax.map(of_queries, jnp.arange(-(-count // t)) * t)
+        return _joined(out, -4, count), _joined(lse, -3, count)
+
+    def _of_keys(self, q_at: Any, k_at: Any, counts: tuple[int, int]) -> tuple[Any, Any]:
+        """The result and the log-sum-exp of these queries for these keys."""
+        scores, v = self._scores(q_at, k_at, counts), self.arrays["v"]
+        most = jnp.max(scores, axis=-1, initial=-jnp.inf)
+        most = jnp.where(most == -jnp.inf, 0, most)
+        weights = jnp.exp(scores - most[..., None])
+        total = jnp.sum(weights, axis=-1)
+        sums = jnp.einsum("...kgts,...ske->...kgte", weights.astype(v.dtype), v, preferred_element_type=scores.dtype)
+        out = sums / jnp.where(total == 0, 1, total)[..., None]
+        lse = most + jnp.log(total)
+        return jnp.moveaxis(out, -2, -4), jnp.moveaxis(lse, -1, -3)
+
+    def backward(self) -> tuple[Any, Any, Any]:
+        """The gradients of queries, keys and values, in the dtype of the scores."""
+        counts = count, keys = self._counts
+        if self._is_one:
+            return self._of_pairs(jnp.arange(count), jnp.arange(keys), counts)
+        t, s = min(BLOCK, count), min(BLOCK, keys)
+        q, dtype = self.arrays["q"], wide_dtype(self.arrays["q"].dtype)
+        q_blocks, axis = -(-count // t), q.ndim + POSITIONS
+
+        def of_keys(dq: Any, first: Any) -> tuple[Any, tuple[Any, Any]]:
+            k_at = first + jnp.arange(s)
+            some = self._block(_OF_KEYS, k_at)
+
+            def meet(i: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+                dq, dk, dv = state
+                q_at = i * t + jnp.arange(t)
+                more = some._block(_OF_QUERIES, q_at)._of_pairs(q_at, k_at, counts)
+                old = lax.dynamic_slice_in_dim(dq, i * t, t, axis)
+                return lax.dynamic_update_slice_in_dim(dq, old + more[0], i * t, axis), dk + more[1], dv + more[2]
+
+            low, high = _blocks_of(first, jnp.minimum(first + s, keys) - 1, self.params.reach[::-1], q_blocks, t)
+            zeros = (jnp.zeros(some.arrays[name].shape, dtype) for name in "kv")
+            dq, dk, dv = lax.fori_loop(low, high, meet, (dq, *zeros))
+            return dq, (dk, dv)
+
+        padded = (*q.shape[:POSITIONS], q_blocks * t, *q.shape[HEADS:])
+        dq, (dk, dv) = lax.scan(of_keys, jnp.zeros(padded, dtype), jnp.arange(-(-keys // s)) * s)
+        return lax.slice_in_dim(dq, 0, count, axis=axis), _joined(dk, -3, keys), _joined(dv, -3, keys)
+
+    def _of_pairs(self, q_at: Any, k_at: Any, counts: tuple[int, int]) -> tuple[Any, Any, Any]:
+        """The gradients of the scores of these queries and keys."""
+        q, k, v, lse, delta, dout = (self.arrays[name] for name in ("q", "k", "v", "lse", "delta", "dout"))
+
+        def by_head(x: Any) -> Any:
+            return jnp.moveaxis(x, -3, -1)[..., None]
+
+        scores = self._scores(q_at, k_at, counts)
+        weights = jnp.exp(scores - by_head(jnp.where(lse == -jnp.inf, 0, lse)))
+        products = jnp.einsum("...tkge,...ske->...kgts", dout, v, preferred_element_type=scores.dtype)
+        dscores = weights * (products - by_head(delta)) * self.params.scale
+        weights, dscores = weights.astype(dout.dtype), dscores.astype(k.dtype)
+        dq = jnp.einsum("...kgts,...skd->...tkgd", dscores, k, preferred_element_type=scores.dtype)
+        dk = jnp.einsum("...kgts,...tkgd->...skd", dscores, q, preferred_element_type=scores.dtype)
+        dv = jnp.einsum("...kgts,...tkge->...ske", weights, dout, preferred_element_type=scores.dtype)
+        return dq, dk, dv
+
+
+def _blocks_of(first: Any, last: Any, reach: tuple[int | None, int | None], blocks: int, size: int) -> tuple[Any, Any]:
+    """The first block that elements at these indices reach, and the one behind the last."""
+    before, after = reach
+    low = 0 if before is None else jnp.clip((first - before) // size, 0, blocks)
+    high = blocks if after is None else jnp.clip((last + after) // size + 1, 0, blocks)
+    return low, high
+
+
+def _joined(blocks: Any, axis: int, count: int) -> Any:
+    """Blocks along a new first dimension, joined along ``axis`` and cut to ``count`` elements."""
+    axis = axis % (blocks.ndim - 1)
+    moved = jnp.moveaxis(blocks, 0, axis)
+    whole = moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])
+    return lax.slice_in_dim(whole, 0, count, axis=axis)
 
 
 def wide_dtype(dtype: Any) -> Any:
@@ -308,9 +269,8 @@ attention_gradient_p = Primitive("gshard_attention_gradient")
 
 
 def _forward(arrays: dict[str, Any], params: AttentionParams) -> list[Any]:
-    q = arrays["q"]
-    out, lse = Blocks(params.scale, params.mask_of(arrays)).forward(q, arrays["k"], arrays["v"])
-    return [out if params.wide else out.astype(q.dtype), lse]
+    out, lse = Blocks(params, arrays).forward()
+    return [out if params.wide else out.astype(arrays["q"].dtype), lse]
 
 
 def _forward_on_tpu(arrays: dict[str, Any], params: AttentionParams) -> list[Any]:
@@ -321,8 +281,7 @@ def _forward_on_tpu(arrays: dict[str, Any], params: AttentionParams) -> list[Any
 
 
 def _gradient(arrays: dict[str, Any], params: AttentionParams) -> list[Any]:
-    blocks = Blocks(params.scale, params.mask_of(arrays))
-    made = blocks.backward(*(arrays[name] for name in ("q", "k", "v", "lse", "delta", "dout")))
+    made = Blocks(params, arrays).backward()
     return [x if params.wide else x.astype(arrays[name].dtype) for name, x in zip("qkv", made, strict=True)]
 
 

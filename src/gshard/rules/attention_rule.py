@@ -56,17 +56,12 @@ class Sequences:
     @property
     def reach(self) -> tuple[int, int]:
         """The numbers of parts before and after its own that a device needs."""
-        params = self.params
         others = self.parts - 1
-        if params.positions or not params.by_position:
-            return others, 0
 
-        def parts_within(window: int | None) -> int:
-            return others if window is None else min(others, -(-window // self.size))
+        def parts_within(count: int | None) -> int:
+            return others if count is None else min(others, -(-count // self.size))
 
-        before, after = params.window
-        behind = parts_within(before)
-        ahead = 0 if params.causal else parts_within(after)
+        behind, ahead = map(parts_within, self.params.reach)
         return (behind, ahead) if behind + ahead < others else (others, 0)
 
     def zigzags(self, query_shape: Sequence[int], sent: int, *, gradient: bool) -> bool:
@@ -415,12 +410,10 @@ class _Dims:
 
     def _seen_keys(self) -> int:
         """The keys that a query sees on average."""
-        params, keys = self._params, self.keys
-        if params.positions or not params.by_position or not self.together:
+        keys = self.keys
+        if not self.together:
             return keys
-        before, after = params.window
-        behind = keys // 2 if before is None else min(before, keys // 2)
-        ahead = 0 if params.causal else keys // 2 if after is None else min(after, keys // 2)
+        behind, ahead = (keys // 2 if n is None else min(n, keys // 2) for n in self._params.reach)
         return max(1, min(keys, behind + ahead + 1))
 
     def sequences(self, mesh: Mesh, split: Split) -> Sequences:
