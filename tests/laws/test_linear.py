@@ -252,6 +252,6 @@ def test_in_half_precision_nothing_is_added_late(dtype):
 def test_most_ways_are_tried():
     """Rows whose operands cannot be cut are few: the law is not empty."""
     primitives = {r.primitive for r, _ in LINEAR}
-    assert {"add", "mul", "sub", "div", "reduce_sum", "reduce_max", "reshape", "select_n", "pad"} <= primitives
+    assert {"add", "mul", "sub", "reduce_sum", "reduce_max", "reshape", "select_n", "pad"} <= primitives
     assert len(LINEAR) > 60
     assert len(EXTREME) > 40

@@ -90,7 +90,6 @@ set_traits("convert_element_type", free=True)
 _COPIES = ("copy", "copy_p", "name", "stop_gradient")
 # Operations that are linear in these operands together.
 _ADDITIVE = {"add": (0, 1), "add_any": (0, 1), "sub": (0, 1), "complex": (0, 1), "real": (0,), "imag": (0,)}
-_KEEPS_ZERO = ("abs", "ceil", "floor", "round", "sign", "sqrt", "square")  # map 0.0 to 0.0, not to -0.0
 _COMBINES = ("max", "min", "and", "or", "xor")
 
 
@@ -104,9 +103,7 @@ def _linear(call: Call) -> Ways:
     if name in _ADDITIVE:
         return [*added(dtypes[0], *_ADDITIVE[name]), *([("pick", (0,))] if len(dtypes) == 1 else [])]
     if name in _COMBINES:
-        return [*combined(name, dtypes[0], 0, 1), *_clipping(call)]
-    if name in _KEEPS_ZERO or (name == "integer_pow" and call.params["y"] > 0):
-        return [("pick", (0,))]
+        return combined(name, dtypes[0], 0, 1)
     if name == "neg":
         return [*added(dtypes[0], 0), ("pick", (0,))] if is_exact(dtypes[0]) else []
     if name in ("mul", "div"):
@@ -155,35 +152,18 @@ def _represents_all(before: Any, after: Any) -> bool:
     return new.nmant >= old.nmant and new.maxexp >= old.maxexp and new.minexp <= old.minexp
 
 
-def _clipping(call: Call) -> Ways:
-    """The ways of ``max`` with a number up to zero, and of ``min`` with a number from zero on: both keep zeros."""
-    if call.name not in ("max", "min"):
-        return []
-
-    def keeps_zero(bound: float | None) -> bool:
-        if bound is None:
-            return False
-        if bound == 0:  # the result for 0.0 and -0.0 may be either of them
-            return math.copysign(1, bound) > 0
-        return bound < 0 if call.name == "max" else bound > 0
-
-    return [("pick", (i,)) for i in (0, 1) if keeps_zero(call.literal(1 - i))]
-
-
 def _scaling(call: Call) -> Ways:
-    """The ways of products and quotients. Integers pass; picked floats pass if the other operand is a positive number.
+    """The ways of products and quotients: integers pass products, and floats pass those with the number 1.
 
-    Parts of a sum of floats do not pass: 1/8 of 2e-38 is zero on most devices, but the sum of eight such parts is not.
+    Parts of a sum of floats do not pass others: 1/8 of 2e-38 is zero on most devices, but the sum of eight such parts
+    is not.
     """
     dtype, is_product = call.in_dtypes[0], call.name == "mul"
     if is_exact(dtype):
         return [("add", (0,)), ("add", (1,)), ("mul", (0, 1))] if is_product else []
     if not jax.dtypes.issubdtype(dtype, np.floating) or not sums_in_range(dtype):
         return []
-    numbers = [call.literal(1), call.literal(0) if is_product else None]
-    scales = [number if is_product or not number else 1 / number for number in numbers]
-    picked = [("pick", (i,)) for i, scale in enumerate(scales) if scale is not None and 0 < scale < math.inf]
-    return [*(("add", (i,)) for i, scale in enumerate(scales) if scale == 1), *picked]
+    return [("add", (i,)) for i in (0, 1) if call.literal(1 - i) == 1 and (i == 0 or is_product)]
 
 
 def _conversion(before: Any, after: Any) -> Ways:
