@@ -33,7 +33,7 @@ from gshard.api.signature import (
 )
 from gshard.api.specs import memories_of, told
 from gshard.api.target import Options, Target
-from gshard.api.transformations import call, refuse_references, target_inside
+from gshard.api.transformations import call, refuse_in_region, refuse_references
 from gshard.api.wrapped import refuse_device, unwrapped
 from gshard.core.errors import ArgumentError, ShardingError
 from gshard.core.jax_adapter import user_line
@@ -164,6 +164,7 @@ class Programs:
                 user_line(),
                 hint="Take the gradient inside: gshard.jit(jax.grad(f), mesh=..., memory_limit=...).",
             )
+        refuse_in_region(self.name)
         whole, captured = without_constants(self._with_marked_results(jaxpr, signature))
         args, kwargs = signature.arguments()
         given = marks_of_in_shardings(options.in_shardings, self.name, positional, args, kwargs)
@@ -175,7 +176,6 @@ class Programs:
         inputs = tuple((None, None) for _ in (*captured, *constants)) + tuple(zip(marks, names, strict=True))
         if any(x is not None for pair in inputs for x in pair):
             whole = marked(whole, inputs, ())
-        target = target_inside(target, whole, self.name)
         arrays = [*captured, *constants, *(x.whole() if isinstance(x, UnevenArray) else x for x in leaves)]
         if not is_staging():
             refuse_references(arrays, self.name)

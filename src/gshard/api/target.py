@@ -60,8 +60,6 @@ class Target(_Kept):
     collective_matmul: CollectiveMatmul | None = None  # which contractions are collective matmuls
     faster: bool = False  # use a collective matmul only if the cost model predicts a faster call
     machine: Machine | None = None  # planning and recomputation are by seconds on it; by bytes if None
-    # the mesh of the ``jax.shard_map`` that calls the function, with its manual axes; None outside
-    around: jax.sharding.AbstractMesh | None = None
     # the JAX mesh that was given. Results have the types of its axes; meshes that differ in nothing but these are
     # equal.
     jax_mesh: Any = dataclasses.field(init=False, repr=False)
@@ -83,7 +81,7 @@ class Target(_Kept):
             "compiler_options": self.compiler_options, "plan": self.recorded,
             "search": self.search, "layout": self.layout, "finite": self.finite,
             # Axes, not devices: the devices are those of the outer function, in any order, or of an abstract mesh.
-            MESH: None if self.around is not None else " ".join(f"{name}={size}" for name, size in self.mesh.axes),
+            MESH: " ".join(f"{name}={size}" for name, size in self.mesh.axes),
         }  # fmt: skip
         return {
             name: value for name, value in given.items() if value is not None and value is not False and value != ()

@@ -1,5 +1,5 @@
-"""Transformations: binds a partitioned function as one equation of a program, in JAX's transformations,
-inside ``jax.jit`` and inside ``jax.shard_map``.
+"""Transformations: binds a partitioned function as one equation of a program, in JAX's transformations and inside
+``jax.jit``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import functools
 import hashlib
 import itertools
 import logging
-import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ from gshard.api.lowered import Lowered
 from gshard.api.signature import arrays_of, explicit_sharding, shape_to_trace
 from gshard.api.target import Target
 from gshard.core.errors import ShardingError, TraceError
-from gshard.core.jax_adapter import closed, impl_of_keys, mesh_of_context, no_mesh_set, shapes_of, user_line
+from gshard.core.jax_adapter import closed, impl_of_keys, mesh_of_context, no_mesh_set, user_line
 from gshard.core.jax_adapter_dispatch import is_staging, put_arguments, weakly_cached
 from gshard.core.jax_adapter_lowering import (
     ThreadSettings,
@@ -40,20 +39,16 @@ from gshard.core.jax_adapter_lowering import (
 from gshard.core.jax_adapter_references import discharged_by, effects_of_call, is_reference
 from gshard.core.jax_adapter_retracing import (
     PMAP_AXIS,
-    as_traced_here,
     checked_by,
     expanded_by,
     mapped,
     mapped_by,
     rematerialised_by,
-    types_alike,
-    varying_alike,
     with_mapping,
 )
 from gshard.core.jax_adapter_tracebacks import carried_through_xla, nan_found, without_jit
 from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.memory_kinds import is_on_host, space
-from gshard.core.mesh import Mesh
 from gshard.core.phases import phase
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
@@ -63,7 +58,6 @@ from gshard.core.spmd import SpmdProgram
 from gshard.core.xla_workarounds import runnable
 from gshard.emit.compile import named_sharding, over_atoms
 from gshard.language.mark_primitive import bind_mark
-from gshard.language.per_device import OverAxes
 from gshard.lowering.pipeline import Planned
 from gshard.naming.dimension_classes import dimensions_of
 from gshard.planning.demands import by_axes
@@ -91,8 +85,8 @@ def _bounds(sizes: Iterable[int]) -> set[int]:
 def tell_unknown(jaxpr: Any, target: Target, come: Sequence[Sharding]) -> None:
     """Logs that a call was planned without a way to see how its operands are split, or refuses it.
 
-    That is so in a program that is exported, inside of ``jax.shard_map``, for a function with effects, and where
-    arguments are on a mesh with smaller axes. What is split may be gathered.
+    That is so in a program that is exported, for a function with effects, and where arguments are on a mesh with
+    smaller axes. What is split may be gathered.
     """
     whole = [
         a.str_short(short_dtypes=True) for a, s in zip(jaxpr.in_avals, come, strict=True) if a.shape and not any(s.dims)
@@ -221,104 +215,19 @@ def _on_one_device(spmd: SpmdProgram, settings: ThreadSettings) -> Callable[...,
     return lambda *parts: with_mapping(outer, lambda *xs: under_settings(inner, settings, xs), (*tables, *parts))
 
 
-# Partitions a function that is called inside of a ``jax.shard_map`` over the axes that the region leaves automatic.
-
-
-def target_inside(target: Target, jaxpr: Any, name: str) -> Target:
-    """The target of a call; inside of a ``jax.shard_map`` one on the whole mesh of the region."""
-    around = jax.sharding.get_abstract_mesh()
-    if not around.manual_axes:
-        return target
-    sizes = {str(n): s for n, s in around.shape.items()}
-    automatic = {n: s for n, s in sizes.items() if n not in around.manual_axes and s > 1}
-    own = {n: s for n, s in target.mesh.axes if s > 1}
-    outside = "jax.shard_map"
-    if not automatic:
-        why = "all axes of its mesh are manual: arrays are one device's parts."
-        hint = "Leave axes automatic (axis_names={...}), or partition outside: gshard.jit of what holds the shard_map."
-        if PMAP_AXIS in around.manual_axes:
-            outside = "jax.pmap, which is a jax.shard_map"
-            hint = "Leave out jax.pmap: gshard.jit takes whole arrays and splits them itself."
-    elif any(n in around.explicit_axes for n in automatic):
-        why = "its other axes are of type Explicit."
-        hint = "Make them of type Auto, or call gshard.jit outside, of the function that holds the jax.shard_map."
-    elif any(sizes.get(n) != s for n, s in own.items()) or not own.keys() & automatic.keys():
-        why = "its mesh is another one."
-        hint = f"Give gshard.jit the mesh of the jax.shard_map, or its automatic axes: mesh={automatic}."
-    elif closed(jaxpr)[0].effects:
-        why = "the function has effects."
-        hint = "Move callbacks, and collectives over manual axes, out of gshard.jit."
-    elif target.recorded is not None or target.search:
-        why = "the plan is searched or given for a mesh without manual axes."
-        hint = "Leave plan= and search= out, or use them in a gshard.jit of the function that holds the jax.shard_map."
-    else:
-        # Costs in seconds are those of a whole machine, which runs other positions along the manual axes as well.
-        mesh = target.mesh if target.mesh.axes == tuple(sizes.items()) else Mesh.of(_automatic(around))
-        return dataclasses.replace(
-            target, mesh=mesh, around=around, reorders=False, collective_matmul=None, machine=None
-        )
-    manual = ", ".join(map(str, around.manual_axes))
-    got = f"manual axes: {manual}; automatic: {_text(automatic)}; mesh of {name}: {target.mesh}"
-    raise TraceError(f"{name} is called inside {outside}, and {why}", user_line(), got, hint)
-
-
-def run_inside(arrays: Sequence[Any], jaxpr: Any, target: Target, planned: Callable[..., SpmdProgram]) -> list[Any]:
-    """Runs a function on arrays of the region, partitioned over the axes that the region leaves automatic."""
-    around = target.around
-    assert around is not None
-    spmd = planned(as_region(jaxpr, around), dataclasses.replace(target, leaves_by_axes=True))
-    mesh, over_axes, captured = spmd.mesh, OverAxes(spmd.mesh), spmd.program.captured
-    come = spmd.in_shardings[len(captured) :]
-    tell_unknown(jaxpr, target, [in_region(s) for s in come])
-    outer, constants = closed(spmd.jaxpr)
-    (mapping,) = outer.eqns
-    run = over_axes.function(mapping.params["jaxpr"])
-    taken = [by_axes(s, mesh) for s in come]
-
-    def on_device(*parts: Any) -> list[Any]:
-        held = map(over_axes.cut, captured, (Sharding.replicated(x.ndim) for x in captured), spmd.in_shardings)
-        given = map(over_axes.cut, (x[None] for x in parts), taken, come)
-        return [x[0] for x in with_mapping(outer, run, (*constants, *held, *given))]
-
-    def specs(shardings: Sequence[Sharding]) -> list[Any]:
-        return [mesh.spec_of(in_region(s).dims) for s in shardings]
-
-    names, out = {*around.axis_names} - {*around.manual_axes}, specs(spmd.out_shardings)
-    mapped = jax.shard_map(on_device, in_specs=tuple(specs(taken)), out_specs=out, axis_names=names, check_vma=False)
-    return list(mapped(*arrays))
-
-
-def as_region(jaxpr: Any, around: Any) -> Any:
-    """Makes a closed jaxpr the body of a ``jax.shard_map``.
-
-    Its arrays get a first dimension for the positions along the manual axes.
-    """
-    spec = PartitionSpec(tuple(around.manual_axes))
-    positions = math.prod(around.shape[n] for n in around.manual_axes)
-
-    def body(*parts: Any) -> list[Any]:
-        return [x[None] for x in jaxpr_as_fun(as_traced_here(jaxpr))(*(x[0] for x in parts))]
-
-    manual, mesh = {*around.manual_axes}, _automatic(around)
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=manual, check_vma=False)
-    types = shapes_of(jaxpr.in_avals)
-    shapes = (jax.ShapeDtypeStruct((positions, *x.shape), x.dtype, weak_type=x.weak_type) for x in types)
-    with no_mesh_set():
-        return jax.make_jaxpr(mapped)(*shapes)
-
-
-def in_region(sharding: Sharding) -> Sharding:
-    """The sharding of an array of one position, from that of ``as_region``."""
-    return Sharding(sharding.dims[1:])
-
-
-def _automatic(around: Any) -> jax.sharding.AbstractMesh:
-    """The same mesh, all its axes of type Auto."""
-    return around.update_axis_types(dict.fromkeys(around.axis_names, jax.sharding.AxisType.Auto))  # type: ignore[no-any-return]
-
-
-def _text(axes: dict[str, int]) -> str:
-    return ", ".join(f"{n}={s}" for n, s in axes.items()) or "none"
+def refuse_in_region(name: str) -> None:
+    """Refuses a call inside of a ``jax.shard_map``, where arrays are parts."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if not manual:
+        return
+    outside = "jax.pmap, which is a jax.shard_map" if PMAP_AXIS in manual else "jax.shard_map"
+    hint = (
+        "Use gshard.jit outside, of the function that holds the jax.shard_map: it partitions axes that stay automatic."
+    )
+    if PMAP_AXIS in manual:
+        hint = "Leave out jax.pmap: gshard.jit takes whole arrays and splits them itself."
+    what = f"{name} is called inside {outside}: arrays are one device's parts."
+    raise TraceError(what, user_line(), f"manual axes: {', '.join(map(str, manual))}", hint)
 
 
 call_p = Primitive("gshard_call")
@@ -328,8 +237,6 @@ call_p.multiple_results = True
 @with_tables
 def call(jaxpr: Any, target: Target, arguments: Sequence[Any]) -> list[Any]:
     """Calls a function (a closed jaxpr), partitioned, with flat arguments; some belong to a transformation."""
-    if target.around is not None:
-        return call_p.bind(*varying_alike(arguments), jaxpr=jaxpr, target=target)  # type: ignore[no-any-return]
     here = mesh_of_context()
     named = here is not None and bool(here.explicit_axes)  # JAX names axes of this mesh for results, or refuses them
     given = target.leaves_by_axes
@@ -405,11 +312,6 @@ def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target, over: Any = No
     types = (*jaxpr.in_avals, *jaxpr.out_avals, *inside)
     if not jaxpr.effects and not any(getattr(a, "shape", True) for a in types):
         return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *arguments)
-    if target.around is not None:
-        with no_mesh_set(), jax.sharding.use_abstract_mesh(target.around):
-            return mlir.lower_fun(
-                lambda *arrays: run_inside(arrays, jaxpr, target, partitioned), multiple_results=True
-            )(ctx, *arguments)
     typed = tuple(mark_of_type(getattr(a, "sharding", None), len(a.shape)) for a in ctx.avals_in)
     has_types = target.takes_arguments_as_marks and any(typed)  # of a mesh with axes of type Explicit
     is_known = has_types or not target.takes_arguments_as_marks or not any(is_placed(ctx, x) for x in arguments)
@@ -489,8 +391,6 @@ def _lowered(jaxpr: Any, target: Target, shardings: tuple[Any, ...]) -> Lowered:
 
 @call_p.def_effectful_abstract_eval
 def _abstract(*arguments: Any, jaxpr: Any, target: Target, over: Any = None) -> tuple[Any, Any]:
-    if target.around is not None:
-        return types_alike(jaxpr.out_avals, arguments), effects_of_call(jaxpr)
     return list(jaxpr.out_avals), effects_of_call(jaxpr)
 
 
@@ -555,9 +455,8 @@ def _linearize_split(jaxpr: Any, target: Target, nonzero_tangents: tuple[int, ..
 
     first = jax.make_jaxpr(forward)(*_shapes(jaxpr.in_avals))
     residuals = _shapes(first.out_avals[len(jaxpr.out_avals) :])
-    plan = _planned(first if target.around is None else as_region(first, target.around), target)
-    shardings = map(plan.sharding, plan.program.block.outputs[len(jaxpr.out_avals) :])
-    residual_shardings = (s if target.around is None else in_region(s) for s in shardings)
+    plan = _planned(first, target)
+    residual_shardings = map(plan.sharding, plan.program.block.outputs[len(jaxpr.out_avals) :])
     # What is whole may be cut further.
     marks = [mark_of_cut([atoms or None for atoms in s.dims], target.mesh) for s in residual_shardings]
 
