@@ -31,7 +31,7 @@ import overlap
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from priced_hlo import FREE, kernel_seconds, kernels
-from tpu_schedules import schedule
+from tpu_schedules import cycles_of, estimated_cycles, schedule
 from twins.program import Program
 
 import gshard
@@ -40,7 +40,7 @@ from gshard.device.machine import Machine
 from gshard.xla.hlo_collectives import OPCODE
 from gshard.xla.hlo_parser import Module, read_module
 from gshard.xla.peer import xla_function
-from gshard.xla.tpu import cycles_of, estimated_cycles, topology_mesh
+from gshard.xla.tpu import topology_mesh
 
 SIDES = "ours", "by hand", "XLA", "XLA, opened"
 FEW = 64  # bytes sent that count as none

@@ -42,7 +42,9 @@ def main() -> None:
         )  # fmt: skip
         exported = gshard.stages.export_plan(found)
         way = min(exported.tried, key=lambda way: abs(exported.tried[way] - exported.compiled.total_bytes))
-        worse = "" if exported.ratio <= 1.05 or not exported.worse else f"; {exported.worse[0]}"
+        worse = ""
+        if exported.ratio > 1.05 and exported.worse:
+            worse = f"; {exported.worse[0].more:,} more at {exported.worse[0].place}"
         near += exported.ratio <= 1.05
         explained += exported.ratio <= 1.05 or bool(exported.worse)
         print(

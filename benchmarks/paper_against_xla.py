@@ -31,6 +31,7 @@ from typing import Any
 
 import jax
 from paper_models import configured, lower, lowered_as_searched
+from tpu_schedules import estimated_cycles
 
 import gshard
 from gshard.core.mesh import Mesh
@@ -45,7 +46,7 @@ from gshard.remat.rematerialise import MemoryLimitError, peak_of
 from gshard.xla import hlo_collectives
 from gshard.xla.hlo_parser import Computation, Instruction, Module, read_module, type_bytes
 from gshard.xla.peer import Marked, xla_function
-from gshard.xla.tpu import estimated_cycles, topology_mesh
+from gshard.xla.tpu import topology_mesh
 
 MODELS = ("MoE(128E, 12L)", "v3:8x8", "MoE(2048E, 12L)", "v3:32x32", "MoE(2048E, 36L)", "v3:32x32")
 _TILE = (8, 128)  # of the last two dimensions of an array on a TPU
@@ -115,7 +116,27 @@ def _padded(shape: tuple[int, ...], dim: int, parts: int) -> int:
     return math.prod(-(-n // tile) * tile for n, tile in zip(local, tiles, strict=True))
 
 
-class BothSides(Marked):
+@dataclasses.dataclass(frozen=True)
+class EveryValue(Marked):
+    """Every value of a plan is a constraint."""
+
+    plan: Plan | None = None
+
+    def equation(self, e: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Runs an equation; its results have the shardings of the plan."""
+        assert self.plan is not None
+        results = super().equation(e, inputs)
+        return [self.constrained(x, v, self.plan.sharding(v)) for x, v in zip(results, e.outputs, strict=True)]
+
+    def constrained(self, x: Any, value: Value | Constant, planned: Sharding) -> Any:
+        """An array that is constrained to a sharding, if JAX has it."""
+        if planned.unreduced or not planned.is_even(self.mesh, value.shape) or not value.shape:
+            return x
+        spec = jax.sharding.PartitionSpec(*(atoms or None for atoms in planned.dims))
+        return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(self.mesh.jax_mesh, spec))
+
+
+class BothSides(EveryValue):
     """Both sides of each all-to-all of a plan are constraints."""
 
     def equation(self, e: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -125,16 +146,13 @@ class BothSides(Marked):
         for i, v in enumerate(e.inputs):
             enters = self.plan.sharding(e.outputs[0]) if e.mark else operand_sharding(e.operator_rule, i, split)
             arrays[i] = self._turned(arrays[i], v, self.plan.sharding(v), enters)
-        results = super().equation(e, arrays)
+        results = Marked.equation(self, e, arrays)
         if e.mark:
             return results
         return [
             self._turned(x, v, result_sharding(e.operator_rule, i, split), self.plan.sharding(v))
             for i, (x, v) in enumerate(zip(results, e.outputs, strict=True))
         ]
-
-    def with_plan(self, e: Equation, results: Sequence[Any]) -> Sequence[Any]:
-        return results
 
     def _turned(self, x: Any, value: Value | Constant, before: Sharding, after: Sharding) -> Any:
         if before.dims == after.dims or _atoms(before) != _atoms(after):
@@ -148,7 +166,7 @@ def _atoms(sharding: Sharding) -> set[str]:
 
 def of_both_sides(program: Program, mesh: Mesh, plan: Plan) -> Callable[..., list[Any]]:
     """A function of the program's flat inputs in which both sides of each all-to-all of a plan are constraints."""
-    return lambda *arrays: BothSides(mesh, plan).run(program.block, arrays)
+    return lambda *arrays: BothSides(mesh, plan=plan).run(program.block, arrays)
 
 
 def compiled(name: str, topology: str, row: Row, limit: str) -> Any:
@@ -162,10 +180,12 @@ def compiled(name: str, topology: str, row: Row, limit: str) -> Any:
     if row.given is None:
         return lowered.executable.compiled
     program, captured = lowered.program, len(lowered.program.captured)
-    knows = lowered.plan if row.given in ("both sides", "every value") else None
-    f = xla_function(program, mesh, knows)
+    f = xla_function(program, mesh)
     if row.given == "both sides":
         f = of_both_sides(program, mesh, lowered.plan)
+    if row.given == "every value":
+        every = EveryValue(mesh, plan=lowered.plan)
+        f = lambda *arrays: every.run(program.block, arrays)  # noqa: E731
     given = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in program.block.inputs]
     where: dict[str, Any] = {}
     # Its own choice needs to be told no more than which devices there are, which the marks do.
@@ -180,14 +200,14 @@ def compiled(name: str, topology: str, row: Row, limit: str) -> Any:
 def scattered(text: str) -> float:
     """Bytes that a device would send less of all-reduces of which it takes a part, were they reduce-scatters."""
     module = read_module(text)
-    groups = {c.name: c.group_size for c in hlo_collectives.collectives(text)}
     spared = 0.0
-    for computation, made, times, _ in hlo_collectives.executed(module):
+    for sent in hlo_collectives.sent_by(module):
+        computation, made, c = module.computations[sent.inside], sent.itself, sent.collective
         if made.opcode == "all-reduce":
             sizes = [type_bytes(x.type) for x in map(computation.instructions.get, made.operands) if x is not None]
             for i, size in enumerate(sizes):
                 if _is_sliced(module, computation, made.name, i if len(sizes) > 1 else None):
-                    spared += times * size * (1 - 1 / groups[made.name])
+                    spared += c.executions * size * (1 - 1 / c.group_size)
     return spared
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tpu_schedules import estimated_cycles
 
 from gshard.api.jit import jit
 from gshard.api.lowered import Lowered
@@ -43,7 +44,7 @@ from gshard.moe.param import Param, shapes
 from gshard.moe.transformer import loss, param_specs
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of, peak_of
 from gshard.search.find import meshes
-from gshard.xla.tpu import estimated_cycles, topology_mesh
+from gshard.xla.tpu import topology_mesh
 
 # Compiles a program ahead of time with libtpu for a TPU that need not exist, and reads what the compiler tells.
 

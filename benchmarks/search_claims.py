@@ -45,11 +45,12 @@ from search_cases import cases, memory_of, step_of
 
 import gshard
 from families import CASES
+from gshard.core.mark import Mark, words_of
 from gshard.core.program import Block, Constant, Program, Value
 from gshard.emit.compile import compile_spmd, named_sharding
 from gshard.emit.partition import partition
 from gshard.language.region import with_edges
-from gshard.planning.added_marks import spec_of_cut
+from gshard.planning.added_marks import spec_of_cut, with_marks
 from gshard.search.find import best_plan
 
 LARGE = "24 layers"  # minutes of search; only where it is asked for by name
@@ -164,7 +165,12 @@ def pins(only: list[str]) -> int:
             print(f"{case.name:<14} nothing to mark")
             continue
         name, spec = wanted
-        insisted = found.with_mark(name, spec)
+        mark = Mark("spec", spec=words_of(spec)[0], axes=tuple(found.mesh.axes))
+        marked = with_marks(found.plan.program, {inputs_of(found)[name]: mark})
+        assert marked is not None, "it has no mark"
+        insisted = dataclasses.replace(
+            found, best=best_plan(marked, found.mesh, found.cost.machine, donated=found.donated, memory_limit=limit)
+        )
         cut = insisted.plan.shardings[inputs_of(insisted)[name]]
         atoms = tuple(a for own in cut.dims for a in own)
         kept = [bool(own) for own in cut.dims] == [axes is not None for axes in spec]
@@ -191,7 +197,6 @@ def told(case_name: str) -> None:
     recorded = repr(gshard.SavedPlan.of(found.plan))
     print(hashlib.sha256(recorded.encode()).hexdigest(), found.bound)
     print(re.sub(r"[\d.]+ s\b", "", str(found)))
-    print("\n".join(found.why(found.plan.program.names[-1])))
 
 
 def seeds(only: list[str]) -> int:

@@ -11,10 +11,10 @@ that carry it on while they multiply.
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from gshard.xla.hlo_collectives import computations_run, sent_in
-from gshard.xla.hlo_parser import Instruction, Module, read_module
-from gshard.xla.tpu import cycles_of
+from gshard.xla.hlo_parser import Computation, Instruction, Module, read_module, trip_count
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,3 +74,29 @@ def _multiplies(module: Module, made: Instruction) -> bool:
     names = made.called("calls") if made.opcode == "fusion" else ()
     inner = [x.opcode for name in names for x in module.computations[name].instructions.values()]
     return bool({"convolution", "dot"} & {made.opcode, *inner})
+
+
+# Cycles: reads the TPU compiler's own estimate of a program's time.
+
+_NOTE = re.compile(r'"estimated_cycles":"(\d+)"')
+
+
+def estimated_cycles(program: str | Module) -> int:
+    """The sum over a compiled program; 0 where the compiler notes nothing. Of branches the longer counts."""
+    module = read_module(program) if isinstance(program, str) else program
+    return _of(module, module.computations[module.entry]) if module.entry else 0
+
+
+def _of(module: Module, computation: Computation) -> int:
+    return sum(cycles_of(module, computation, made) for made in computation.instructions.values())
+
+
+def cycles_of(module: Module, computation: Computation, made: Instruction) -> int:
+    """The estimate of one instruction of a computation, and of what it calls."""
+    inner = [_of(module, module.computations[name]) for name in made.bodies]
+    if made.opcode == "while":
+        return sum(inner) * (trip_count(module, computation, made) or 1)
+    if inner:
+        return max(inner)
+    note = _NOTE.search(made.attributes)
+    return int(note[1]) if note else 0

@@ -52,7 +52,7 @@ slow = dataclasses.replace(
 )
 found = gshard.search(step, params, momentum, x, y, mesh={"data": 2, "model": 4}, machine=slow, donate_argnums=(0, 1))
 print(found)
-print("\n".join(found.why("params['w1']")))
+print(*found.explain().instead("params['w1']"), sep="\n")
 assert found.best.fits
 assert found.gap < 1e-3
 assert found.cost.seconds <= min(other.cost.seconds for other in found.best.others)

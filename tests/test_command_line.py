@@ -134,10 +134,6 @@ SESSIONS = {
             ["mesh (data=2, model=2)", "ms without further marks"],
         ),
     ],
-    "search refuses a form that there is not": [
-        ("search model.py:example --mesh 4 --machine h100:1x4 --export-as patch", 1, ["a plan has no form 'patch'"]),
-        ("search model.py:example --mesh 4 --machine h100:1x4 --export-as jax-export", 1, ["writes bytes"]),
-    ],
     "what does not fit": [
         (
             "explain model.py:loss --arg f32[8,4] --arg f32[4,5000000000] --machine h100:1x8 --mesh data=8 --seconds 0",
@@ -328,18 +324,10 @@ def test_a_function_is_planned_on_its_own_mesh(command, made, capsys):
     assert re.search(r"data=4,? model=2", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(("options", "part"), [
-    ("--export", "in_shardings = "),
-    ("--export plan.mlir", "sdy.mesh @mesh"),
-    ("--export plan.txt --export-as stablehlo", "sdy.mesh @mesh"),
-])  # fmt: skip
 @pytest.mark.one_in(2)
-def test_search_exports_the_plan(options, part, capsys):
-    command = f"search model.py:example --mesh data=4 --machine h100:1x4 --budget-seconds 1 {options}"
-    printed = run(command, 0, [], capsys).out
-    files = [Path(name) for name in options.split()[1:2]]
-    assert part in (files[0].read_text() if files else printed)
-    assert all(f"wrote {file.name}: for jax.jit on mesh" in printed for file in files)
+def test_search_exports_the_plan(capsys):
+    command = "search model.py:example --mesh data=4 --machine h100:1x4 --budget-seconds 1 --export"
+    assert "in_shardings = " in run(command, 0, [], capsys).out
 
 
 # The target and options of explain, and the message.

@@ -254,7 +254,7 @@ WINGS = {
     "xla": """
         comm.collectives: sent_sizes
         device.async_overlap: Step timed
-        device.cost: PricedKernel
+        device.cost: Loop PricedKernel Run Stretch
         device.fusion_model: COLLECTIVE OPERATOR PRODUCT
         device.machine: Dimension KINDS Machine MachineError SWITCH compiler_of kind_of_devices memory_of
         device.memory: MemoryTotals

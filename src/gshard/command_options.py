@@ -15,8 +15,6 @@ from pathlib import Path
 from gshard.core.errors import known_names
 from gshard.core.time_budget import TRIAL_SECONDS
 
-PRINTED = Path()  # --export without a file
-
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     """The options of a command line."""
@@ -92,13 +90,7 @@ def _add_explain(command: argparse.ArgumentParser) -> None:
         help="show what changed, line by line, since this --json was written; or 'xla': against XLA's own partitioner, "
         "both compiled for CPU devices",
     )
-    add(
-        "--why",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="the reasons of one array's sharding, and what a call would take with another",
-    )
+    _why(command)
     add(
         "--seconds",
         type=float,
@@ -109,6 +101,16 @@ def _add_explain(command: argparse.ArgumentParser) -> None:
     add("--fail-above", metavar="50MiB", help="fail if each device sends more bytes in one call")
     add(
         "--baseline", metavar="main.json", help="fail if bytes sent, FLOPs or memory grew since this --json was written"
+    )
+
+
+def _why(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--why",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="the reasons of one array's sharding, and what a call would take with another",
     )
 
 
@@ -126,27 +128,12 @@ def _add_search(command: argparse.ArgumentParser) -> None:
         type=float,
         help="how long the whole search may take (default: as its size asks for, 300 at most)",
     )
-    add(
-        "--why",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="what else could be: arguments or lines that contain this",
-    )
+    _why(command)
     add("--compile-best", type=int, metavar="3", help="compile so many of the best plans, and take the best of those")
     add("--marks", action="store_true", help="say the plan in few marks, each tried; takes a while")
     add("--patch", type=Path, metavar="marks.diff", help="write marks of arguments into the source file, as a diff")
     add("--html", type=Path, help="write the report of the plan as one page")
-    add(
-        "--export",
-        nargs="?",
-        type=Path,
-        const=PRINTED,
-        metavar="plan.mlir",
-        help="print or write the plan for jax.jit without gshard, compiled by XLA and compared: .mlir is "
-        "StableHLO, .jax_export what jax.export serialises, another suffix the shardings",
-    )
-    add("--export-as", metavar="FORM", help="the form of --export: shardings, stablehlo or jax-export")
+    add("--export", action="store_true", help="print the plan as shardings and constraints for jax.jit")
     add("--save", type=Path, metavar="plan.json", help="write the plan, for gshard.jit(plan=...)")
 
 

@@ -30,8 +30,7 @@ from gshard.api.export import export_plan
 from gshard.api.function_again import with_bound_arguments
 from gshard.api.jit import Jitted, jit
 from gshard.api.search import search
-from gshard.command_options import PRINTED
-from gshard.core.errors import ArgumentError, GShardError, counted, known_names
+from gshard.core.errors import ArgumentError, GShardError, counted
 from gshard.core.jax_adapter import line_of_exception
 from gshard.core.mesh import Mesh
 from gshard.core.paths import parameters_of
@@ -46,7 +45,6 @@ from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 from gshard.tracing.by_jax import name_of
 from gshard.xla.calibrate import calibrate
-from gshard.xla_programs.exported_plan import ExportedPlan
 
 # Named target: what a command line names: a function, its arguments and its mesh.
 #
@@ -241,43 +239,6 @@ def mesh_of(text: str) -> Mesh:
     raise TargetError(f"{text!r} is no mesh.", hint="Write 8 or data=4,model=2.")
 
 
-# Export command: ``gshard search --export``: writes a plan in the form that is given, or prints it.
-
-_FORMS: Mapping[str, Callable[[ExportedPlan], str | bytes]] = {
-    "shardings": str,
-    "stablehlo": lambda plan: plan.stablehlo(),
-    "jax-export": lambda plan: bytes(plan.jax_export().serialize()),
-}
-_SUFFIXES = {".mlir": "stablehlo", ".jax_export": "jax-export"}
-
-
-def form_of(file: Path | None, form: str | None) -> str:
-    """The form in which a plan is exported.
-
-    >>> form_of(Path("plan.mlir"), None), form_of(None, None)
-    ('stablehlo', 'shardings')
-    """
-    name = form or _SUFFIXES.get(file.suffix if file is not None else "", "shardings")
-    if name not in _FORMS:
-        raise ArgumentError(f"a plan has no form {name!r}.", hint=known_names(name, _FORMS, "--export-as takes"))
-    if name == "jax-export" and file is None:
-        raise ArgumentError("--export-as jax-export writes bytes.", hint="Name a file: --export plan.jax_export.")
-    return name
-
-
-def export_to(plan: ExportedPlan, file: Path | None, form: str) -> str:
-    """Writes a plan, and returns what to print: the form itself, or where it was written with what XLA makes of it."""
-    made = _FORMS[form](plan)
-    if file is None:
-        assert isinstance(made, str), "bytes are not printed"
-        return made
-    if isinstance(made, bytes):
-        file.write_bytes(made)
-    else:
-        file.write_text(made if made.endswith("\n") else f"{made}\n", "utf-8")
-    return f"wrote {file}: {str(plan).partition(chr(10))[0]}"
-
-
 # Baselines: compares a program with a limit or with an earlier version (``gshard explain --baseline``).
 
 _SHOWN = 5  # lines that a failure names
@@ -354,7 +315,7 @@ def over_baseline(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
         grown.append("bytes sent")
     if found.after.flops > _GROWTH * found.before.flops:
         grown.append("FLOPs of a device")
-    if found.peaks is not None and found.peaks[1] > _GROWTH * found.peaks[0]:
+    if found.after.peak > _GROWTH * found.before.peak:
         grown.append("peak memory of a device")
     if not grown:
         return ""
@@ -476,10 +437,7 @@ def _explain(options: argparse.Namespace) -> None:
     limit = None if options.fail_above is None else limit_of(options.fail_above)
     found, took = _explained(options, with_xla)
     against = found.against_xla(options.machine) if with_xla else None
-    reasons = []
-    for name in options.why:
-        others = found.instead(name, options.machine) or ["no mark can say otherwise: it has one, or enters a body"]
-        reasons.append("\n  instead ".join([f"\n{found.why(name)}", *map(str, others)]))
+    reasons = _reasons(found, options)
     if options.trace:
         found.cost(options.machine)  # whatever is refused is refused before anything is printed
     data = found.data(options.machine, options.seconds)
@@ -493,6 +451,15 @@ def _explain(options: argparse.Namespace) -> None:
     if options.trace:
         print(f"wrote {found.trace(options.trace, options.machine)}: open it in ui.perfetto.dev")
     check(data, limit, baseline, options.machine)
+
+
+def _reasons(found: Explanation, options: argparse.Namespace) -> list[str]:
+    """Why arrays are sharded as they are, and what a call would take if they were not (``--why``)."""
+    reasons = []
+    for name in options.why:
+        others = found.instead(name, options.machine) or ["no mark can say otherwise: it has one, or enters a body"]
+        reasons.append("\n  instead ".join([f"\n{found.why(name)}", *map(str, others)]))
+    return reasons
 
 
 def _explained(options: argparse.Namespace, with_xla: bool) -> tuple[Explanation, float]:
@@ -553,8 +520,6 @@ def _write_data(options: argparse.Namespace, data: dict[str, Any], against: Diff
 
 
 def _search(options: argparse.Namespace) -> None:
-    file = None if options.export == PRINTED else options.export
-    form = form_of(file, options.export_as) if options.export or options.export_as else None
     f, arguments = _load(options, options.target, options.machine)
     mesh = int(options.mesh) if (options.mesh or "").isdecimal() else options.mesh and mesh_of(options.mesh)
     asked: dict[str, Any] = {
@@ -571,8 +536,8 @@ def _search(options: argparse.Namespace) -> None:
     print(found)
     if options.marks:
         print(f"\n{found.marks}")
-    for what in options.why:
-        print("\n".join(["", *found.why(what)]))
+    for reason in _reasons(found.explain(), options) if options.why else ():
+        print(reason)
     if options.html:
         print(f"wrote {found.html(options.html)}")
     if options.patch:
@@ -582,8 +547,8 @@ def _search(options: argparse.Namespace) -> None:
             print(f"git apply {options.patch}")
         else:
             print("no mark in it that git could apply")
-    if form is not None:
-        print(f"\n{export_to(export_plan(found), file, form)}")
+    if options.export:
+        print(f"\n{export_plan(found)}")
     if options.save:
         found.save(options.save)
         print(

@@ -146,28 +146,6 @@ def test_arrays_that_every_device_holds_come_first(mesh):
     assert lines.index(lines[3]) < next(i for i, line in enumerate(lines) if line.startswith("collectives"))
 
 
-def test_a_gather_that_is_cut_again_is_named():
-    text = """HloModule jit_f, is_scheduled=true, num_partitions=4
-
-ENTRY %main (x: f32[16,8]) -> f32[64,2] {
-  %x = f32[16,8]{1,0} parameter(0), sharding={devices=[4,1]<=[4]}, metadata={op_name="x"}
-  %zero = u32[] constant(0)
-  %id = u32[] partition-id()
-  %two = u32[] constant(2)
-  %at = u32[] multiply(%id, %two)
-  %all = f32[64,8]{1,0} all-gather(%x), replica_groups=[1,4]<=[4], metadata={op_name="jit(f)/mlp/reshape"}
-  %form = f32[64,8]{0,1} copy(%all)
-  ROOT %own = f32[64,2]{1,0} dynamic-slice(%form, %zero, %at), dynamic_slice_sizes={64,2}
-}
-"""
-    found = gshard.explain(text, machine="h100")
-    (line,) = found.lists["regathered"]
-    assert line.split("  ")[1:] == ["x", "f32[16,8] gathered, f32[64,2] kept", "mlp"]
-    assert "gathered on every device, which then keeps a part only" in str(found)
-    by_loop = text.replace("partition-id()", 'custom-call(), custom_call_target="round"')
-    assert not gshard.explain(by_loop, machine="h100").lists["regathered"]
-
-
 def test_equal_layers_are_one_row(mesh):
     def f(ws, x):
         for i, w in enumerate(ws):

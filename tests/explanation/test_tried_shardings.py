@@ -35,11 +35,11 @@ def test_a_table_that_every_device_holds_is_split(mesh):
     assert tried.tried == tried.changes
     best = tried.helping[0]
     assert best.text.startswith("table: ")
-    assert best.spec == P("model", None)
+    assert best.spec == P(("data", "model"), None)
     again = gshard.explain(jax.jit(step), given(mesh, (32768, 256), *best.spec), x, machine="h100:1x8")
     assert (again.total_bytes, again.peak) == (best.figures.sent, best.figures.peak)
     assert again.cost().seconds == pytest.approx(best.figures.seconds)
-    assert "table: P('model', None) instead of whole on each device\n    sent" in str(tried)
+    assert "table: P(('data', 'model'), None) instead of whole on each device\n    sent" in str(tried)
     for change in (*tried.helping, *tried.together[0]):  # nothing that helps raises anything
         assert change.figures.sent <= 1.001 * tried.before.sent
         assert change.figures.peak <= 1.001 * tried.before.peak

@@ -131,7 +131,7 @@ def gathered_four_times(x, w):
 ])  # fmt: skip
 def test_what_bounds_a_call(f, args, machine, bound, texts):
     found = told(f, *args, machine=machine)
-    assert found.bounds == (bound,)
+    assert found.cost.bounds == (bound,)
     assert found.headline.startswith(f"{bound.capitalize()}-bound: ")
     assert sum(found.shares.values()) == pytest.approx(1.0)
     assert [text for text in texts if text not in str(found)] == []
@@ -146,13 +146,13 @@ def test_what_bounds_a_call(f, args, machine, bound, texts):
 def test_a_mixed_program_is_named_with_the_two_largest():
     """Nothing takes more than half: both are named, the larger first, each with what would help."""
     found = told(lambda x, w: gshard.replicate(jnp.sin(gshard.split(x, 0, "data") @ w)), f32(1 << 13, 64), f32(64, 64))
-    first, second = found.bounds
+    first, second = found.cost.bounds
     assert 0 < found.shares[second] <= found.shares[first] <= 0.5
     assert found.headline.startswith(f"{first.capitalize()}- and {second}-bound: ")
     assert [text.split(":")[0] for text in found.sentences[:2]] == [
         {"compute": "Arithmetic", "memory": "Memory traffic", "network": "Bytes on links", "launch": "Kernel launches",
          "latency": "Network latency"}[what]
-        for what in found.bounds
+        for what in found.cost.bounds
     ]  # fmt: skip
 
 

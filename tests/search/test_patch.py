@@ -5,7 +5,6 @@ import importlib.util
 import subprocess
 import sys
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -110,6 +109,5 @@ def test_what_is_found_later_has_the_time_of_the_search():
     found = gshard.search(f, shape(4096, 4096), shape(4096, 8192), budget_seconds=1e-6, **given)
     assert found.budget_seconds == 1e-6
     assert found.marks.left_out == ("further marks",) or found.marks.is_near
-    assert found.with_mark("w", jax.P(None, "x")).left_out, "cut as the search was"
     longer = dataclasses.replace(found, budget_seconds=60)
-    assert not longer.with_mark("w", jax.P(None, "x")).left_out
+    assert not longer.marks.left_out

@@ -71,8 +71,6 @@ def test_a_budget_is_of_all_that_a_search_does():
     assert "the preset 'data parallel'" in least.left_out
     assert "the problem of mesh (data=8)" in least.left_out
     assert "not tried, or cut: the preset" in str(least)
-    with pytest.raises(gshard.ArgumentError, match="ended before it solved the problem"):
-        least.why("qkv")
 
 
 def test_a_step_that_is_out_of_time_is_cut_and_named():

@@ -204,7 +204,7 @@ def f(w, x):
 s = jax.ShapeDtypeStruct
 w = {"a": s((512, 2048), "float32"), "b": s((2048, 512), "float32")}
 found = gshard.search(f, w, s((64, 512), "float32"), mesh=gshard.Mesh.abstract(x=2, y=4), machine="v3:2x2")
-print([found.plan.format(v) for v in found.plan.shardings], found.cost.seconds, found.bound, found.why("w["))
+print([found.plan.format(v) for v in found.plan.shardings], found.cost.seconds, found.bound)
 """
 
 

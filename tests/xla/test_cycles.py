@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from gshard.xla.tpu import estimated_cycles
 from search.test_patch import loaded
 
 SCHEDULES = Path(__file__).resolve().parents[2] / "benchmarks" / "tpu_schedules.py"
@@ -83,6 +82,6 @@ def test_what_stands_between_the_halves():
         scheduled("all_to_all", part // 2, 1, False, 0, 0, (0, 1)),
         scheduled("collective_permute", part, 3, True, 105, 1),
     )
-    assert estimated_cycles(TEXT) == 3 * 112 + 42
+    assert schedules.estimated_cycles(TEXT) == 3 * 112 + 42
     assert [x.total_sent for x in schedule(TEXT)] == [7 * part, 7 * part, part // 2, 3 * part]
     assert schedule("") == schedule("HloModule empty") == ()

@@ -1,15 +1,12 @@
-"""Plans as shardings for jax.jit and as StableHLO: they run there, and what XLA makes of them is told."""
+"""Plans as shardings for jax.jit: they run there, and what XLA makes of them is told."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
-from jaxlib.mlir import ir
 
 import gshard
-from gshard.core.program import format_bytes
 from gshard.xla.hlo_collectives import collectives
 
 DATA, BOTH = {"data": 8}, {"data": 2, "model": 4}
@@ -53,13 +50,6 @@ def close(got, want, tolerance=1e-6):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=tolerance), got, want)
 
 
-def parsed(text):
-    with mlir.make_ir_context():
-        module = ir.Module.parse(text)
-        assert module.operation.verify()
-        return str(module)
-
-
 @pytest.fixture(scope="module")
 def exported():
     def marked(params, x):
@@ -86,7 +76,7 @@ def test_a_plan_that_xla_follows_needs_no_constraint():
     found = gshard.search(lambda w, x: x @ w, f32(2048, 2048), f32(8, 2048), mesh=DATA, machine="h100:1x8")
     plan = gshard.stages.export_plan(found)
     assert plan.follows_plan
-    assert (plan.constraints, plan.everywhere, list(plan.tried)) == ((), False, ["shardings alone"])
+    assert (plan.constraints, list(plan.tried)) == ((), ["shardings alone"])
     assert "times the plan's" in str(plan)
     assert "in_shardings = (P(None, 'data'), P(None, None))" in str(plan)
 
@@ -95,7 +85,6 @@ def test_constraints_are_tried_where_xla_sends_more_and_the_lines_are_named(expo
     """The activations are split over both axes inside, which no argument or result tells."""
     alone = exported.tried["shardings alone"]
     assert (alone > 1.05 * exported.planned) == (len(exported.tried) > 1)
-    assert exported.everywhere == (exported.tried.get("a constraint on every value") == exported.compiled.total_bytes)
 
     def inside(params, x):
         h = gshard.shard(jnp.tanh(x @ params["up"]), P("data", "model"))
@@ -106,8 +95,8 @@ def test_constraints_are_tried_where_xla_sends_more_and_the_lines_are_named(expo
     for plan in (exported, other):
         assert plan.compiled.total_bytes == min(plan.tried.values())
     for row in other.worse:
-        assert row.compiled > row.planned
-        assert row.line.startswith("test_exported_plan.py:")
+        assert row.after.sent > row.before.sent
+        assert row.place.startswith("test_exported_plan.py:")
     assert other.follows_plan or other.worse
 
 
@@ -169,7 +158,6 @@ def test_arrays_in_the_memory_of_the_host_stay_there():
     assert "in the memory of the host, with its memory kind in exported.named(mesh): state" in str(plan)
     found = jitted(*(jax.device_put(jnp.ones((64, 64)), sharding) for sharding in ins))
     np.testing.assert_array_equal(found, np.full((64, 64), 3.0))
-    assert 'mhlo.memory_kind = "pinned_host"' in plan.stablehlo()
 
 
 @pytest.mark.parametrize("kind", ["abstract", "Explicit"])
@@ -185,8 +173,8 @@ def test_meshes_without_devices_and_with_axes_of_type_explicit(kind):
     assert plan.compiled.total_bytes > 0
 
 
-def test_rewrites_in_what_is_compiled_are_told():
-    """The rows of a cross entropy are scattered in jax.jit's program, and not in that which gshard compiles."""
+def test_the_function_is_compiled_as_written():
+    """The rows of a cross entropy are scattered in jax.jit's program, and not in gshard's, which rewrites it."""
 
     def loss(w, x, labels):
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x @ w), labels[:, None], 1))
@@ -194,9 +182,10 @@ def test_rewrites_in_what_is_compiled_are_told():
     given = f32(64, 512), f32(64, 64), jax.ShapeDtypeStruct((64,), "int32")
     plan = quick(jax.grad(loss), *given)
     compiled = in_jax(jax.grad(loss), plan, mesh_of(DATA))[0].lower(*given).compile()
-    sent = format_bytes(gshard.explain(compiled).total_bytes)
-    told = next(line for line in str(plan).splitlines() if line.startswith("without gshard's rewrites (sum_of_scatter"))
-    assert f"with the shardings alone: XLA sends {sent}, " in told
+    assert plan.tried["shardings alone"] == gshard.explain(compiled).total_bytes
+    has_rewrites = "compiled with rewrites of gshard's, without which jax.jit may send more" in str(plan)
+    assert has_rewrites == bool(plan.constraints)
+    assert not (has_rewrites and plan.follows_plan)
 
 
 def test_a_result_that_is_empty_and_none_among_arguments():
@@ -206,62 +195,3 @@ def test_a_result_that_is_empty_and_none_among_arguments():
     state = {"w": f32(64), "none": None, "empty": []}
     plan = quick(scaled, state, f32(0, 8))
     assert plan.in_shardings[0].keys() == state.keys()
-    assert plan.jax_export().nr_devices == 8
-
-
-@pytest.mark.parametrize("mesh", [DATA, BOTH, {"a": 2, "b": 2, "c": 2}], ids=str)
-@pytest.mark.one_in(3)
-def test_the_module_is_for_all_devices_with_the_shardings_of_the_plan(mesh):
-    specs = {"up": P(None, tuple(mesh)), "down": P(tuple(mesh), None)}
-    plan = quick(step, *arguments(), mesh=mesh, in_shardings=(specs, P()))
-    text = plan.stablehlo()
-    axes = ", ".join(f'"{name}"={size}' for name, size in mesh.items())
-    assert f"sdy.mesh @mesh = <[{axes}]>" in text
-    assert "mhlo.num_partitions = 8" in text
-    dims = ", ".join(f'"{name}"' for name in mesh)
-    assert f"sdy.sharding<@mesh, [{{}}, {{{dims}}}]>" in text
-    assert "func.func public @main" in parsed(text)
-    module = plan.jax_export()
-    assert (module.nr_devices, module.in_tree) == (8, jax.tree.structure((arguments(), {})))
-
-
-def test_the_module_runs_as_the_function_and_holds_what_it_closes_over():
-    rng = np.random.default_rng(0)
-    table, w, x, scale = (jnp.float32(rng.normal(size=shape)) for shape in ((64, 256), (256, 64), (64, 64), (64,)))
-
-    def closed(w, x, *, scale):
-        h = jnp.tanh(x @ table) @ w
-        return {"h": h * scale, "parts": (h.sum(), jnp.int32(3))}
-
-    devices = mesh_of(BOTH)
-    placed = [
-        jax.device_put(a, jax.NamedSharding(devices, s)) for a, s in ((w, P("model", None)), (x, P("data", None)))
-    ]
-    plan = quick(closed, *placed, kwargs={"scale": scale}, mesh=devices)
-    module = plan.jax_export()
-    assert len(module.in_avals) == 3
-    for _ in range(3):
-        close(jax.jit(module.call)(*placed, scale=scale), closed(w, x, scale=scale), 1e-5)
-    scale = jax.device_put(scale, jax.NamedSharding(devices, P()))
-    compiled = jax.jit(module.call).lower(*placed, scale=scale).compile()
-    assert gshard.explain(compiled).bytes_by_kind == plan.compiled.bytes_by_kind
-    assert "table" not in plan.arguments
-
-
-def test_a_constraint_on_every_value_is_in_the_module():
-    """What few lines of Python do not say, the module does."""
-
-    def inside(x, w):
-        h = gshard.split(jnp.tanh(x @ w), 0, "data") @ w
-        return jnp.cumsum(gshard.shard(h, P(None, "model")), 1) @ w
-
-    plan = quick(inside, f32(512, 512), f32(512, 512), mesh=BOTH, in_shardings=(P(), P()), out_shardings=P())
-    assert plan.everywhere
-    assert plan.stablehlo().count("sdy.sharding_constraint") >= 3
-    parsed(plan.stablehlo())
-
-
-def test_serialised_modules_come_back(exported):
-    pytest.importorskip("flatbuffers", reason="jax.export needs it to write files")
-    again = jax.export.deserialize(exported.jax_export().serialize())
-    assert again.mlir_module() == exported.stablehlo()

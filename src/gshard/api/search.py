@@ -269,7 +269,7 @@ def search(
             the search ends. ``float("inf")`` is the same without an end.
         static_argnums, static_argnames, donate_argnums, donate_argnames: as for ``jit``; donate a training state.
         progress: None prints lines on stderr once the search has taken two seconds; True prints all, False none; or a
-            function that is called with each line. ``found.marks``, ``found.patch`` and ``found.with_mark`` do the
+            function that is called with each line. ``found.marks`` and ``found.patch`` do the
             same.
         finite: as for ``jit``; a function from ``gshard.jit`` has its own.
         compile_best: compiles so many of the best plans, and returns the one that is best as XLA compiled it, with the

@@ -20,7 +20,7 @@ from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import Cost
 from gshard.device.machine import Machine, machine_of, machine_to_order, machine_to_plan_for
 from gshard.emit.compile import Executable, compile_spmd
-from gshard.explanation.advice import Budget
+from gshard.explanation.advice import allowed_bytes, check_bytes
 from gshard.explanation.plan_source import refuse_unused
 from gshard.lowering.pipeline import PARTITION, PLANNING, RECOMPUTE, Draft, Planned, Settings, run
 from gshard.lowering.seconds import on_machine
@@ -36,7 +36,7 @@ class _Kept:
     """The options of ``jit`` that a target has as they are given."""
 
     strict: bool = False  # refuse operations without a rule
-    budget: Budget | None = None  # what a per-device program may cost
+    budget: float | None = None  # bytes that each device may send in one call
     leaves_by_axes: bool = False  # split results over whole axes of the mesh only, as JAX does for Explicit axes
     has_places: bool = False  # marks in the function already say where its arguments lie
     keep_uneven: bool = False  # return results in padded parts where parts are unequal
@@ -149,7 +149,7 @@ class Target(_Kept):
     def check(self, plan: Plan, spmd: SpmdProgram) -> None:
         """Refuses what goes beyond the budget."""
         if self.budget is not None:
-            self.budget.check(plan, spmd)
+            check_bytes(self.budget, plan, spmd)
 
     def partitioned(self, made: Planned) -> SpmdProgram:
         """The per-device program of a plan, without recomputation."""
@@ -195,7 +195,7 @@ class Options(_Kept):
     ) -> Options:
         """Reads the options that ``jit`` and ``instead_of_jit`` take in several forms; others are as here."""
         return Options(
-            None if mesh is None else Mesh.of(mesh), strict=strict is not False, budget=Budget.of(strict),
+            None if mesh is None else Mesh.of(mesh), strict=strict is not False, budget=allowed_bytes(strict),
             memory_limit=None if memory_limit is None else bytes_of(memory_limit),
             recorded=SavedPlan.checked(plan), layout=Layout.checked(layout), **others,
         )  # fmt: skip

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from gshard.comm.collectives import KINDS, sent_bytes, sent_sizes
 from gshard.core.jax_adapter import user_place
@@ -56,6 +56,11 @@ class PricedKernel:
         """Seconds in one call of the program."""
         return self.seconds * self.times
 
+    @property
+    def duration(self) -> float:
+        """Seconds of one run; of a collective all that the network takes."""
+        return self.seconds + self.overlapped
+
     def beside(self, overlapped: float) -> Self:
         """The cost if other kernels run in some of its seconds. Each part keeps its share of the others."""
         left = self.seconds - overlapped
@@ -75,6 +80,46 @@ class KernelCost(PricedKernel):
     equation: Equation  # its last equation, as emitted
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop, a branch or a call in a run."""
+
+    name: str  # the operation
+    line: str  # the user's source line
+    rounds: int  # how often it runs its bodies
+    bodies: tuple[Run, ...]  # one round: what it runs, one after the other
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all rounds."""
+        return self.rounds * sum(body.seconds for body in self.bodies)
+
+
+class Stretch(NamedTuple):
+    """What a device does for some time."""
+
+    start: float  # seconds from the beginning of the run
+    seconds: float
+    what: PricedKernel | Loop
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a block in time."""
+
+    seconds: float
+    stretches: Sequence[Stretch] = ()  # in the order in which they begin
+
+    def kernels(self) -> Iterator[PricedKernel]:
+        """All kernels, those of each body once."""
+        for _, _, what in self.stretches:
+            if isinstance(what, Loop):
+                for body in what.bodies:
+                    yield from body.kernels()
+            else:
+                yield what
+
+
 class CallTotals:
     """Totals over the kernels of one call: of a per-device program (``Cost``), or of one that XLA compiled."""
 
@@ -84,6 +129,8 @@ class CallTotals:
         def machine(self) -> Machine: ...
         @property
         def kernels(self) -> Sequence[PricedKernel]: ...
+        @property
+        def call(self) -> Run: ...
         @property
         def peak(self) -> int: ...
 
@@ -159,6 +206,24 @@ class Cost(CallTotals):
     kernels: tuple[KernelCost, ...]
     program: Kernels = dataclasses.field(repr=False)
     donated: tuple[int, ...] = ()
+
+    @property
+    def call(self) -> Run:
+        """The kernels in time: each follows the one before, and a collective takes what a call waits for it."""
+        rows = iter(self.kernels)
+
+        def run(block: Kernels) -> Run:
+            at, stretches = 0.0, list[Stretch]()
+            what: PricedKernel | Loop
+            for kernel in block.kernels:
+                e = kernel.equation
+                loop = kernel.kind == REGION
+                what = Loop(e.name, e.line, e.trip_count, tuple(map(run, kernel.bodies))) if loop else next(rows)
+                stretches.append(Stretch(at, what.seconds, what))
+                at += what.seconds
+            return Run(at, stretches)
+
+        return run(self.program)
 
     @functools.cached_property
     def memory(self) -> Memory:

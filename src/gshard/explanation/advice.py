@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from gshard.core.errors import PlanError
@@ -42,16 +41,10 @@ def root_of_sum(value: Value, atoms: set[str], plan: Plan, producers: Mapping[Va
     return None
 
 
-def direct_roots(c: Collective) -> Iterator[Reason]:
-    """The marks that themselves need the operand of a collective moved."""
-    for e in dict.fromkeys((c.cause, c.emitted)):
-        if e is not None and e.mark is not None:
-            yield Reason("mark", e.line, str(e.mark))
-
-
 def roots(c: Collective, plan: Plan, producers: Mapping[Value, Equation]) -> frozenset[Reason]:
     """The marks and arguments that a collective goes back to."""
-    found = {*direct_roots(c)}
+    moving = (e for e in (c.cause, c.emitted) if e is not None and e.mark is not None)
+    found = {Reason("mark", e.line, str(e.mark)) for e in moving}
     values = [c.value, *(v for e in (c.cause, c.emitted) if e is not None for v in (*e.inputs, *e.outputs))]
     for v in dict.fromkeys(values):
         if isinstance(v, Value) and v in plan.shardings:
@@ -97,45 +90,39 @@ def advice(c: Collective, plan: Plan, producers: Mapping[Value, Equation]) -> st
 SHOWN = 3  # collectives that an error tells of
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Budget:
-    """The bytes that each device may send in one call of a program."""
+def allowed_bytes(strict: Any) -> float | None:
+    """The bytes that each device may send in one call by ``strict=``; None if it is about rules only.
 
-    bytes: float  # how many
-
-    @staticmethod
-    def of(strict: Any) -> Budget | None:
-        """What ``strict=`` allows; None if it is about rules only.
-
-        >>> Budget.of(1e6), Budget.of(True)
-        (Budget(bytes=1000000.0), None)
-        """
-        if isinstance(strict, bool):
-            return None
-        if not isinstance(strict, int | float) or not strict >= 0:
-            raise PlanError(
-                f"strict={strict!r} says nothing.",
-                hint="Write True, False, or the number of bytes that each device may send in one call: strict=50e6.",
-            )
-        return Budget(strict)
-
-    def check(self, plan: Plan, spmd: SpmdProgram) -> None:
-        """Refuses a program that sends more."""
-        total = sum(c.total_bytes for c in spmd.collectives)
-        if total <= self.bytes:
-            return
-        producers = {v: e for e in plan.program.block.walk() for v in e.outputs}
-        most = sorted(spmd.collectives, key=lambda c: -c.total_bytes)
-        rows = [_row(c, plan) + f"\n    {advice(c, plan, producers)}" for c in most[:SHOWN]]
-        if rest := most[SHOWN:]:
-            rows.append(f"and {len(rest)} more collectives, {_bytes(sum(c.total_bytes for c in rest))}")
+    >>> allowed_bytes(1e6), allowed_bytes(True)
+    (1000000.0, None)
+    """
+    if isinstance(strict, bool):
+        return None
+    if not isinstance(strict, int | float) or not strict >= 0:
         raise PlanError(
-            f"each device would send {_bytes(total)} in one call of {plan.program.name}, "
-            f"and strict allows {_bytes(self.bytes)}.",
-            most[0].line or None,
-            "\n  ".join([f"mesh: {plan.mesh}; most is sent by", *rows]),
-            "Change these marks, or allow more bytes.",
+            f"strict={strict!r} says nothing.",
+            hint="Write True, False, or the number of bytes that each device may send in one call: strict=50e6.",
         )
+    return strict
+
+
+def check_bytes(allowed: float, plan: Plan, spmd: SpmdProgram) -> None:
+    """Refuses a program in which a device sends more bytes."""
+    total = sum(c.total_bytes for c in spmd.collectives)
+    if total <= allowed:
+        return
+    producers = {v: e for e in plan.program.block.walk() for v in e.outputs}
+    most = sorted(spmd.collectives, key=lambda c: -c.total_bytes)
+    rows = [_row(c, plan) + f"\n    {advice(c, plan, producers)}" for c in most[:SHOWN]]
+    if rest := most[SHOWN:]:
+        rows.append(f"and {len(rest)} more collectives, {_bytes(sum(c.total_bytes for c in rest))}")
+    raise PlanError(
+        f"each device would send {_bytes(total)} in one call of {plan.program.name}, "
+        f"and strict allows {_bytes(allowed)}.",
+        most[0].line or None,
+        "\n  ".join([f"mesh: {plan.mesh}; most is sent by", *rows]),
+        "Change these marks, or allow more bytes.",
+    )
 
 
 def _row(c: Collective, plan: Plan) -> str:

@@ -11,7 +11,7 @@ import functools
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -24,7 +24,7 @@ from gshard.core.mesh import Mesh
 from gshard.core.number_text import format_seconds
 from gshard.core.paths import path_of
 from gshard.core.time_budget import Progress
-from gshard.device.cost import CallTotals
+from gshard.device.cost import CallTotals, Run
 from gshard.device.fusion_model import COLLECTIVE, FUSED, OPERATOR
 from gshard.device.machine import COMPILERS, Machine, MachineError
 from gshard.device.network import groups, permutation_seconds, seconds, seconds_among
@@ -32,15 +32,12 @@ from gshard.explanation.compiled_program import CompiledArgument, CompiledProgra
 from gshard.explanation.compiled_rows import (
     atoms_of,
     moved_by,
-    regathered_lines,
     whole_arguments,
     whole_arguments_listed,
 )
 from gshard.explanation.constraint_candidates import Planned, constraints_to_try
-from gshard.explanation.places import Place
+from gshard.explanation.places import Place, Places
 from gshard.explanation.rows import (
-    ArrayDetails,
-    CollectiveDetails,
     CollectiveRow,
     HeldRows,
     Listed,
@@ -49,7 +46,6 @@ from gshard.explanation.rows import (
     collective_rows,
     spent_by,
 )
-from gshard.explanation.timeline import Event, Loop, Run, Timeline
 from gshard.explanation.traced_expressions import TracedProgram
 from gshard.explanation.tried_changes import (
     Change,
@@ -62,11 +58,11 @@ from gshard.explanation.tried_changes import (
     try_changes,
 )
 from gshard.explanation.verdict import Verdict, sentences_of
-from gshard.naming.argument_names import equal_layers
+from gshard.naming.argument_names import equal_modules
 from gshard.xla.dataflow import Array
 from gshard.xla.hlo_collectives import CompiledCollective, Sent, pairs_of
 from gshard.xla.hlo_parser import Instruction, Origin, arrays_of, origin_of
-from gshard.xla.kernels import Elapsed, Ran, elapsed
+from gshard.xla.kernels import Ran, elapsed
 
 # The cost of a compiled program: the modelled time, FLOPs, bytes and memory of one call.
 
@@ -79,17 +75,13 @@ class CompiledCost(CallTotals):
     kernels: tuple[Ran, ...]  # the instructions that take time, in order
     peak: int  # the most bytes that a device holds
     unknown: tuple[str, ...] = ()  # custom calls whose operations the text does not tell: they count by their bytes
-    elapsed: Elapsed = dataclasses.field(default=Elapsed(0.0), repr=False)  # one call in time
+    # one call in time; what the network does may run beside kernels
+    call: Run = dataclasses.field(default=Run(0.0), repr=False)
 
     @property
     def products(self) -> int:
         """Operations of products in one call."""
         return sum(k.work.products * k.times for k in self.kernels if k.work is not None)
-
-    @property
-    def network(self) -> float:
-        """Seconds of all collectives in one call, those that pass while other instructions run included."""
-        return sum(k.duration * k.times for k in self.kernels if k.collective is not None)
 
 
 def compiled_cost(program: CompiledProgram, machine: Machine) -> CompiledCost:
@@ -105,7 +97,7 @@ def compiled_cost(program: CompiledProgram, machine: Machine) -> CompiledCost:
         return _network_seconds(program, by_made[id(made)], collective, made, mesh, machine)
 
     call = elapsed(program.module, machine, network)
-    kernels = tuple(call.ran())
+    kernels = tuple(row for row in call.kernels() if isinstance(row, Ran))
     unknown = {
         row.made.attributes.partition('custom_call_target="')[2].partition('"')[0]
         for row in kernels
@@ -209,14 +201,7 @@ class CompiledSource:
     @functools.cached_property
     def lists(self) -> tuple[Listed, ...]:
         """The lists of lines; some may be empty."""
-        return (
-            whole_arguments_listed(whole_arguments(self.program)),
-            Listed(
-                "regathered",
-                "gathered on every device, which then keeps a part only: sharding constraints disagree here",
-                regathered_lines(self.program, self.moved),
-            ),
-        )
+        return (whole_arguments_listed(whole_arguments(self.program)),)
 
     jax: ClassVar[str] = ""  # what traced it: a text does not tell
 
@@ -230,10 +215,6 @@ class CompiledSource:
     def cost(self, machine: Machine) -> CompiledCost:
         """What a call takes."""
         return compiled_cost(self.program, machine)
-
-    def keys(self, found: CompiledCost) -> list[int | None]:
-        """For each kernel ``Moved.key`` of the collective that it runs; None for other kernels."""
-        return [None if k.collective is None else id(k.collective.itself) for k in found.kernels]
 
     def kernels(self, found: CompiledCost) -> tuple[TimedKernel, ...]:
         """The kernels of a cost, in order; a collective has the line of the first array that it moves."""
@@ -254,34 +235,13 @@ class CompiledSource:
             rows.append(TimedKernel(k, f"{name} {result[0]}" if result else name, kind, place, key))
         return tuple(rows)
 
-    def timeline(self, found: CompiledCost) -> Timeline:
-        """A cost in time; what the network does may run beside kernels."""
-        numbers = {id(k): i for i, k in enumerate(found.kernels)}
-
-        def run(calls: Iterable[Elapsed]) -> Run:
-            at, events = 0.0, list[Event | Loop]()
-            for call in calls:
-                for one in call.in_order():
-                    if isinstance(one, Ran):
-                        events.append(Event(at + one.start, one.duration, numbers[id(one)], ""))
-                    else:
-                        line = self.program.module.line_of(one.made)
-                        events.append(Loop(at + one.start, one.rounds, run(one.bodies), one.made.opcode, line))
-                at += call.seconds
-            return Run(at, events)
-
-        return Timeline.of(run([found.elapsed]))
-
     def held(self, found: CompiledCost | None = None) -> HeldRows:
         """What a device holds, on any machine: the compiler's totals if it gives them, the rest from the schedule."""
         held = self.program.held
         computations = self.program.module.computations
         made = [computations[one.array.computation].instructions[one.array.name] for one in held.alive]
         modules = [self._origin(m).module for m in made]
-        # A layer is one if something is inside: here the array.
-        paths = {(*module.split("/"), "array"): None for module in modules if module}
-        layers = equal_layers(paths, same_inside=False).items()
-        folded = {"/".join(own[:-1]): "/".join(alike[:-1]) for own, alike in layers}
+        folded = equal_modules((module, "array") for module in modules)
         sizes, counts = Counter[tuple[str, str, Place | None]](), Counter[tuple[str, str, Place | None]]()
         for one, m, module in zip(held.alive, made, modules, strict=True):
             key = one.type, self._described(m, folded.get(module, module)), self.program.place_of(self._told(m))
@@ -321,20 +281,18 @@ class CompiledSource:
             "otherwise, and may choose other collectives: compile for the devices themselves to see those."
         )
 
-    def details_of_row(self, row: CollectiveRow, kernels: Sequence[TimedKernel]) -> CollectiveDetails:
-        """What the page alone shows of a row of collectives."""
-        sent, mesh = row.moved[0].source, self.mesh
-        atoms = atoms_of(self.program, sent)
+    def details_of_row(self, row: CollectiveRow, kernels: Sequence[TimedKernel], places: Places) -> dict[str, Any]:
+        """What the page alone shows of a row of collectives (``report.data``)."""
+        sent, atoms = row.moved[0].source, atoms_of(self.program, row.moved[0].source)
         is_permutation = row.kind == "collective_permute"
-        return CollectiveDetails(
-            atoms=atoms, groups=sent.collective.groups if atoms is None else groups(mesh, atoms),
-            emitted=row.moved[0].cause, pairs=pairs_of(sent.itself) if is_permutation else (),
-            over=tuple(mesh.atoms) if is_permutation else (),
-        )  # fmt: skip
+        return {
+            "atoms": atoms, "groups": sent.collective.groups if atoms is None else groups(self.mesh, atoms),
+            "emitted": places.of(row.moved[0].cause), "moved": "", "advice": "",
+            "pairs": pairs_of(sent.itself) if is_permutation else [], "over": self.mesh.atoms if is_permutation else (),
+        }  # fmt: skip
 
-    @property
-    def details_of_arrays(self) -> list[ArrayDetails]:
-        """What the page alone shows of each argument."""
+    def details_of_arrays(self, places: Places) -> list[dict[str, Any]]:
+        """What the page alone shows of each argument (``report.data``)."""
         program = self.program
         entry = program.module.computations[program.module.entry]
         names = {made.number: made.name for made in entry.instructions.values() if made.opcode == "parameter"}
@@ -347,15 +305,13 @@ class CompiledSource:
             dims = ((),) * len(shape) if a.is_whole else a.dims if a.dims and len(a.dims) == len(shape) else None
             spec = None if dims is None else self.mesh.spec_of(dims)
             readers = program.flow.readers(Array(program.module.entry, names[number_of[id(a)]]))
-            read = (program.place_of(self._told(made)) for _, made in itertools.islice(readers, _READERS))
-            rows.append(
-                ArrayDetails(
-                    dtype="" if local is None else local.dtype, dims=dims,
-                    shape=[n * k for n, k in zip(shape, parts, strict=True)],
-                    spec="P()" if a.is_whole else "" if spec is None else text_of_spec(spec),
-                    read=[place for place in read if place is not None],
-                )
-            )  # fmt: skip
+            read = (places.of(program.place_of(self._told(made))) for _, made in itertools.islice(readers, _READERS))
+            rows.append({
+                "dtype": "" if local is None else local.dtype, "dims": None if dims is None else list(map(list, dims)),
+                "shape": [n * k for n, k in zip(shape, parts, strict=True)],
+                "spec": "P()" if a.is_whole else "" if spec is None else text_of_spec(spec), "place": "",
+                "read": list(dict.fromkeys(filter(None, read))), "reason": "", "reasons": [],
+            })  # fmt: skip
         return rows
 
     # What instructions compute, and their lines.
@@ -386,14 +342,7 @@ class CompiledSource:
 
     def _origin(self, made: Instruction) -> Origin:
         """The operator that an instruction comes from."""
-        name = self._told(made).op_name
-        if name not in self._origins:
-            self._origins[name] = origin_of(name)
-        return self._origins[name]
-
-    @functools.cached_property
-    def _origins(self) -> dict[str, Origin]:
-        return {}
+        return origin_of(self._told(made).op_name)
 
     def _called(self, made: Instruction) -> str:
         """What an instruction computes: the operator, or what XLA calls it."""
@@ -429,7 +378,7 @@ class CompiledSource:
         program = TracedProgram(again.traced())
         planned = again.planned(seconds / 4)
         cost = None if machine is None else self.cost(machine)
-        rows = collective_rows(self.moved, {} if cost is None else spent_by(cost.kernels, self.keys(cost)))
+        rows = collective_rows(self.moved, {} if cost is None else spent_by(self.kernels(cost)))
         found, notes = constraints_to_try(rows, program, mesh, planned)
         changes = [Change(f"{c.text}  ({c.expression.type})", c.spec, constraint=c) for c in found]
         shown = dataclasses.replace(Progress.of(progress), name="gshard.explain")
@@ -459,9 +408,8 @@ class CompiledSource:
     def figures(self, machine: Machine | None) -> Figures:
         """What the program takes; without a machine its operations and no time."""
         found = self.cost(Machine.read("cpu", self.mesh.size) if machine is None else machine)
-        messages = sum(sent.collective.executions for sent in self.program.sent)
         sent = sum(sent.collective.total_bytes for sent in self.program.sent)
-        return Figures(sent, found.peak, 0.0 if machine is None else found.seconds, messages, found.flops)
+        return Figures(sent, found.flops, 0.0 if machine is None else found.seconds, found.peak)
 
 
 # Reads compiled programs with what JAX tells of them.

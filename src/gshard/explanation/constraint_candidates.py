@@ -13,17 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from gshard.core.jax_adapter import Expression
-from gshard.core.mark import axes_of_entry, spec_of_axes
 from gshard.core.program import format_bytes
 from gshard.explanation.rows import CollectiveRow
 from gshard.explanation.traced_expressions import Constraint, TracedExpression, TracedProgram
-from gshard.explanation.tried_changes import MORE_PEAK
+from gshard.explanation.tried_changes import MORE_PEAK, SPECS, specs_to_try
 from gshard.xla.hlo_parser import arrays_of
 
-_SPECS = 12  # shardings of one value that are tried
 _LIMIT = f"the peak may rise by {100 * (MORE_PEAK - 1):.0f} %"
 
-Axes = tuple[str, ...]
 # The sharding that is planned for a value, by the path of the file, the line, and the shape.
 Planned = Mapping[tuple[str, int, tuple[int, ...]], PartitionSpec]
 
@@ -46,7 +43,7 @@ def constraints_to_try(
     ranked = [
         (stake / (i + 1), Constraint(expression, spec))
         for expression, stake in stakes.items()
-        for i, spec in enumerate(itertools.islice(_specs(expression, sizes, planned), _SPECS if stake else 0))
+        for i, spec in enumerate(itertools.islice(_specs(expression, sizes, planned), SPECS if stake else 0))
     ]
     every = sum(row.times for row in rows)
     moves = f"{others} of {every} collectives ({format_bytes(sent)}) move arguments, or no value of one expression"
@@ -72,31 +69,9 @@ def _moved(
 
 
 def _specs(expression: TracedExpression, sizes: Mapping[str, int], planned: Planned) -> Iterator[PartitionSpec | None]:
-    """The shardings to try for a value, each once; None removes a constraint.
-
-    First the planned one, then one axis on one dimension, then none, and more axes.
-    """
+    """The shardings to try for a value, each once: the planned one first; None removes a constraint."""
     now, shape, place = expression.spec, expression.shape, expression.place
     if now is not None:
         yield None
-    if shape is None:
-        return
-    known = planned.get((place.file, place.line, shape))
-    every = itertools.product([*range(len(shape)), None], repeat=len(sizes))
-    seen = [] if now is None else [_dims(now, len(shape))]
-    for dims in (
-        *([] if known is None else [_dims(known, len(shape))]),
-        *(
-            [tuple(axis for axis, place in zip(sizes, places, strict=True) if place == d) for d in range(len(shape))]
-            for places in sorted(every, key=lambda places: abs(len(sizes) - places.count(None) - 1))
-        ),
-    ):
-        is_known = all(axis in sizes for axes in dims for axis in axes)
-        if dims not in seen and is_known:
-            seen.append(dims)
-            if all(n % math.prod(sizes[a] for a in axes) == 0 for n, axes in zip(shape, dims, strict=True)):
-                yield spec_of_axes(dims)
-
-
-def _dims(spec: PartitionSpec, rank: int) -> list[Axes]:
-    return [axes_of_entry(entry) for entry in (*spec, *[None] * (rank - len(spec)))]
+    if shape is not None:
+        yield from specs_to_try(shape, sizes, now, planned.get((place.file, place.line, shape)))

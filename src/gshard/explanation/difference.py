@@ -10,6 +10,7 @@ from typing import Any
 from gshard.core.errors import GShardError
 from gshard.core.number_text import format_ms, format_seconds, significant
 from gshard.core.program import format_bytes, format_flops
+from gshard.device.cost import CallTotals
 
 FORMAT = 2  # of the data that is compared; it is written into it
 _ALIKE = 0.3  # files of two names with so much in common are one that was renamed
@@ -27,7 +28,22 @@ class Figures:
 
     sent: int = 0  # bytes
     flops: int = 0  # operations
-    seconds: float = 0.0  # as modelled
+    seconds: float = 0.0  # of a call, as modelled; 0 without a machine
+    peak: int = 0  # bytes that it holds at most; 0 of a line
+
+
+def change_text(before: Figures | CallTotals, after: Figures | CallTotals) -> str:
+    """What a program takes with a change: bytes sent, memory, and time; without a machine its operations."""
+    rows: list[tuple[str, Any, Any, Any]] = [
+        ("sent", before.sent, after.sent, format_bytes),
+        ("peak", before.peak, after.peak, format_bytes),
+    ]
+    if before.seconds:
+        rows.append(("a call", before.seconds, after.seconds, format_seconds))
+    else:
+        rows.append(("computed", before.flops, after.flops, format_flops))
+    texts = [(what, show(then), show(now)) for what, then, now, show in rows]
+    return ", ".join(f"{what} {then} -> {now}" if then != now else f"{what} {then}" for what, then, now in texts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +68,6 @@ class Difference:
     names: tuple[str, str]  # what they are of, before and after
     before: Figures  # before, after: the totals
     after: Figures
-    peaks: tuple[int, int] | None  # the peaks of a device's memory, None where they are not known
     lines: tuple[LineChange, ...]  # those whose figures changed, the largest changes in bytes first
 
     @property
@@ -67,10 +82,11 @@ class Difference:
     def format(self, lines: int = _SHOWN) -> str:
         """The totals, and at most so many lines."""
         a, b = self.before, self.after
-        rows = [("sent by each device", a.sent, b.sent, format_bytes)]
-        rows.append(("FLOPs of a device", a.flops, b.flops, format_flops))
-        if self.peaks is not None:
-            rows.append(("peak memory of a device", *self.peaks, format_bytes))
+        rows = [
+            ("sent by each device", a.sent, b.sent, format_bytes),
+            ("FLOPs of a device", a.flops, b.flops, format_flops),
+            ("peak memory of a device", a.peak, b.peak, format_bytes),
+        ]
         text = [f"{self.names[0]} -> {self.names[1]}"]
         text += [f"  {what:<24} {show(x):>12} -> {show(y):>12}  {_percent(x, y)}" for what, x, y, show in rows]
         if a.seconds or b.seconds:
@@ -122,10 +138,9 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> Differenc
         if earlier.get(place, Figures()) != b
     ]
     changed.sort(key=lambda line: (-abs(line.more), -abs(line.after.seconds - line.before.seconds), line.place))
-    a, b = (data["totals"] for data in (before, after))
-    was, now = (Figures(t["sent"], t["flops"], t["seconds"]) for t in (a, b))
-    peaks = None if a["peak"] is None or b["peak"] is None else (a["peak"], b["peak"])
-    return Difference((str(before["name"]), str(after["name"])), was, now, peaks, tuple(changed))
+    totals = (data["totals"] for data in (before, after))
+    was, now = (Figures(t["sent"], t["flops"], t["seconds"], t["peak"]) for t in totals)
+    return Difference((str(before["name"]), str(after["name"])), was, now, tuple(changed))
 
 
 def _timed_alike(*sides: Mapping[str, Any]) -> list[Mapping[str, Any]]:

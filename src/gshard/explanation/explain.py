@@ -42,7 +42,7 @@ from gshard.explanation.rows import (
     listed_lines,
     spent_by,
 )
-from gshard.explanation.timeline import trace_of
+from gshard.explanation.timeline import timeline, trace_of
 from gshard.explanation.trials import Instead, instead
 from gshard.explanation.tried_changes import SECONDS, Tried
 from gshard.explanation.verdict import Verdict
@@ -121,7 +121,7 @@ class Explanation:
         """The collectives with the seconds of a cost; without seconds for None."""
         on = None if found is None else found.machine
         if on not in self._rows_on:
-            spent = {} if found is None else spent_by(found.kernels, self.source.keys(found))
+            spent = {} if found is None else spent_by(self.source.kernels(found))
             self._rows_on[on] = collective_rows(self.source.moved, spent)
         return self._rows_on[on]
 
@@ -159,8 +159,7 @@ class Explanation:
         ``pipelines``; ``batches``; ``returned`` (results that a ``jax.Array`` cannot hold in the shards of the plan);
         ``low_precision``; ``layout`` (how many values each row applies to); ``unused`` (marks and rows of the layout
         without effect); ``gathered`` (operations without a rule); ``dropped`` (features of the program that gshard
-        does not keep). Of a compiled program: ``whole`` (large arguments that every device holds whole) and
-        ``regathered`` (arrays gathered although a device then keeps a part).
+        does not keep). Of a compiled program: ``whole`` (large arguments that every device holds whole).
         """
         return {one.key: one.lines for one in self.source.lists}
 
@@ -216,7 +215,14 @@ class Explanation:
         'latency'
         """
         found: Any = self.cost(machine)
-        return self.source.verdict(found, self._rows(found), self.machine, seconds)
+        key = found.machine, seconds
+        if key not in self._verdicts:
+            self._verdicts[key] = self.source.verdict(found, self._rows(found), self.machine, seconds)
+        return self._verdicts[key]
+
+    @functools.cached_property
+    def _verdicts(self) -> dict[tuple[Machine, float], Verdict]:
+        return {}
 
     @with_tables
     def data(
@@ -289,7 +295,7 @@ class Explanation:
         """
         found: Any = self.cost(machine)
         row_of = {one.key: row for row in reversed(self._rows(found)) for one in row.moved}
-        made = trace_of(self.name, found.machine, self.source.timeline(found), self.source.kernels(found), row_of)
+        made = trace_of(self.name, found.machine, timeline(found), self.source.kernels(found), row_of)
         return _write(path, json.dumps(made, separators=(",", ":"), allow_nan=False))
 
     def _repr_html_(self) -> str | None:

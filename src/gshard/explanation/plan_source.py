@@ -31,31 +31,27 @@ from gshard.device.memory import held_at_peak
 from gshard.device.network import groups
 from gshard.emit.compile import compile_spmd, named_sharding
 from gshard.explanation.advice import advice
-from gshard.explanation.places import Place
+from gshard.explanation.places import Place, Places
 from gshard.explanation.rows import (
-    ArrayDetails,
     ArrayRow,
-    CollectiveDetails,
     CollectiveRow,
     HeldRows,
     Listed,
     Moved,
     TimedKernel,
 )
-from gshard.explanation.timeline import Timeline, timeline
-from gshard.explanation.trials import Trials, trials
+from gshard.explanation.trials import trials
 from gshard.explanation.verdict import (
     Verdict,
     does_not_pay,
     hint,
     how_chosen,
-    proposals_on,
+    proposals_of,
     ragged_products,
     sentences_of,
     work_of_plan,
 )
 from gshard.explanation.warnings import (
-    Replicated,
     idle_devices,
     notes_of_whole_values,
     replicated_work,
@@ -98,23 +94,24 @@ class HostMemory:
         """The report as text; no line where nothing is on the host."""
         if not (self.transfers or self.arguments[0] or self.results[0] or self.without_effect):
             return ()
-        (whole, local), (left, left_local) = self.arguments, self.results
-        lines = []
-        for what, every, own in (("arguments", whole, local), ("results", left, left_local)):
-            lines.append(f"{what}: {format_bytes(every)} in all, {format_bytes(own)} for each device")
+        lines = [
+            f"{what}: {format_bytes(whole)} in all, {format_bytes(local)} for each device"
+            for what, (whole, local) in (("arguments", self.arguments), ("results", self.results))
+        ]
         moved = f"fetches {format_bytes(self.from_host)} from the host and sends {format_bytes(self.to_host)} to it"
         lines.append(f"each device {moved} in one call")
-        rows: dict[tuple[str, str, str, str], tuple[int, int]] = {}
+        times, sent = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
         for t in self.transfers:
-            key = ("to host" if t.to_host else "from host", t.shape, t.array, t.line)
-            times, sent = rows.get(key, (0, 0))
-            rows[key] = times + t.times, sent + t.total_bytes
-        ordered = sorted(rows.items(), key=lambda row: -row[1][1])
-        wide = max((len(array) for (*_, array, _), _ in ordered[:_SHOWN]), default=0)
-        for (way, shape, array, line), (times, sent) in ordered[:_SHOWN]:
-            lines.append(f"{way:<18} x{times:<4} {format_bytes(sent):>10}  {shape:<24} {array:<{wide}}  {line}")
-        if rest := ordered[_SHOWN:]:
-            lines.append(f"... and {len(rest)} more rows with {format_bytes(sum(sent for _, (_, sent) in rest))}")
+            row = "to host" if t.to_host else "from host", t.shape, t.array, t.line
+            times[row] += t.times
+            sent[row] += t.total_bytes
+        shown = sent.most_common(_SHOWN)
+        wide = max((len(array) for (*_, array, _), _ in shown), default=0)
+        for (way, shape, array, line), n in shown:
+            count = times[way, shape, array, line]
+            lines.append(f"{way:<18} x{count:<4} {format_bytes(n):>10}  {shape:<24} {array:<{wide}}  {line}")
+        if rest := sent.most_common()[_SHOWN:]:
+            lines.append(f"... and {len(rest)} more rows with {format_bytes(sum(n for _, n in rest))}")
         return (*lines, *self.without_effect)
 
 
@@ -268,13 +265,12 @@ def purposes_of(plan: Plan, collectives: tuple[Collective, ...], names: ArrayNam
     data = {names.arguments[v].text: v for i, v in enumerate(program.block.inputs) if i not in state}
     atoms_of_data = {a for v in data.values() for a in plan.shardings[v].atoms}
     producers = {v: e for e in program.block.walk() for v in e.outputs}
-    sums: dict[tuple[str, str, str], tuple[int, int]] = {}
+    times, sent = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
     for c in collectives:
         key = c.kind, plan.mesh.format_atoms(c.atoms), _purpose(c, names, plan, producers, data, atoms_of_data)
-        times, sent = sums.get(key, (0, 0))
-        sums[key] = times + c.times, sent + c.total_bytes
-    rows = [Purpose(kind, axes, times, sent, purpose) for (kind, axes, purpose), (times, sent) in sums.items()]
-    return sorted(rows, key=lambda row: -row.bytes)
+        times[key] += c.times
+        sent[key] += c.total_bytes
+    return [Purpose(*key[:2], times[key], n, key[2]) for key, n in sent.most_common()]
 
 
 def _purpose(
@@ -472,7 +468,7 @@ class PlanSource:
     @functools.cached_property
     def arrays(self) -> tuple[TensorRow, ...]:
         """All arrays, largest first."""
-        return rows_of_tensors(self.plan, self.names, notes_of_whole_values(self.plan, self._replicated_work))
+        return rows_of_tensors(self.plan, self.names, notes_of_whole_values(self.plan))
 
     @functools.cached_property
     def moved(self) -> tuple[Moved, ...]:
@@ -498,14 +494,10 @@ class PlanSource:
 
     @functools.cached_property
     @with_tables
-    def _replicated_work(self) -> tuple[Replicated, ...]:
-        return replicated_work(self.plan)
-
-    @functools.cached_property
     def lists(self) -> tuple[Listed, ...]:
         """The lists of lines; some may be empty."""
         plan, program, recomputed = self.plan, self.plan.program, self.spmd.recomputed
-        repeated = *idle_devices(plan, self.names), *map(str, self._replicated_work)
+        repeated = *idle_devices(plan, self.names), *map(str, replicated_work(plan))
         unused = *program.unread_marks, *unused_of_layout(program, self.mesh)
         rows: tuple[tuple[str, str, Iterable[str]], ...] = (
             ("host", "host memory", self.host.lines),
@@ -537,10 +529,6 @@ class PlanSource:
         """What a call takes."""
         return cost(self.spmd, machine, self.donated)
 
-    def keys(self, found: Cost) -> list[int | None]:
-        """For each kernel ``Moved.key`` of the collective that it runs; None for other kernels."""
-        return [None if c is None else id(c) for c in origins(self.spmd, found)]
-
     def kernels(self, found: Cost) -> tuple[TimedKernel, ...]:
         """The kernels of a cost, in order."""
         return tuple(
@@ -551,10 +539,6 @@ class PlanSource:
             for k, c in zip(found.kernels, origins(self.spmd, found), strict=True)
         )  # fmt: skip
 
-    def timeline(self, found: Cost) -> Timeline:
-        """A cost in time."""
-        return timeline(found)
-
     def held(self, found: Cost) -> HeldRows:
         """What a device holds."""
         rows = held_at_peak(found.memory, found.program.block, self.plan.program, self.names)
@@ -563,30 +547,20 @@ class PlanSource:
             found.memory, "as modelled", found.memory.moments, lambda m: (m.equation.name, place_of(m.equation)), alive
         )
 
-    def trials(self, rows: Sequence[CollectiveRow], seconds: float) -> Trials:
-        """What other marks bring, as far as they are tried in so many seconds."""
-        if seconds not in self._tried:
-            moved = [[one.source for one in row.moved] for row in rows]
-            self._tried[seconds] = trials(moved, self.plan, self.marked, seconds=seconds, one=self.planning_seconds)
-        return self._tried[seconds]
-
-    @functools.cached_property
-    def _tried(self) -> dict[float, Trials]:
-        return {}
-
     def verdict(
         self, found: Cost, rows: Sequence[CollectiveRow], planned_for: Machine | None, seconds: float
     ) -> Verdict:
         """What bounds a call, with the marks that would lower what is sent, found in so many seconds."""
-        tried = self.trials(rows, seconds)
-        proposals = proposals_on(found, tried, len(rows))
+        moved = [[one.source for one in row.moved] for row in rows]
+        tried = trials(moved, self.plan, self.marked, found, seconds=seconds, one=self.planning_seconds)
+        proposals = proposals_of(tried, len(rows))
         ideal, work, text = work_of_plan(self.plan, found)
         of_work = does_not_pay(self.plan, found), text, ragged_products(found)
         of_choice = hint(tried, proposals), how_chosen(self.plan, found, self.by_bytes, planned_for, proposals)
         return Verdict(found, ideal, sentences_of(found, rows, of_work, of_choice), work, tried, proposals)
 
-    def details_of_row(self, row: CollectiveRow, kernels: Sequence[TimedKernel]) -> CollectiveDetails:
-        """What the page alone shows of a row of collectives, which has these kernels."""
+    def details_of_row(self, row: CollectiveRow, kernels: Sequence[TimedKernel], places: Places) -> dict[str, Any]:
+        """What the page alone shows of a row of collectives, which has these kernels (``report.data``)."""
         c, mesh = row.moved[0].source, self.mesh
         costed = [k.cost for k in kernels if isinstance(k.cost, KernelCost)]
         over = costed[0].axes if costed else c.atoms
@@ -594,26 +568,24 @@ class PlanSource:
         resharded = ""
         if c.value is not None and c.before is not None and c.after is not None:
             resharded = " → ".join(s.format(mesh, c.value.shape, c.value.dtype_name) for s in (c.before, c.after))
-        return CollectiveDetails(
-            atoms=c.atoms, groups=groups(mesh, c.atoms), emitted=place_of(c.emitted), resharded=resharded,
-            advice=advice(c, self.plan, self._producers), pairs=tuple(sorted(pairs)), over=over,
-        )  # fmt: skip
+        return {
+            "atoms": c.atoms, "groups": groups(mesh, c.atoms), "emitted": places.of(place_of(c.emitted)),
+            "moved": resharded, "advice": advice(c, self.plan, self._producers), "pairs": sorted(pairs), "over": over,
+        }  # fmt: skip
 
     @functools.cached_property
     def _producers(self) -> dict[Value, Equation]:
         return {v: e for e in self.plan.program.block.walk() for v in e.outputs}
 
-    @property
-    def details_of_arrays(self) -> list[ArrayDetails]:
-        """What the page alone shows of each array."""
+    def details_of_arrays(self, places: Places) -> list[dict[str, Any]]:
+        """What the page alone shows of each array (``report.data``)."""
         plan = self.plan
         number = {row.value: i for i, row in enumerate(self.arrays)}
-        read: dict[Value, list[Place]] = {v: [] for v in plan.program.block.inputs}
+        read: dict[Value, dict[str, None]] = {v: {} for v in plan.program.block.inputs}
         for e in plan.program.block.walk():
-            place = place_of(e)
-            for v in e.inputs if place is not None else ():
-                if isinstance(v, Value) and v in read and place is not None:
-                    read[v].append(place)
+            for v in e.inputs:
+                if isinstance(v, Value) and v in read and (place := places.of(place_of(e))):
+                    read[v][place] = None
         rows = []
         for row in self.arrays:
             v, dims, reasons = row.value, plan.shardings[row.value].dims, []
@@ -622,12 +594,12 @@ class PlanSource:
                     source = plan.sources[v, d]
                     reasons.append((d, str(reason), *((-1, -1) if source is None else (number[source[0]], source[1]))))
             spec = plan.mesh.spec_of(dims) if row.is_argument else None
-            rows.append(
-                ArrayDetails(
-                    dtype=v.dtype_name, shape=v.shape, dims=dims, spec="" if spec is None else text_of_spec(spec),
-                    place=place_of(self._producers.get(v)), read=read.get(v, ()), reasons=reasons,
-                )
-            )  # fmt: skip
+            place = places.of(place_of(self._producers.get(v)))
+            rows.append({
+                "dtype": v.dtype_name, "shape": list(v.shape), "dims": list(map(list, dims)),
+                "spec": "" if spec is None else text_of_spec(spec), "place": place,
+                "read": list(read.get(v, ())), "reason": row.reason if reasons else "", "reasons": reasons,
+            })  # fmt: skip
         return rows
 
     def row_called(self, name: str) -> TensorRow:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from gshard.core.mesh import Atoms, Mesh
+from gshard.core.mesh import Mesh
 from gshard.core.number_text import format_seconds
 from gshard.core.program import format_bytes
 from gshard.device.cost import PricedKernel
@@ -125,33 +125,6 @@ class CollectiveRow:
     moved: tuple[Moved, ...] = dataclasses.field(repr=False)  # what is moved, one by one
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ArrayDetails:
-    """What the page alone shows of an array."""
-
-    dtype: str
-    shape: Sequence[int]
-    dims: Sequence[Sequence[str]] | None  # the atoms of the mesh that split each dimension; None if that is not known
-    spec: str  # the same as JAX writes it, of an argument; empty if it cannot
-    place: Place | None = None  # the line that makes it
-    read: Sequence[Place] = ()  # of an argument the lines that read it
-    # of each split dimension: its number, why, and the row and dimension that this came from, or -1
-    reasons: Sequence[tuple[int, str, int, int]] = ()
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveDetails:
-    """What the page alone shows of a row of collectives."""
-
-    atoms: Atoms | None  # over which they run; None if their groups of devices lie along no axes
-    groups: Sequence[Sequence[int]]  # the devices that communicate
-    emitted: Place | None  # the line where they run
-    resharded: str = ""  # the shardings of the array before and after
-    advice: str = ""  # which marks lead here
-    pairs: Sequence[tuple[int, int]] = ()  # of permutations which position of a group sends to which;
-    over: Atoms = ()  # and the atoms that these groups are over
-
-
 def collective_rows(moved: Sequence[Moved], spent: Spent) -> tuple[CollectiveRow, ...]:
     """The collectives, most bytes first; what differs in nothing but the layer is one row."""
     together: dict[Hashable, list[int]] = {}
@@ -177,13 +150,13 @@ def collective_rows(moved: Sequence[Moved], spent: Spent) -> tuple[CollectiveRow
     return tuple(sorted(rows, key=lambda row: -row.bytes))
 
 
-def spent_by(kernels: Iterable[PricedKernel], keys: Iterable[int | None]) -> Spent:
-    """What the collectives among the kernels of a call take; ``keys`` has ``Moved.key`` of each, None of others."""
+def spent_by(kernels: Iterable[TimedKernel]) -> Spent:
+    """What the collectives among the kernels of a call take."""
     found: dict[int, tuple[float, float]] = {}
-    for k, key in zip(kernels, keys, strict=True):
-        if key is not None:
-            taken, waited = found.get(key, (0.0, 0.0))
-            found[key] = taken + (k.seconds + k.overlapped) * k.times, waited + k.total_seconds
+    for k in kernels:
+        if k.key is not None:
+            taken, waited = found.get(k.key, (0.0, 0.0))
+            found[k.key] = taken + k.cost.duration * k.cost.times, waited + k.cost.total_seconds
     return found
 
 

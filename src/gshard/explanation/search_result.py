@@ -6,25 +6,21 @@ import dataclasses
 import functools
 
 # Text of a search: what ``print(found)`` shows of the plan, the presets and meshes beside it, and the arguments.
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import PartitionSpec
 
-from gshard.core.errors import ArgumentError, known_names
+from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
-from gshard.core.mark import Mark, words_of
 from gshard.core.mesh import Mesh
-from gshard.core.number_text import format_ms, significant
+from gshard.core.number_text import format_ms
 from gshard.core.plan import Boundary, Plan
-from gshard.core.program import Program, Value, format_bytes
-from gshard.core.sharding import Sharding
+from gshard.core.program import Program, format_bytes
 from gshard.core.spmd import SpmdProgram
-from gshard.core.time_budget import EFFORT, TRIAL_SECONDS, TimeBudget
+from gshard.core.time_budget import TimeBudget
 from gshard.device.cost import Cost
 from gshard.device.memory import held_at_peak
 from gshard.emit.partition import partition
@@ -35,17 +31,14 @@ from gshard.explanation.verdict import does_not_pay, headline
 from gshard.explanation.warnings import idle_devices
 from gshard.lowering.pipeline import Planned
 from gshard.naming.array_names import ArrayNames
-from gshard.planning.added_marks import spec_of_cut, with_marks
-from gshard.planning.graph import Graph
+from gshard.planning.added_marks import spec_of_cut
 from gshard.planning.layer_stacks import schedules_of
 from gshard.planning.propagate import propagate
 from gshard.planning.saved_plan import SavedPlan
 from gshard.search.as_marks import Marks, jit_keywords, marks_of
-from gshard.search.find import Best, axes_text, best_plan, ended, how_near
+from gshard.search.find import Best, axes_text, ended, how_near
 from gshard.search.patch import patch_of
 from gshard.search.pricing import PricedPlan, Pricing, as_run, plans_of
-from gshard.solver.moves import tried
-from gshard.solver.solve import Solution, solve
 
 _SHOWN_ROWS = 24  # rows of arguments
 _PRESETS = 5  # that are shown beside, the best
@@ -126,48 +119,11 @@ def _arguments(best: Best, names: ArrayNames) -> list[str]:
     shown = [
         f"  {text:<44} {own[0] if len(own) == 1 else f'{alike}  x{len(own)}'}" for (alike, text), own in rows.items()
     ]
-    return shown[:_SHOWN_ROWS] + ([f"  and {len(shown) - _SHOWN} more"] if len(shown) > _SHOWN_ROWS else [])
-
-
-# Adds a mark of the user's to a searched program, for ``found.with_mark``.
-
-
-def with_one_more_mark(program: Program, mesh: Mesh, matching: Sequence[Value], what: str, sharding: Any) -> Program:
-    """The program with a mark on values."""
-    call = f"found.with_mark({what!r}, {sharding!r})"
-    values = [v for v in matching if not v.made] or list(matching)
-    if not isinstance(sharding, PartitionSpec):
-        raise ArgumentError(
-            f"{sharding!r} is no PartitionSpec.", got=call, hint=f"Write P({mesh.axes[0][0]!r}), for example."
-        )
-    least = min(values, key=lambda v: len(v.shape))
-    if len(sharding) > (rank := len(least.shape)):
-        raise ArgumentError(
-            f"{sharding} has {len(sharding)} entries, and {what!r} names an array of {rank} dimensions.",
-            got=f"{least.dtype_name}[{','.join(map(str, least.shape))}]; {len(values)} values match",
-            hint="Give an entry for each dimension at most, or more of the name.",
-        )
-    entries, unreduced_and_reduced = words_of(sharding)
-    mark = Mark("spec", spec=entries, axes=tuple(mesh.axes), **unreduced_and_reduced)
-    if mark.unreduced and not {*values}.isdisjoint(program.block.inputs):
-        raise ArgumentError(
-            f"{what!r} is an argument, and what comes into a program is finished.",
-            got=call,
-            hint="Give a line that computes what is to stay in parts, for example 'model.py:38'.",
-        )
-    marked = with_marks(program, dict.fromkeys(values, mark))
-    if marked is None:
-        raise ArgumentError(
-            f"{what!r} cannot be marked: it has a mark already, enters a loop, or is no array of yours.",
-            got=f"{len(values)} values match",
-            hint="Give more of an argument's name, or of a line that found.why(...) shows.",
-        )
-    return marked
+    return shown[:_SHOWN_ROWS] + ([f"  and {len(shown) - _SHOWN_ROWS} more"] if len(shown) > _SHOWN_ROWS else [])
 
 
 # Found: the result of ``gshard.search``: a plan, its cost, and a bound on its distance from the best.
 
-_SHOWN = 24  # names of arguments in messages
 _IN_A_BLOCK = "with gshard.instead_of_jit(mesh=found.mesh, plan=found.plan)"
 
 
@@ -314,58 +270,8 @@ class SearchResult:
             notes.append(by if self.jitted_by_framework else by_jit)
         return patch_of(known.marks, self.plan.program, self.plan.mesh, paths, defined, notes)
 
-    def with_mark(self, what: str, sharding: Any) -> SearchResult:
-        """Searches again with one more mark, to see what insisting on it costs; it keeps the mesh.
-
-        Args:
-            what: the values: a part of an argument's name or of a line, as for ``why``; all that match are marked.
-            sharding: a ``PartitionSpec`` over the axes of ``mesh``; with ``unreduced={...}`` the values stay parts of
-                sums over these axes, and so may what is computed from them (they are finite).
-
-        Returns:
-            what is found then. To run its plan, write the mark into the program.
-
-        Raises:
-            ArgumentError: nothing matches, or what matches cannot be marked (it is marked already, or enters a loop)
-                or has fewer dimensions; the sharding is no ``PartitionSpec``, or asks for an argument in parts.
-            ShardingError: the mark does not fit the mesh, or the dtype.
-        """
-        matching = [v for v, _ in self._matching(what)]
-        if not matching:
-            raise self._unknown(what)
-        marked = with_one_more_mark(self.plan.program, self.mesh, matching, what, sharding)
-        best = best_plan(
-            marked, self.mesh, self.cost.machine, donated=self.donated, memory_limit=self.best.limit,
-            budget_seconds=self.budget_seconds, progress=self.progress,
-            near=None if self.best.near is None else self.plan,
-        )  # fmt: skip
-        return dataclasses.replace(self, best=best, tried=(), function=None)
-
     def _priced(self, name: str, program: Program) -> PricedPlan:
         return Pricing(self.cost.machine, list(self.donated), self.best.limit).marked(name, program, self.plan.mesh)
-
-    def why(self, what: str) -> list[str]:
-        """What else was possible for values, and what it would cost: those of a source line, or arguments by name.
-
-        Of the values of equal layers the first is listed. The cost of a row is the additional time of a call in the
-        model if everything else is chosen again.
-
-        Args:
-            what: a part of an argument's name (``"mlp/w1"``, or ``"['w1']"``) or of a line
-                (``"model.py:38"``).
-
-        Raises:
-            ArgumentError: nothing has that in its name or line, the search ended before it had solved the problem, or
-                it added a pipeline.
-        """
-        alike: dict[tuple[str, str], list[tuple[Value, str]]] = {}
-        for v, name in self._matching(what):
-            named = self.names.arguments.get(v)
-            text = self.plan.shardings[v].format(self.plan.mesh, v.shape, v.dtype_name)
-            alike.setdefault((name if named is None else named.alike, text), []).append((v, name))
-        if not alike:
-            raise self._unknown(what)
-        return text_of_alternatives(self.best, alike)
 
     def refuse_framework(self) -> None:
         """Refuses a function that a framework jits, where shardings of its own arguments are needed.
@@ -380,32 +286,6 @@ class SearchResult:
                 user_line(),
                 hint=f"Run the plan in a block: {_IN_A_BLOCK}.",
             )
-
-    def _unknown(self, what: str) -> ArgumentError:
-        arguments = dict.fromkeys(name.alike for name in self.names.arguments.values())
-        return ArgumentError(
-            f"nothing is called {what!r}: no argument, and no line of the program.",
-            hint=known_names(what, list(arguments)[:_SHOWN], "Arguments are") + " A line is 'model.py:38'.",
-        )
-
-    def _matching(self, what: str) -> Iterator[tuple[Value, str]]:
-        """The values whose argument's name, or line, has this in it."""
-        if not isinstance(what, str):
-            raise ArgumentError(
-                f"{what!r} is no text to look for in names of arguments and lines.",
-                hint="Give a part of an argument's name (\"['w1']\"), or of a line ('model.py:38').",
-            )
-        whole = dict(zip(self.plan.program.block.inputs, self.plan.program.names, strict=True))
-        producers = {v: e for e in self.plan.program.block.walk() for v in e.outputs}
-        for v in self.plan.shardings:
-            e = producers.get(v)
-            if (named := self.names.arguments.get(v)) is not None:
-                name, texts = named.text, {named.text, named.alike, whole[v]}
-            else:
-                name = f"{e.name} at {e.line}" if e is not None and e.line else ""
-                texts = {name}
-            if name and v.shape and any(what in text for text in texts):
-                yield v, name
 
     def explain(self) -> Explanation:
         """What each tensor got and why, as ``gshard.explain`` tells it of a marked function."""
@@ -451,47 +331,3 @@ class SearchResult:
         return text_of_search(self.best, self.tried, self.names) + compiled
 
     __repr__ = __str__
-
-
-# Other shardings of a value than a searched plan has, and what each of them costs.
-
-_LISTED = 4  # the cheapest alternatives of a value
-
-
-def alternatives(
-    graph: Graph, solution: Solution, v: Value, chosen: Sharding, seconds: float = TRIAL_SECONDS
-) -> list[tuple[float, str]]:
-    """The other shardings of a value, the cheapest first: how much longer a call takes, in the model, with each.
-
-    The problem is solved again with only that sharding allowed, for those over the fewest axes first, in a time. It is
-    ``inf`` if no allowed solution was found.
-    """
-    group = graph.groups.of[v]
-    states = [i for i, s in enumerate(graph.states[group]) if s != chosen]
-
-    def extra(i: int) -> float:
-        return max(0.0, solve(solution.problem.restricted({group: i}), effort=EFFORT).value - solution.value)
-
-    found = tried(sorted(states, key=lambda i: len(graph.states[group][i].atoms)), extra, seconds)
-    return sorted((n, graph.states[group][i].format(graph.mesh, v.shape, v.dtype_name)) for i, n in found)
-
-
-def text_of_alternatives(best: Best, values: Mapping[tuple[str, str], Sequence[tuple[Value, str]]]) -> list[str]:
-    """Lists for values their shardings, others, and what these cost."""
-    graph, solution, plan, rows = best.graph, best.solution, best.chosen.plan, list[str]()
-    reason, hint = "the search ended before it solved the problem", "Search again with a larger budget_seconds."
-    if graph is not None:
-        reason = "the problem that was solved has another form of the program, without the plan's pipelines or rewrites"
-        hint = "found.with_mark(...) searches again with one more mark."
-    in_problem = graph is not None and all(v in graph.groups.of for named in values.values() for v, _ in named)
-    if graph is None or solution is None or not in_problem or schedules_of(plan.program):
-        what = f"what else was possible is not known: {reason}."
-        raise ArgumentError(what, got=f"{best.chosen.name}, {best.seconds:.1f} s", hint=hint)
-    for (alike, text), named in values.items():
-        v, name = named[0]
-        others = alternatives(graph, solution, v, plan.shardings[v], TRIAL_SECONDS / len(values))[:_LISTED]
-        first = f"{alike}: {text}  x{len(named)}" if len(named) > 1 else f"{name}: {text}"
-        costs = [f"+{significant(n * 1e3, 3)} ms" if np.isfinite(n) else "no" for n, _ in others]
-        texts = [f"{other}: {cost}" for (_, other), cost in zip(others, costs, strict=True)]
-        rows.append("\n    instead ".join([first, *texts]))
-    return rows

@@ -6,11 +6,11 @@ Of a long loop the first rounds are drawn one by one, and the others as one even
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gshard.device.cost import Cost
-from gshard.device.fusion_model import COLLECTIVE, REGION, Kernels
+from gshard.device.cost import CallTotals, Loop, Run
+from gshard.device.fusion_model import COLLECTIVE
 from gshard.device.machine import Machine
 from gshard.explanation.places import Places
 from gshard.explanation.rows import CollectiveRow, TimedKernel
@@ -31,40 +31,6 @@ class Event:
     depth: int = 0  # how many loops it is inside of
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Run:
-    """One run of a block, or of several one after the other."""
-
-    seconds: float  # how long it takes
-    events: Sequence[Event | Loop]  # its kernels and loops, in order. Their times count from its beginning.
-
-    @property
-    def count(self) -> int:
-        """How many events it is drawn with, about."""
-        return sum(1 if isinstance(e, Event) else e.count for e in self.events)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Loop:
-    """A loop, a branch or a call in a run."""
-
-    start: float  # seconds from the beginning of the run
-    rounds: int  # how often it runs
-    body: Run  # one round
-    name: str  # the text of its event, without the number of rounds
-    line: str  # the user's source line
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of all rounds."""
-        return self.rounds * self.body.seconds
-
-    @property
-    def count(self) -> int:
-        """How many events all rounds are drawn with, about."""
-        return min(self.rounds * self.body.count, max(ROUNDS, FIRST * self.body.count))
-
-
 @dataclasses.dataclass(frozen=True)
 class Timeline:
     """One call of a program."""
@@ -72,52 +38,46 @@ class Timeline:
     kernels: tuple[Event, ...]  # what runs, and stretches of rounds that are not drawn
     loops: tuple[Event, ...]  # where loops begin and end
 
-    @staticmethod
-    def of(call: Run) -> Timeline:
-        """Draws the rounds of loops one by one as long as they are few."""
-        kernels, loops = list[Event](), list[Event]()
-        _draw(call, 0.0, 0, kernels, loops)
-        return Timeline(*(tuple(sorted(own, key=lambda e: e.start)) for own in (kernels, loops)))
+
+def timeline(found: CallTotals) -> Timeline:
+    """Draws the rounds of loops one by one as long as they are few."""
+    numbers = {id(k): i for i, k in enumerate(found.kernels)}
+    kernels, loops = list[Event](), list[Event]()
+
+    def draw(run: Run, at: float, depth: int) -> None:
+        for begins, seconds, what in run.stretches:
+            start = at + begins
+            if not isinstance(what, Loop):
+                kernels.append(Event(start, seconds, numbers[id(what)], "", depth))
+            elif events := sum(map(_count, what.bodies)):
+                times = f" x{what.rounds}" if what.rounds > 1 else ""
+                if seconds:
+                    loops.append(Event(start, seconds, -1, f"{what.name}{times} {what.line}".strip(), depth))
+                drawn = what.rounds
+                if drawn * events > ROUNDS:
+                    drawn = min(drawn, max(FIRST, ROUNDS // events))
+                for _ in range(drawn):
+                    for body in what.bodies:
+                        draw(body, start, depth + 1)
+                        start += body.seconds
+                if (left := what.rounds - drawn) > 0:
+                    rest = seconds * left / what.rounds
+                    kernels.append(Event(start, rest, -1, f"{left} more rounds", depth + 1))
+
+    draw(found.call, 0.0, 0)
+    return Timeline(*(tuple(sorted(own, key=lambda e: e.start)) for own in (kernels, loops)))
 
 
-def _draw(run: Run, at: float, depth: int, kernels: list[Event], loops: list[Event]) -> None:
-    for one in run.events:
-        start = at + one.start
-        if isinstance(one, Event):
-            kernels.append(dataclasses.replace(one, start=start, depth=depth))
-            continue
-        rounds, events = one.rounds, one.body.count
-        if not events:
-            continue
-        if one.seconds:
-            times = f" x{rounds}" if rounds > 1 else ""
-            loops.append(Event(start, one.seconds, -1, f"{one.name}{times} {one.line}".strip(), depth))
-        drawn = rounds if rounds * events <= ROUNDS else min(rounds, max(FIRST, ROUNDS // events))
-        for _ in range(drawn):
-            _draw(one.body, start, depth + 1, kernels, loops)
-            start += one.body.seconds
-        if (left := rounds - drawn) > 0:
-            kernels.append(Event(start, left * one.body.seconds, -1, f"{left} more rounds", depth + 1))
-
-
-def timeline(found: Cost) -> Timeline:
-    """Lays the kernels of a per-device program out in time: each follows the one before, and collectives take what a
-    call waits for them."""
-    numbers = {id(k): i for i, k in enumerate(k for k, _ in found.program.walk() if k.kind != REGION)}
-
-    def run(blocks: Iterable[Kernels]) -> Run:
-        at, events = 0.0, list[Event | Loop]()
-        for kernel in (kernel for block in blocks for kernel in block.kernels):
-            e = kernel.equation
-            if kernel.kind == REGION:
-                events.append(Loop(at, e.trip_count, run(kernel.bodies), e.name, e.line))
-            else:
-                number = numbers[id(kernel)]
-                events.append(Event(at, found.kernels[number].seconds, number, ""))
-            at += events[-1].seconds
-        return Run(at, events)
-
-    return Timeline.of(run([found.program]))
+def _count(run: Run) -> int:
+    """How many events a run is drawn with, about."""
+    count = 0
+    for _, _, what in run.stretches:
+        if isinstance(what, Loop):
+            events = sum(map(_count, what.bodies))
+            count += min(what.rounds * events, max(ROUNDS, FIRST * events))
+        else:
+            count += 1
+    return count
 
 
 def trace_of(

@@ -14,12 +14,13 @@ from gshard.core.mark import Mark, mark_of_cut, resolve
 from gshard.core.number_text import format_seconds
 from gshard.core.plan import Plan, Reason
 from gshard.core.planning_tables import with_tables
-from gshard.core.program import Equation, Program, Value, format_bytes
+from gshard.core.program import Equation, Program, Value
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.core.time_budget import TRIAL_SECONDS
 from gshard.device.cost import WORTH, Cost, cost
-from gshard.explanation.advice import direct_roots, roots
+from gshard.explanation.advice import roots
+from gshard.explanation.difference import change_text
 from gshard.planning.added_marks import spec_of_cut, text_of_mark, with_marks
 from gshard.planning.strategies import shardings
 from gshard.rewrite.equation_graph import with_others
@@ -36,22 +37,14 @@ class Proposal:
     at: str  # what to mark: an argument's name, or the line and operation that make the value
     instead: str  # the mark that is there now, if this one takes its place; ``mark`` is empty if it can just go
     row: int  # the number of the collectives that it is for
-    direct: int  # bytes that each device sends in the collectives that it is about;
-    indirect: int  # and in all that go back to the mark
+    stake: int  # bytes that each device sends in the collectives that it is about
     # the program with the change
     program: Callable[[], Program | None] = dataclasses.field(repr=False, compare=False)
     as_wanted: bool = False  # whether it marks a value as what reads it wants it. Planning could have chosen that.
+    # what a call takes, as the program is and with the change; none before it is tried
+    costs: tuple[Cost, ...] = dataclasses.field(default=(), repr=False, compare=False)
     before: int = 0  # before, after: bytes that each device sends in one call, as the program is and with the change
     after: int = 0
-    # the per-device program with the change
-    spmd: SpmdProgram | None = dataclasses.field(default=None, repr=False, compare=False)
-    # what a call takes on a machine, as the program is and with the change (``on``)
-    costs: tuple[Cost, Cost] | None = dataclasses.field(default=None, repr=False, compare=False)
-
-    @property
-    def turn(self) -> int:
-        """When it is tried: first marks that move an array themselves, last what planning could have chosen."""
-        return 0 if self.instead and self.direct else 2 if self.as_wanted else 1
 
     @property
     def change(self) -> str:
@@ -64,38 +57,22 @@ class Proposal:
             else f"remove {self.instead} at {self.at}"
         )
 
-    def on(self, now: Cost) -> Proposal:
-        """The same with what a call takes on a machine, by which those that send less but take longer can be told."""
-        if self.spmd is None:
-            return self
-        captured = len(self.spmd.program.captured)
-        return dataclasses.replace(self, costs=(now, cost(self.spmd, now.machine, [i - captured for i in now.donated])))
-
     @property
     def is_slower(self) -> bool:
-        """Whether a call takes longer with the change, where that is known."""
-        return self.costs is not None and self.costs[1].seconds > self.costs[0].seconds
-
-    @property
-    def result(self) -> str:
-        """What was found: bytes, and where a machine is known time and memory too."""
-        text = f"with this change, each device sends {format_bytes(self.after)} instead of {format_bytes(self.before)}"
-        if self.costs is None:
-            return f"{text}."
-        now, then = self.costs
-        times = f"a call takes {format_seconds(then.seconds)} instead of {format_seconds(now.seconds)}"
-        held = f"the memory peak is {format_bytes(then.peak)} instead of {format_bytes(now.peak)}"
-        same = format_bytes(then.peak) == format_bytes(now.peak)
-        return f"{text}, and {times}." if same else f"{text}, {times}, and {held}."
+        """Whether a call takes longer with the change."""
+        return self.costs[1].seconds > self.costs[0].seconds
 
     def __str__(self) -> str:
-        return f"This change removes or reduces it: {self.change}: {self.result}"
+        return f"{self.change} ({change_text(*self.costs)})"
 
 
 def changes_of(rows: Sequence[Sequence[Collective]], plan: Plan) -> list[Proposal]:
-    """The changes that are worth a try, those at which most bytes are at stake first."""
+    """The changes that are worth a try: marks without what they replicate first, last what planning could choose.
+
+    Of each kind those at which most bytes are at stake come first.
+    """
     found = [*_loosened(rows, plan), *_added(rows, plan)]
-    return sorted(found, key=lambda c: (c.turn, -max(c.direct, c.indirect), not c.instead))
+    return sorted(found, key=lambda c: (not c.instead, c.as_wanted, -c.stake))
 
 
 def _added(rows: Sequence[Sequence[Collective]], plan: Plan) -> Iterator[Proposal]:
@@ -122,7 +99,6 @@ def _added(rows: Sequence[Sequence[Collective]], plan: Plan) -> Iterator[Proposa
                 _place(list(values), program, producers),
                 "",
                 row,
-                sent,
                 sent,
                 functools.partial(with_marks, program, marks),
                 same[0].after is not None and sharding.dims == same[0].after.dims,
@@ -177,7 +153,7 @@ def _loosened(rows: Sequence[Sequence[Collective]], plan: Plan) -> Iterator[Prop
     for e in plan.program.block.walk():
         if e.mark is not None and e.line and not plan.sharding(e.outputs[0]).unreduced:
             marks.setdefault(Reason("mark", e.line, str(e.mark)), []).append(e)
-    direct, indirect, largest = _at_stake(rows, plan)
+    stake, largest = _at_stake(rows, plan)
     for root, same in marks.items():
         opened = {e: mark for e in same if (mark := _opened(e, plan)) is not None}
         if not opened:
@@ -187,28 +163,23 @@ def _loosened(rows: Sequence[Sequence[Collective]], plan: Plan) -> Iterator[Prop
         entries = ["P.UNCONSTRAINED" if entry is None else repr(entry) for entry in spec or ()]
         weaker = "" if spec is None or not any(dims) else f"gshard.shard(x, P({', '.join(entries)}))"
         yield Proposal(
-            weaker, root.line, root.equation, largest.get(root, 0), direct[root], indirect[root],
+            weaker, root.line, root.equation, largest.get(root, 0), stake[root],
             functools.partial(_with_opened, plan.program, opened),
         )  # fmt: skip
 
 
 def _at_stake(
     rows: Sequence[Sequence[Collective]], plan: Plan
-) -> tuple[collections.Counter[Reason], collections.Counter[Reason], dict[Reason, int]]:
-    """Bytes of the collectives that each mark causes itself, of all that go back to it, and the largest row of them."""
+) -> tuple[collections.Counter[Reason], dict[Reason, int]]:
+    """Bytes of all collectives that go back to each mark, and the largest row of them."""
     producers = {v: e for e in plan.program.block.walk() for v in e.outputs}
-    direct: collections.Counter[Reason] = collections.Counter()
-    indirect: collections.Counter[Reason] = collections.Counter()
+    stake: collections.Counter[Reason] = collections.Counter()
     largest: dict[Reason, int] = {}
     for row, same in enumerate(rows):
-        for c in same:
-            for root in {*direct_roots(c)}:
-                direct[root] += c.total_bytes
-        sent = sum(c.total_bytes for c in same)
         for root in roots(same[0], plan, producers):
-            indirect[root] += sent
+            stake[root] += sum(c.total_bytes for c in same)
             largest.setdefault(root, row)
-    return direct, indirect, largest
+    return stake, largest
 
 
 def _opened(e: Equation, plan: Plan) -> Mark | None:
@@ -253,14 +224,7 @@ class Instead:
         return self.cost.seconds - self.now.seconds
 
     def __str__(self) -> str:
-        sent, held = self.cost.sent - self.now.sent, self.cost.peak - self.now.peak
-        lines: collections.Counter[str] = collections.Counter()
-        for k, sign in (*((k, 1) for k in self.cost.kernels), *((k, -1) for k in self.now.kernels)):
-            lines[k.line] += sign * k.sent * k.times
-        line = max(lines, key=lambda at: abs(lines[at]), default="")
-        most = f" ({_signed(lines[line])} at {line})" if line and lines[line] else ""
-        amounts = (f"{_signed(sent)} sent by each device{most}", f"{_signed(held)} at the peak")
-        return f"{self.sharding}: {format_seconds(self.seconds, '+')} a call, {', '.join(amounts)}   {self.mark}"
+        return f"{self.sharding}: {change_text(self.now, self.cost)}   {self.mark}"
 
 
 def replanned(planner: Planner, program: Program | None) -> SpmdProgram | None:
@@ -290,10 +254,6 @@ def instead(plan: Plan, value: Value, now: Cost, donated: Sequence[int], marked:
         if spmd is not None
     ]
     return tuple(sorted(found, key=lambda row: (row.cost.seconds, row.cost.sent, row.sharding)))
-
-
-def _signed(size: int) -> str:
-    return f"{'-' if size < 0 else '+'}{format_bytes(abs(size))}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,6 +287,7 @@ def trials(
     rows: Sequence[Sequence[Collective]],
     plan: Plan,
     marked: Planner,
+    now: Cost,
     *,
     seconds: float = TRIAL_SECONDS,
     one: float = 0.0,
@@ -338,10 +299,10 @@ def trials(
     changes = changes_of(rows, plan) if sent else []
     one = one if changes and max(seconds, TRIAL_SECONDS) < one else 0.0
     made = list(tried(changes, lambda c: replanned(marked, c.program()), 0.0 if one else seconds, clock))
-    again = [
-        dataclasses.replace(change, before=sent, after=sum(c.total_bytes for c in spmd.collectives), spmd=spmd)
-        for change, spmd in made
-        if spmd is not None
-    ]
-    found = tuple(change for change in again if change.after < WORTH * sent)
-    return Trials(found, len(made), len(changes), clock() - began, one)
+    donated, found = [i - len(plan.program.captured) for i in now.donated], []
+    for change, spmd in made:
+        after = sent if spmd is None else sum(c.total_bytes for c in spmd.collectives)
+        if spmd is not None and after < WORTH * sent:
+            costs = now, cost(spmd, now.machine, donated)
+            found.append(dataclasses.replace(change, costs=costs, before=sent, after=after))
+    return Trials(tuple(found), len(made), len(changes), clock() - began, one)

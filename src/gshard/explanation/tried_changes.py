@@ -7,6 +7,7 @@ value inside. The figures of all together are those of one program that was comp
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -15,9 +16,8 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.core.mark import axes_of_entry, spec_of_axes, text_of_spec
-from gshard.core.number_text import format_ms
-from gshard.core.program import format_bytes, format_flops
 from gshard.explanation.compiled_program import CompiledProgram
+from gshard.explanation.difference import Figures, change_text
 from gshard.explanation.rows import Moved
 from gshard.explanation.traced_expressions import Constraint
 from gshard.solver.moves import improve, tried
@@ -28,37 +28,14 @@ _MORE_FLOPS = 1.02  # of the operations, without a machine: a constraint may mov
 _WORTH = 0.98  # of bytes, memory or seconds: a change must spare 2 % of one
 _SAME = 1.001  # of bytes, memory or seconds: no more is no more
 _ROWS = 8  # changes that are printed
+SPECS = 12  # shardings of one array that are tried
 
 Specs = Mapping[int, PartitionSpec]  # by the number of the argument
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Figures:
-    """What a compiled program takes."""
-
-    sent: int  # bytes that each device sends in one call
-    peak: int  # bytes that it holds at most
-    seconds: float  # of a call, as modelled; 0 without a machine
-    messages: int  # collectives that run in one call
-    flops: int  # operations that each device performs
-
-    @property
-    def rank(self) -> tuple[float, int, int]:
-        """Orders figures, the better first: by time, where it is known, then by bytes and memory."""
-        return self.seconds, self.sent, self.peak
-
-    def change_to(self, after: Figures) -> str:
-        """What another program takes instead, as text."""
-        pairs = [
-            ("sent", format_bytes(self.sent), format_bytes(after.sent)),
-            ("messages", f"{self.messages:,}", f"{after.messages:,}"),
-            ("peak", format_bytes(self.peak), format_bytes(after.peak)),
-        ]
-        if self.seconds:
-            pairs.append(("a call", f"{format_ms(self.seconds)}", f"{format_ms(after.seconds)}"))
-        else:
-            pairs.append(("computed", format_flops(self.flops), format_flops(after.flops)))
-        return ", ".join(f"{what} {then} -> {now}" if then != now else f"{what} {then}" for what, then, now in pairs)
+def _rank(figures: Figures) -> tuple[float, int, int]:
+    """Orders figures, the better first: by time, where it is known, then by bytes and memory."""
+    return figures.seconds, figures.sent, figures.peak
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,12 +81,12 @@ class Tried:
         rows: list[str] = []
         for change in self.helping[:_ROWS]:
             assert change.figures is not None, "it helps"
-            rows += [change.text, f"  {self.before.change_to(change.figures)}"]
+            rows += [change.text, f"  {change_text(self.before, change.figures)}"]
         rows += [f"and {len(self.helping) - _ROWS} more that help"] * (len(self.helping) > _ROWS)
         kept, after = self.together
         if len(kept) > 1:
             numbers = " ".join(f"({self.helping.index(change) + 1})" for change in kept)
-            rows += [f"together {numbers}", f"  {self.before.change_to(after)}"]
+            rows += [f"together {numbers}", f"  {change_text(self.before, after)}"]
         rows += [f"JAX or XLA refused {self.refused} of them"] * bool(self.refused)
         return title, [*rows, *self.notes, *["with more seconds, more are tried"] * (self.tried < self.changes)]
 
@@ -133,7 +110,7 @@ def try_changes(
     alone = list(tried(changes, lambda change: compiled([change]), seconds / (1 + any(c.constraint for c in changes))))
     best: dict[Hashable, Change] = {}
     helping = [(change, made) for change, made in alone if made is not None and helps(made, before)]
-    for change, made in sorted(helping, key=lambda pair: pair[1].rank):
+    for change, made in sorted(helping, key=lambda pair: _rank(pair[1])):
         key = change.about if change.constraint else change
         best.setdefault(key, dataclasses.replace(change, figures=made))
 
@@ -192,19 +169,34 @@ def sharding_changes(program: CompiledProgram, moved: Sequence[Moved], leaves: S
 
 
 def _other_specs(leaf: Any) -> Iterator[PartitionSpec]:
-    """Other shardings of an array: each dimension over each axis, which then splits no other dimension."""
+    """Other shardings of an array, if its own is known."""
     sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return
-    now = [*sharding.spec, *(None for _ in range(len(leaf.shape) - len(sharding.spec)))]
-    known = [axes_of_entry(entry) for entry in now]
-    seen = {tuple(known)}
-    for axis, size in sharding.mesh.shape.items():
-        for d, n in enumerate(leaf.shape):
-            for kept in ((), tuple(a for a in known[d] if a != axis)):
-                dims = [tuple(a for a in own if a != axis) for own in known]
-                dims[d] = (*kept, axis)
-                parts = math.prod(sharding.mesh.shape[a] for a in dims[d])
-                if size > 1 and n % parts == 0 and tuple(dims) not in seen:
-                    seen.add(tuple(dims))
-                    yield spec_of_axes(dims)
+    if isinstance(sharding, NamedSharding):
+        sizes = {str(axis): size for axis, size in sharding.mesh.shape.items() if size > 1}
+        yield from itertools.islice(specs_to_try(leaf.shape, sizes, sharding.spec), SPECS)
+
+
+def specs_to_try(
+    shape: Sequence[int], sizes: Mapping[str, int], now: PartitionSpec | None, first: PartitionSpec | None = None
+) -> Iterator[PartitionSpec]:
+    """Other shardings of an array over axes of these sizes, each once.
+
+    After the first one those with one axis on one dimension, then none, and those with more axes.
+    """
+    seen = [] if now is None else [_dims(now, len(shape))]
+    every = itertools.product([*range(len(shape)), None], repeat=len(sizes))
+    by_count = sorted(every, key=lambda places: abs(len(sizes) - places.count(None) - 1))
+    others = (
+        [tuple(axis for axis, place in zip(sizes, places, strict=True) if place == d) for d in range(len(shape))]
+        for places in by_count
+    )
+    for dims in (*([] if first is None else [_dims(first, len(shape))]), *others):
+        if dims in seen or not all(axis in sizes for axes in dims for axis in axes):
+            continue
+        seen.append(dims)
+        if all(n % math.prod(sizes[a] for a in axes) == 0 for n, axes in zip(shape, dims, strict=True)):
+            yield spec_of_axes(dims)
+
+
+def _dims(spec: PartitionSpec, rank: int) -> list[tuple[str, ...]]:
+    return [axes_of_entry(entry) for entry in (*spec, *[None] * (rank - len(spec)))]

@@ -55,14 +55,9 @@ class Verdict:
     proposals: tuple[Proposal | None, ...] = ()
 
     @property
-    def bounds(self) -> tuple[str, ...]:
-        """What most of a call is spent on, and the second where the first takes no more than half."""
-        return self.cost.bounds
-
-    @property
     def bound(self) -> str:
         """What most of a call is spent on: compute, memory, network, launch, latency or host."""
-        return self.bounds[0]
+        return self.cost.bounds[0]
 
     @property
     def shares(self) -> dict[str, float]:
@@ -190,7 +185,6 @@ def does_not_pay(plan: Plan, found: Cost) -> str:
 
 
 PROVEN = 1e-6  # of what a plan costs: a smaller gap is none
-ALSO = 2  # other changes of marks that are named
 EVEN = 1.02  # of its share of the products: more is no rounding of uneven parts any more
 # Why a plan that sends less, or is faster, is not cheaper for the planner.
 _BYTES = (
@@ -243,11 +237,11 @@ def ragged_products(found: Cost) -> str:
     )
 
 
-def proposals_on(found: Cost, tried: Trials, count: int) -> tuple[Proposal | None, ...]:
-    """For each row of collectives the best change of marks that was tried for it, with what a call then takes."""
+def proposals_of(tried: Trials, count: int) -> tuple[Proposal | None, ...]:
+    """For each row of collectives the best change of marks that was tried for it."""
     proposals: list[Proposal | None] = [None] * count
     for p in tried.found:
-        proposals[p.row] = best_proposal((proposals[p.row], p.on(found)))
+        proposals[p.row] = best_proposal((proposals[p.row], p))
     return tuple(proposals)
 
 
@@ -265,10 +259,7 @@ def hint(tried: Trials, proposals: Sequence[Proposal | None]) -> str:
     p = best_proposal(proposals)
     if p is not None:
         slower = ", but slower" if p.is_slower else ""
-        text = f"Fewer bytes{slower}: {p.change}. {p.result[0].upper()}{p.result[1:]}"
-        others = sorted({q for q in proposals if q not in (None, p) and not q.is_slower}, key=_rank)[:ALSO]
-        also = "; ".join(f"{q.change} ({format_bytes(q.after)})" for q in others)
-        text += f" Each by itself sends less too: {also}." if also else ""
+        text = f"Fewer bytes{slower}: {p}."
         return text if tried.is_complete else f"{text} {tried}"
     if not tried.changes:
         return ""

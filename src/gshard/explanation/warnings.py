@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from gshard.comm.reshard import reshard_bytes
 from gshard.core.errors import known_names, warn_once
@@ -178,38 +178,31 @@ def sent_by(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> int:
     return moved
 
 
-def notes_of_whole_values(plan: Plan, replicated: tuple[Replicated, ...]) -> dict[Value, str]:
-    """For values that are split nowhere: the equation that gave a split up for them, or that added parts up."""
-    gave_up = {row.equation: row for row in replicated}
+def notes_of_whole_values(plan: Plan) -> dict[Value, str]:
+    """For values that are split nowhere: the equation that gathered an operand for them, or that added parts up."""
     notes: dict[Value, str] = {}
-    _of_block(plan.program.block, plan, gave_up, notes)
+    _of_block(plan.program.block, plan, notes)
     return notes
 
 
-def _of_block(block: Block, plan: Plan, gave_up: Mapping[Equation, Replicated], notes: dict[Value, str]) -> None:
+def _of_block(block: Block, plan: Plan, notes: dict[Value, str]) -> None:
     for e in block.equations:
         for body in e.blocks:
-            _of_block(body, plan, gave_up, notes)
-        split = plan.splits.get(e, {})
-        at = f" at {e.line}" if e.line else ""
-        for v in e.outputs:
+            _of_block(body, plan, notes)
+        at = f"{e.name}{f' at {e.line}' if e.line else ''}"
+        source = next((notes[x] for x in e.inputs if isinstance(x, Value) and x in notes), None)
+        for i, v in enumerate(e.outputs):
+            made = Sharding(()) if e.rule is None else result_sharding(e.rule, i, plan.splits.get(e, {}))
             if any(plan.shardings[v].dims):
                 continue
-            row = gave_up.get(e)
-            made = Sharding(()) if e.rule is None else result_sharding(e.rule, e.outputs.index(v), split)
-            source = next((x for x in e.inputs if isinstance(x, Value) and x in notes), None)
-            if row is not None:
-                notes[v] = (
-                    f"computed whole by every device: {e.name}{at} gives up the split of an operand over {row.axes}"
-                )
-            elif any(made.dims):
-                notes[v] = f"gathered where {e.name}{at} makes it: cheapest for what reads it"
+            if any(made.dims):
+                notes[v] = f"gathered where {at} makes it: cheapest for what reads it"
             elif made.unreduced and not plan.shardings[v].unreduced:
-                notes[v] = f"the parts of a sum that {e.name}{at} makes are combined for every device"
+                notes[v] = f"the parts of a sum that {at} makes are combined for every device"
             elif source is not None:
-                notes[v] = notes[source]
+                notes[v] = source
             elif e.rule is not None and any(any(_dims(x, plan)) for x in e.inputs):
-                notes[v] = f"computed whole by every device: what {e.name}{at} reads is gathered, which is cheapest"
+                notes[v] = f"computed whole by every device: what {at} reads is gathered, which is cheapest"
 
 
 # Unexpected: one warning for a function whose program is split otherwise than its marks and its layout suggest.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 Path = tuple[str, ...]
 
@@ -82,6 +82,19 @@ def equal_layers(paths: Mapping[Path, Hashable], *, same_inside: bool = True) ->
     folded: dict[Path, Path] = {}
     _fold(list(paths), 0, paths, same_inside, False, folded)
     return folded
+
+
+def equal_modules(scopes: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """For each module in one of several equal layers, its name with ``*``; of modules with what is inside of them.
+
+    A scope with a number that holds no other scope may be a layer, too.
+
+    >>> equal_modules([("net/layer_0", "dot"), ("net/layer_1", "dot")])
+    {'net/layer_0': 'net/layer_*', 'net/layer_1': 'net/layer_*'}
+    """
+    paths = {(*module.split("/"), inside): None for module, inside in scopes if module}
+    layers = equal_layers(paths, same_inside=False).items()
+    return {"/".join(path[:-1]): "/".join(alike[:-1]) for path, alike in layers}
 
 
 def _fold(

@@ -112,21 +112,6 @@ def summary(found: Iterable[CompiledCollective]) -> dict[str, tuple[int, int]]:
     return dict(sorted(totals.items()))
 
 
-def executed(
-    module: Module, computation: Computation | None = None, times: int = 1, exact: bool = True
-) -> Iterator[tuple[Computation, Instruction, int, bool]]:
-    """Every instruction that runs, with the computation it is in, how often it runs, and whether that is certain."""
-    if computation is None:
-        if not module.entry:
-            return
-        computation = module.computations[module.entry]
-    for instruction in computation.instructions.values():
-        yield computation, instruction, times, exact
-        for inner, inner_times, inner_exact in _calls(module, computation, instruction):
-            if inner in module.computations:
-                yield from executed(module, module.computations[inner], times * inner_times, exact and inner_exact)
-
-
 def computations_run(module: Module) -> Iterator[tuple[str, int, bool]]:
     """The computations that run as programs of their own, loops' bodies and branches."""
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gshard.device.async_overlap import Step, timed
-from gshard.device.cost import PricedKernel
+from gshard.device.cost import Loop, PricedKernel, Run, Stretch
 from gshard.device.fusion_model import COLLECTIVE, OPERATOR, PRODUCT
 from gshard.device.machine import Machine
 from gshard.device.memory import MemoryTotals
@@ -202,54 +202,15 @@ class Ran(PricedKernel):
     made: Instruction
     work: Work | None = None  # of a kernel
     collective: Sent | None = None  # of a collective where it runs
-    start: float = 0.0  # when it begins, in seconds from the beginning of a run of its computation
-
-    @property
-    def duration(self) -> float:
-        """Seconds of one run; of a collective all that the network takes."""
-        return self.seconds + self.overlapped
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Inner:
-    """An instruction that runs computations: a loop, a branch or a call."""
-
-    made: Instruction  # which
-    rounds: int  # how often it runs the bodies
-    bodies: tuple[Elapsed, ...]  # what it runs, one after the other
-    start: float = 0.0  # when it begins, in seconds from the beginning of a run of its computation
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Elapsed:
-    """One computation in time."""
-
-    seconds: float  # of one run
-    rows: tuple[Ran, ...] = ()  # its own instructions that take time, in the order in which they begin
-    inner: tuple[Inner, ...] = ()  # those that run other computations, in order
-
-    def in_order(self) -> list[Ran | Inner]:
-        """What takes time here, in the order in which it begins."""
-        every: list[Ran | Inner] = [*self.rows, *self.inner]
-        return sorted(every, key=lambda one: one.start)
-
-    def ran(self) -> Iterator[Ran]:
-        """All instructions that take time, each body once, in the order in which they begin."""
-        for at in self.in_order():
-            if isinstance(at, Ran):
-                yield at
-            else:
-                for body in at.bodies:
-                    yield from body.ran()
 
 
 Network = Callable[[CompiledCollective, Instruction], float]
 """The seconds of one run of a collective."""
 
 
-def elapsed(module: Module, machine: Machine, network: Network) -> Elapsed:
+def elapsed(module: Module, machine: Machine, network: Network) -> Run:
     """One call of a program in time."""
-    return _Clock(module, machine, network).run(module.entry, 1) if module.entry else Elapsed(0.0)
+    return _Clock(module, machine, network).run(module.entry, 1) if module.entry else Run(0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,7 +221,7 @@ class _Clock:
     machine: Machine
     network: Network
 
-    def run(self, name: str, times: int) -> Elapsed:
+    def run(self, name: str, times: int) -> Run:
         """One computation, which runs so often in a call."""
         computation = self.module.computations[name]
         starts: dict[str, list[Sent]] = {}
@@ -268,35 +229,31 @@ class _Clock:
         for sent in sent_in(self.module, name, times, True):
             starts.setdefault(sent.made.name, []).append(sent)
             ends.setdefault(sent.ends.name, []).append(sent)
-        run: list[tuple[Sent | Ran | Inner | None, Step]] = []  # what each step is; None for the end of a collective
+        run: list[tuple[Ran | Loop | None, Step]] = []  # what each step is; None for the end of a collective
         for made in computation.instructions.values():
             for sent in starts.get(made.name, ()):
-                taken = self.network(sent.collective, sent.itself)
-                run.append((sent, Step(taken, (), (id(sent),), sent.collective.kind)))
-            if (kernel := self._kernel(computation, name, made, times)) is not None:
-                run.append((kernel, Step(kernel.seconds, (), ())))
-            if (runs := self._inner(computation, made, times)) is not None:
-                run.append((runs, Step(runs.rounds * sum(body.seconds for body in runs.bodies), (), ())))
+                row = self._of_collective(sent, name, times)
+                run.append((row, Step(row.seconds, (), (id(sent),), sent.collective.kind)))
+            what = self._kernel(computation, name, made, times) or self._loop(computation, made, times)
+            if what is not None:
+                run.append((what, Step(what.seconds, (), ())))
             run += [(None, Step(0.0, (id(sent),), ())) for sent in ends.get(made.name, ())]
         laid = timed([step for _, step in run], [[i] if step.kind else [] for i, (_, step) in enumerate(run)])
-        rows: list[Ran] = []
-        inner: list[Inner] = []
-        for (one, step), start, hidden in zip(run, laid.begins, laid.hidden, strict=True):
-            if isinstance(one, Sent):
-                rows.append(self._of_collective(one, name, times, start, step.seconds).beside(hidden))
-            elif isinstance(one, Ran):
-                rows.append(dataclasses.replace(one, start=start))
-            elif one is not None:
-                inner.append(dataclasses.replace(one, start=start))
-        return Elapsed(laid.seconds, tuple(sorted(rows, key=lambda row: row.start)), tuple(inner))
+        stretches = [
+            Stretch(start, step.seconds, one.beside(hidden) if isinstance(one, Ran) and step.kind else one)
+            for (one, step), start, hidden in zip(run, laid.begins, laid.hidden, strict=True)
+            if one is not None
+        ]
+        return Run(laid.seconds, sorted(stretches, key=lambda stretch: stretch.start))
 
-    def _of_collective(self, sent: Sent, name: str, times: int, start: float, taken: float) -> Ran:
+    def _of_collective(self, sent: Sent, name: str, times: int) -> Ran:
         """One collective, as if nothing ran beside it."""
+        taken = self.network(sent.collective, sent.itself)
         empty = dataclasses.replace(sent.collective, operand_bytes=1)
         latency = min(taken, self.network(empty, sent.itself)) if taken else 0.0
         return Ran(
             computation=name, made=sent.made, kind=COLLECTIVE, times=times, sent=sent.collective.bytes_moved,
-            seconds=taken, parts=(("network", taken - latency), ("latency", latency)), collective=sent, start=start,
+            seconds=taken, parts=(("network", taken - latency), ("latency", latency)), collective=sent,
         )  # fmt: skip
 
     def _kernel(self, computation: Computation, name: str, made: Instruction, times: int) -> Ran | None:
@@ -312,17 +269,14 @@ class _Clock:
             flops=work.products + work.others, moved=work.moved, seconds=one.seconds, parts=parts, work=work,
         )  # fmt: skip
 
-    def _inner(self, computation: Computation, made: Instruction, times: int) -> Inner | None:
-        if made.opcode == "while":
-            rounds = trip_count(self.module, computation, made) or 1
-            bodies = [self.run(body, times * rounds) for body in made.bodies]
-            return Inner(made, rounds, tuple(bodies))
+    def _loop(self, computation: Computation, made: Instruction, times: int) -> Loop | None:
+        if not made.bodies:
+            return None
+        rounds = (trip_count(self.module, computation, made) or 1) if made.opcode == "while" else 1
+        bodies = [self.run(body, times * rounds) for body in made.bodies]
         if made.opcode == "conditional":  # one of the branches runs; the longest counts
-            branches = [self.run(b, times) for b in made.bodies]
-            return Inner(made, 1, (max(reversed(branches), key=lambda b: b.seconds),) if branches else ())
-        if made.opcode == "call":
-            return Inner(made, 1, tuple(self.run(body, times) for body in made.bodies))
-        return None
+            bodies = [max(reversed(bodies), key=lambda body: body.seconds)]
+        return Loop(made.opcode, self.module.line_of(made), rounds, tuple(bodies))
 
 
 # Buffers: what a device holds while a compiled program runs, and which arrays make the peak.

@@ -16,9 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gshard.core.errors import PlanError
 from gshard.core.mark import resolve
 from gshard.core.mesh import Mesh
-from gshard.core.plan import Plan
-from gshard.core.program import Constant, Equation, Program, Value
-from gshard.core.sharding import Sharding
+from gshard.core.program import Equation, Program, Value
 from gshard.language.mark_primitive import mark_p
 from gshard.language.region import Interpreter
 
@@ -26,7 +24,6 @@ from gshard.language.region import Interpreter
 def xla_function(
     program: Program,
     mesh: Mesh,
-    plan: Plan | None = None,
     *,
     ignored: Collection[Value] = (),
 ) -> Callable[..., list[Any]]:
@@ -38,7 +35,7 @@ def xla_function(
             next((e.line for e in inside if e.line), None),
             hint="Compile the function itself: jax.jit(f).lower(...).compile().",
         )
-    replay = Marked(mesh, plan, ignored)
+    replay = Marked(mesh, ignored)
     return lambda *arrays: replay.run(program.block, arrays)
 
 
@@ -47,35 +44,18 @@ class Marked(Interpreter):
     """Runs blocks on whole arrays; marks are constraints."""
 
     mesh: Mesh
-    plan: Plan | None = None
     ignored: Collection[Value] = ()
 
     def equation(self, e: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
         """Runs an equation; a mark is a constraint."""
         if e.primitive is mark_p and e.outputs[0] in self.ignored:
-            results: Sequence[Any] = [inputs[0]]
-        elif e.mark is None:
-            results = super().equation(e, inputs)
-        else:
-            demand = resolve(e.mark, self.mesh, e.outputs[0].shape, e.line)
-            entries = [
-                PartitionSpec.UNCONSTRAINED if is_open else atoms or None
-                for atoms, is_open in zip(demand.dims, demand.open, strict=True)
-            ]
-            sharding = NamedSharding(self.mesh.jax_mesh, PartitionSpec(*entries))
-            results = [jax.lax.with_sharding_constraint(inputs[0], sharding)]
-        return self.with_plan(e, results)
-
-    def with_plan(self, e: Equation, results: Sequence[Any]) -> Sequence[Any]:
-        """The results of an equation, constrained to the shardings of the plan."""
-        if self.plan is None:
-            return results
-        return [self.constrained(x, v, self.plan.sharding(v)) for x, v in zip(results, e.outputs, strict=True)]
-
-    def constrained(self, x: Any, value: Value | Constant, planned: Sharding) -> Any:
-        """An array that is constrained to a sharding, if JAX has it."""
-        if planned.unreduced or not planned.is_even(self.mesh, value.shape) or not value.shape:
-            return x
-        return jax.lax.with_sharding_constraint(
-            x, NamedSharding(self.mesh.jax_mesh, PartitionSpec(*(atoms or None for atoms in planned.dims)))
-        )
+            return [inputs[0]]
+        if e.mark is None:
+            return super().equation(e, inputs)
+        demand = resolve(e.mark, self.mesh, e.outputs[0].shape, e.line)
+        entries = [
+            PartitionSpec.UNCONSTRAINED if is_open else atoms or None
+            for atoms, is_open in zip(demand.dims, demand.open, strict=True)
+        ]
+        sharding = NamedSharding(self.mesh.jax_mesh, PartitionSpec(*entries))
+        return [jax.lax.with_sharding_constraint(inputs[0], sharding)]

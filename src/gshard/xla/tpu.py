@@ -1,8 +1,7 @@
-"""TPUs that need not exist: their devices, and the compiler's own estimate of a program's time (libtpu)."""
+"""TPUs that need not exist: their devices, as libtpu describes them (``pip install libtpu``)."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import jax
@@ -12,9 +11,6 @@ from jax.experimental import topologies
 from gshard.core.errors import GShardError
 from gshard.core.mesh import Mesh
 from gshard.device.machine import Machine
-from gshard.xla.hlo_parser import Computation, Instruction, Module, read_module, trip_count
-
-# Topology: the devices of a TPU that need not exist, as libtpu describes them (``pip install libtpu``).
 
 
 class PlanningError(GShardError):
@@ -39,29 +35,3 @@ def topology_mesh(machine: Machine) -> Mesh:
     every: list[Any] = list(found.devices)
     devices = sorted(every, key=lambda d: (*reversed(d.coords), d.core_on_chip))
     return Mesh.of(jax.sharding.Mesh(np.array(devices, dtype=object), ("devices",)))
-
-
-# Cycles: reads the TPU compiler's own estimate of a program's time.
-
-_NOTE = re.compile(r'"estimated_cycles":"(\d+)"')
-
-
-def estimated_cycles(program: str | Module) -> int:
-    """The sum over a compiled program; 0 where the compiler notes nothing. Of branches the longer counts."""
-    module = read_module(program) if isinstance(program, str) else program
-    return _of(module, module.computations[module.entry]) if module.entry else 0
-
-
-def _of(module: Module, computation: Computation) -> int:
-    return sum(cycles_of(module, computation, made) for made in computation.instructions.values())
-
-
-def cycles_of(module: Module, computation: Computation, made: Instruction) -> int:
-    """The estimate of one instruction of a computation, and of what it calls."""
-    inner = [_of(module, module.computations[name]) for name in made.bodies]
-    if made.opcode == "while":
-        return sum(inner) * (trip_count(module, computation, made) or 1)
-    if inner:
-        return max(inner)
-    note = _NOTE.search(made.attributes)
-    return int(note[1]) if note else 0

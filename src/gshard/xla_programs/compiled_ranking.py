@@ -17,14 +17,12 @@ from gshard.core.planning_tables import with_tables
 from gshard.core.program import format_bytes
 from gshard.device.machine import Machine
 from gshard.emit.compile import compile_spmd
-from gshard.explanation.compiled_source import CompiledCost, compiled_cost, source_of
+from gshard.explanation.compiled_source import CompiledCost, source_of
 from gshard.explanation.search_result import SearchResult
 from gshard.lowering.pipeline import Planned
 from gshard.search.find import Best, axes_text
 from gshard.search.pricing import PricedPlan, as_run
-from gshard.xla.tpu import estimated_cycles, topology_mesh
-
-_HIDDEN = 0.005  # of the network's seconds: less is not worth a column
+from gshard.xla.tpu import topology_mesh
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,7 +32,6 @@ class CompiledPlan:
     best: Best  # the search on its mesh;
     priced: PricedPlan  # the plan, with what the cost model says of it
     cost: CompiledCost | None  # of the compiled program; None if XLA does not compile it
-    cycles: int = 0  # the compiler's own estimate, where it notes one (TPU); 0 elsewhere
     refused: str = ""  # what XLA says if it does not compile it: that it does not fit, for example
 
     @property
@@ -48,6 +45,15 @@ class CompiledPlan:
         if self.cost is None:
             return True, True, self.priced.cost.seconds
         return False, self.cost.peak > limit, self.cost.seconds
+
+    @property
+    def row(self) -> tuple[str, str, str, str, str]:
+        """Its row in the table of a ranking."""
+        first = f"{self.priced.name} ({axes_text(self.best.mesh)})", format_ms(self.priced.cost.seconds)
+        if self.cost is None:
+            return *first, self.refused[:60], "", ""
+        compiled = f"{format_ms(self.cost.seconds)} (x {self.error:.2f})"
+        return *first, compiled, format_bytes(self.cost.sent), format_bytes(self.cost.peak)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,32 +70,10 @@ class CompiledRanking:
         return self.plans[0]
 
     def __str__(self) -> str:
-        title = f"as XLA compiled them for {self.platform}, on {self.machine}"
-        rows = [("plan", "modelled", "compiled", "sent", "peak", "hidden", "cycles")]
-        for plan in self.plans:
-            axes = axes_text(plan.best.mesh)
-            name, modelled = f"{plan.priced.name} ({axes})", f"{format_ms(plan.priced.cost.seconds)}"
-            if plan.cost is None:
-                rows.append((name, modelled, plan.refused[:60], "", "", "", ""))
-                continue
-            network = plan.cost.network
-            hidden = f"{100 * plan.cost.overlapped / network:.0f} %" if plan.cost.overlapped > _HIDDEN * network else ""
-            compiled = f"{format_ms(plan.cost.seconds)} (x {plan.error:.2f})"
-            sizes = format_bytes(plan.cost.sent), format_bytes(plan.cost.peak)
-            rows.append((name, modelled, compiled, *sizes, hidden, f"{plan.cycles:,}" if plan.cycles else ""))
-        shown = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
-        wide = {i: max(len(row[i]) for row in rows) for i in shown}
-        lines = ["  ".join(row[i].ljust(wide[i]) for i in shown).rstrip() for row in rows]
-        return "\n".join([title, *(f"  {line}" for line in lines)])
-
-
-def ranked(found: SearchResult, k: int) -> SearchResult:
-    """A search with the plan that is the best as XLA compiled it, of the best ``k``."""
-    ranking = compiled_ranking(found, k, devices_for(found))
-    best, priced = ranking.best.best, ranking.best.priced
-    if priced is not best.chosen:  # nothing is proven about a plan that the simplified model did not choose
-        best = dataclasses.replace(best, chosen=priced, predicted=None)
-    return dataclasses.replace(found, best=best, compiled=ranking)
+        rows = [("plan", "modelled", "compiled", "sent", "peak"), *(plan.row for plan in self.plans)]
+        wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(text.ljust(n) for text, n in zip(row, wide, strict=True)).rstrip() for row in rows]
+        return "\n  ".join([f"as XLA compiled them for {self.platform}, on {self.machine}", *lines])
 
 
 def devices_for(found: SearchResult) -> Sequence[object]:
@@ -105,18 +89,30 @@ def devices_on(mesh: Mesh, machine: Machine) -> Sequence[object]:
 
 
 @with_tables
-def compiled_ranking(found: SearchResult, k: int, devices: Sequence[object]) -> CompiledRanking:
-    """Compiles the best plans that a search priced, on all meshes that it tried."""
-    made = [
-        _compiled(best, priced, found.donated, devices) for best, priced in _best_plans(found.tried or (found.best,), k)
-    ]
-    ordered = tuple(sorted(made, key=lambda plan: plan.rank(plan.best.limit)))
-    return CompiledRanking(ordered, str(getattr(devices[0], "platform", "")), found.cost.machine.name)
+def ranked(found: SearchResult, k: int) -> SearchResult:
+    """A search with the plan that is the best as XLA compiled it, of the best ``k`` on all meshes that it tried."""
+    devices, pairs = devices_for(found), _best_plans(found.tried or (found.best,), k)
+    made = sorted(
+        (_compiled(best, priced, found.donated, devices) for best, priced in pairs),
+        key=lambda plan: plan.rank(plan.best.limit),
+    )
+    best, priced = made[0].best, made[0].priced
+    if priced is not best.chosen:  # nothing is proven about a plan that the simplified model did not choose
+        best = dataclasses.replace(best, chosen=priced, predicted=None)
+    platform = str(getattr(devices[0], "platform", ""))
+    return dataclasses.replace(
+        found, best=best, compiled=CompiledRanking(tuple(made), platform, found.cost.machine.name)
+    )
 
 
 def _best_plans(tried: Iterable[Best], k: int) -> list[tuple[Best, PricedPlan]]:
     """The best plans of all meshes, by the cost model."""
-    every = [(best, priced) for best in tried for priced in {best.chosen: 0, **dict.fromkeys(_others(best), 0)}]
+    every = [
+        (best, priced)
+        for best in tried
+        for priced in dict.fromkeys((best.chosen, best.searched, *best.others))
+        if priced is not None
+    ]
     every.sort(key=lambda pair: pair[1].rank(pair[0].limit))
     different: dict[tuple[str, int, int], tuple[Best, PricedPlan]] = {}
     for best, priced in every:
@@ -124,10 +120,6 @@ def _best_plans(tried: Iterable[Best], k: int) -> list[tuple[Best, PricedPlan]]:
         cost = priced.cost
         different.setdefault((f"{cost.seconds:.9g}", cost.sent, cost.peak), (best, priced))
     return list(different.values())[:k]
-
-
-def _others(best: Best) -> list[PricedPlan]:
-    return [*([] if best.searched is None else [best.searched]), *best.others]
 
 
 def _compiled(best: Best, priced: PricedPlan, donated: Sequence[int], devices: Sequence[object]) -> CompiledPlan:
@@ -142,5 +134,4 @@ def _compiled(best: Best, priced: PricedPlan, donated: Sequence[int], devices: S
         compiled = compile_spmd(run.spmd, frozenset(donated)).compiled
     except jax.errors.JaxRuntimeError as error:
         return CompiledPlan(best, priced, None, refused=str(error).splitlines()[0])
-    program = source_of(compiled, Mesh.of(there.user_jax_mesh)).program
-    return CompiledPlan(best, priced, compiled_cost(program, machine), estimated_cycles(program.module))
+    return CompiledPlan(best, priced, source_of(compiled, Mesh.of(there.user_jax_mesh)).cost(machine))

@@ -14,9 +14,7 @@ from gshard.explanation.places import Place, Places
 from gshard.explanation.plan_source import PlanSource
 from gshard.explanation.rows import (
     HIDDEN,
-    ArrayDetails,
     ArrayRow,
-    CollectiveDetails,
     CollectiveRow,
     HeldRows,
     Moved,
@@ -24,7 +22,7 @@ from gshard.explanation.rows import (
     seconds_of,
     spent_by,
 )
-from gshard.explanation.timeline import COMPUTE, Event, Timeline, thinned, track_of
+from gshard.explanation.timeline import COMPUTE, Event, Timeline, thinned, timeline, track_of
 from gshard.explanation.verdict import Verdict
 
 MOMENTS = 1500  # points of the curve of memory
@@ -45,17 +43,28 @@ def report_data(
     of_key: dict[int | None, list[TimedKernel]] = {}
     for k in kernels:
         of_key.setdefault(k.key, []).append(k)
-    of_rows = [source.details_of_row(row, [k for one in row.moved for k in of_key.get(one.key, ())]) for row in rows]
-    group_of = [row.axes if of.atoms is None else ",".join(of.atoms) for row, of in zip(rows, of_rows, strict=True)]
+    collectives: list[dict[str, Any]] = []
+    groups: dict[str, str] = {}
+    for row, proposal in zip(rows, proposals, strict=True):
+        of = source.details_of_row(row, [k for one in row.moved for k in of_key.get(one.key, ())], places)
+        atoms, devices = of.pop("atoms"), of.pop("groups")
+        group = row.axes if atoms is None else ",".join(atoms)
+        groups[group] = groups_text(devices)
+        of |= {"group": group, "groups": list(map(list, devices)) if atoms is None else []}
+        collectives.append({"proposal": "" if proposal is None else str(proposal), **_collective(row, places), **of})
     lines = _line_costs(source.moved, kernels, places, is_timed)
-    axes, atoms = list(mesh.axes), list(mesh.atom_sizes.items())
     data = {
         "format": FORMAT,
         "name": source.name,
         "program": source.size,
         "jax": source.jax,
         "overlap": _overlap(rows),
-        "mesh": {"axes": axes, "atoms": atoms, "size": mesh.size, "order": mesh.order},
+        "mesh": {
+            "axes": list(mesh.axes),
+            "atoms": list(mesh.atom_sizes.items()),
+            "size": mesh.size,
+            "order": mesh.order,
+        },
         "machine": machine_data(found.machine) if is_timed else None,
         "totals": {
             "seconds": found.seconds if is_timed else 0.0,
@@ -65,19 +74,16 @@ def report_data(
             "arguments": source.argument_bytes,
         },
         "verdict": _NO_VERDICT if verdict is None else verdict.data(),
-        "collectives": [
-            {"group": group, "proposal": "" if p is None else str(p), **_collective(row, of, places)}
-            for row, of, group, p in zip(rows, of_rows, group_of, proposals, strict=True)
-        ],
-        "timeline": _timeline(source.timeline(found), kernels, rows, found, places) if is_timed else _NO_TIMELINE,
-        "tensors": [_array(row, of, places) for row, of in zip(source.arrays, source.details_of_arrays, strict=True)],
+        "collectives": collectives,
+        "timeline": _timeline(timeline(found), kernels, rows, found, places) if is_timed else _NO_TIMELINE,
+        "tensors": [_array(row) | of for row, of in zip(source.arrays, source.details_of_arrays(places), strict=True)],
         "memory": _memory(source.held(found), places),
         "time": _times(kernels) if is_timed else [],
         # those that are not empty: a name, a title and the lines
         "lists": [(one.key, one.title, list(one.lines)) for one in source.lists if one.lines],
         "searched": "",  # what a search tells of its plan
         "lines": lines,
-        "groups": {group: groups_text(of.groups) for group, of in zip(group_of, of_rows, strict=True)},
+        "groups": groups,
     }
     return data | {"files": places.files(lines)}
 
@@ -109,31 +115,16 @@ def _overlap(rows: Sequence[CollectiveRow]) -> str:
     return f"modelled; {part if hidden > HIDDEN else 'kernels wait for all collectives'}"
 
 
-def _collective(row: CollectiveRow, of: CollectiveDetails, places: Places) -> dict[str, Any]:
+def _collective(row: CollectiveRow, places: Places) -> dict[str, Any]:
     layers: dict[tuple[str, str], list[int]] = {}
     for one in row.moved:
         sums = layers.setdefault((one.array.text, one.module.text), [0, 0])
         sums[:] = sums[0] + one.times, sums[1] + one.bytes
-    return {
-        "kind": row.kind,
-        "axes": row.axes,
-        "bytes": row.bytes,
-        "times": row.times,
-        "seconds": row.seconds,
+    shown = ("kind", "axes", "bytes", "times", "seconds", "shape", "array", "module", "line", "why")
+    return {name: getattr(row, name) for name in shown} | {
         "hidden": 1 - row.exposed / row.seconds if row.seconds else 0.0,  # the part that passes while kernels run
-        "shape": row.shape,
-        "array": row.array,
-        "module": row.module,
         "layers": [[*key, *sums] for key, sums in layers.items()] if len(layers) > 1 else [],
-        "moved": of.resharded,
-        "line": row.line,
         "cause": places.of(row.moved[0].cause),
-        "emitted": places.of(of.emitted),
-        "why": row.why,
-        "advice": of.advice,
-        "pairs": of.pairs,
-        "over": of.over,
-        "groups": list(map(list, of.groups)) if of.atoms is None else [],
     }
 
 
@@ -146,23 +137,15 @@ def groups_text(found: Sequence[Sequence[int]]) -> str:
     return f"{len(found)} group{'s' if len(found) > 1 else ''} of {len(found[0])}: {' '.join(texts)}{more}"
 
 
-def _array(row: ArrayRow, of: ArrayDetails, places: Places) -> dict[str, Any]:
+def _array(row: ArrayRow) -> dict[str, Any]:
     return {
         "name": row.name,
         "short": row.short.text,
         "sharding": row.sharding,
-        "dtype": of.dtype,
-        "spec": of.spec,
-        "dims": None if of.dims is None else list(map(list, of.dims)),
-        "shape": list(of.shape),
         "bytes": row.local_bytes if row.bytes is None else row.bytes,
         "local": row.local_bytes,
         "argument": row.is_argument,
-        "place": places.of(of.place),
-        "read": list(dict.fromkeys(map(places.of, of.read))),
         "note": row.note,
-        "reason": row.reason if of.reasons else "",
-        "reasons": of.reasons,
     }
 
 
@@ -179,8 +162,7 @@ def _line_costs(
     for k in kernels:
         if k.key is None:
             add(k.place, k.cost.total_seconds, 0, k.cost.flops * k.cost.times)
-    spent = spent_by((k.cost for k in kernels), (k.key for k in kernels))
-    for one, (_, waited) in zip(moved, seconds_of(moved, spent), strict=True):
+    for one, (_, waited) in zip(moved, seconds_of(moved, spent_by(kernels)), strict=True):
         add(one.cause, waited, one.bytes, 0)
     lines.pop("", None)
     return lines
@@ -229,16 +211,13 @@ def _memory(held: HeldRows, places: Places) -> dict[str, Any]:
     kept = [max(moments[i : i + every], key=lambda m: m.bytes) for i in range(0, len(moments), every)]
     named = [(m.bytes, *held.named(m)) for m in kept]
     rows = [[kind, size, name, places.of(place), count] for kind, size, name, place, count in held.alive]
-    return {
+    rest = held.alive[PEAK_ROWS:]
+    shown = ("fixed", "arguments", "results", "shared", "temporaries")
+    return {name: getattr(totals, name) for name in shown} | {
         "by": held.by,
-        "fixed": totals.fixed,
-        "arguments": totals.arguments,
-        "results": totals.results,
-        "shared": totals.shared,
-        "temporaries": totals.temporaries,
         "curve": [[size, f"{name} {places.of(place)}".strip()] for size, name, place in named],
         "alive": rows[:PEAK_ROWS],
-        "more": [sum(r[4] for r in rows[PEAK_ROWS:]), sum(r[1] for r in rows[PEAK_ROWS:])],
+        "more": [sum(row[4] for row in rest), sum(row[1] for row in rest)],
     }
 
 
