@@ -129,7 +129,6 @@ def _add_search(command: argparse.ArgumentParser) -> None:
         help="how long the whole search may take (default: as its size asks for, 300 at most)",
     )
     _why(command)
-    add("--compile-best", type=int, metavar="3", help="compile so many of the best plans, and take the best of those")
     add("--marks", action="store_true", help="say the plan in few marks, each tried; takes a while")
     add("--patch", type=Path, metavar="marks.diff", help="write marks of arguments into the source file, as a diff")
     add("--html", type=Path, help="write the report of the plan as one page")

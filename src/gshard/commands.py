@@ -529,7 +529,6 @@ def _search(options: argparse.Namespace) -> None:
         "budget_seconds": options.budget_seconds,
         "finite": options.finite,
         "progress": True,
-        "compile_best": options.compile_best,
         **told_by(f, len(arguments), options),
     }
     found = search(f, *arguments, **asked)

@@ -117,10 +117,6 @@ MISTAKES = {
         lambda: gshard.explain(jax.jit(product), X, X, partitioner="shardy"), TypeError,
         "there is no partitioner 'shardy'", '"xla" for the partitioner of jax.jit (Shardy)',
     ),
-    "no plans to compile": (
-        lambda: gshard.search(product, X, X, mesh=8, machine=H100, compile_best=0), TypeError,
-        "compile_best=0 is not a number of plans to compile", "Give a positive number",
-    ),
     "a machine that is not known": (
         lambda: gshard.explain(product, X, X, mesh=8, machine="H10:1x8"), gshard.stages.MachineError,
         "no machine is called 'H10:1x8'", "Did you mean 'h100'? ",

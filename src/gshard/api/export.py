@@ -6,7 +6,6 @@ from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.explanation.search_result import SearchResult
-from gshard.xla_programs.compiled_ranking import devices_for
 from gshard.xla_programs.exported_plan import ExportedPlan, exported_plan
 
 
@@ -43,4 +42,4 @@ def export_plan(found: SearchResult) -> ExportedPlan:
             hint="Write gshard.stages.export_plan(gshard.search(f, x, mesh=8, machine='h100:1x8')).",
         )
     found.refuse_framework()
-    return exported_plan(found, found.explain().spmd, devices_for(found))
+    return exported_plan(found)

@@ -14,8 +14,7 @@ from gshard.api.explained import refuse_options
 from gshard.api.jit import Jitted, jit
 from gshard.api.lowered import Lowered
 from gshard.api.names import paths_of_arguments
-from gshard.core.errors import ArgumentError, MeshError, ShardingError
-from gshard.core.jax_adapter import user_line
+from gshard.core.errors import MeshError, ShardingError
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.paths import place_of_definition
@@ -26,7 +25,6 @@ from gshard.explanation.search_result import FunctionSource, SearchResult
 from gshard.remat.rematerialise import bytes_of
 from gshard.search.find import NAMES, MeshSearch, axes_text, cut_in_two, meshes
 from gshard.search.pricing import PricedPlan
-from gshard.xla_programs.compiled_ranking import devices_on, ranked
 
 # Search run: the search for a plan of one function on one or several meshes, in steps that a caller may combine.
 
@@ -238,7 +236,6 @@ def search(
     donate_argnames: str | Sequence[str] | None = None,
     progress: bool | Callable[[str], object] | None = None,
     finite: bool = False,
-    compile_best: int | None = None,
     **kwargs: Any,
 ) -> SearchResult:
     """Searches for the plan of a function that takes least time on a machine, and tells how near the best it may be.
@@ -272,10 +269,6 @@ def search(
             function that is called with each line. ``found.marks`` and ``found.patch`` do the
             same.
         finite: as for ``jit``; a function from ``gshard.jit`` has its own.
-        compile_best: compiles so many of the best plans, and returns the one that is best as XLA compiled it, with the
-            ranking (``found.compiled``): time on the machine with the kernels and the schedule that XLA chose, bytes,
-            memory, and what the cost model had said. They are compiled for the mesh's devices; for an abstract mesh by
-            libtpu if ``machine`` is a TPU, and otherwise for the first devices that JAX has.
 
     Returns:
         what was found; print it. ``gshard.jit(f, mesh=found.mesh, plan=found.plan)`` runs the plan. A function that a
@@ -285,8 +278,7 @@ def search(
         MachineError: there is no such machine, or it has another number of devices; or none is given, and there is no
             model of the mesh's devices.
         ArgumentError: static or donated arguments or ``finite`` for a function that ``gshard.jit`` or a framework
-            returned, which has its own; ``budget_seconds`` is no time; ``compile_best`` is no number from 1 on.
-        MeshError, PlanningError: there are no devices to compile for; libtpu is missing, for a TPU.
+            returned, which has its own; ``budget_seconds`` is no time.
         ShardingError, TraceError: as ``jit``.
 
     >>> import jax
@@ -301,7 +293,6 @@ def search(
         "static_argnums": static_argnums, "static_argnames": static_argnames,
         "donate_argnums": donate_argnums, "donate_argnames": donate_argnames,
     }  # fmt: skip
-    _check_number(compile_best)
     searched = searched_of(f, args, kwargs, own, finite, search)
     if isinstance(f, Jitted):
         machine = f.options.machine if machine is None else machine
@@ -312,18 +303,4 @@ def search(
         searched, list(meshes_to_try(mesh)), is_number_of_devices(mesh), machine, limit, budget, budget_seconds,
         progress,
     )  # fmt: skip
-    if compile_best is not None:  # before the search, which takes long
-        devices_on(run.meshes[0], run.machine_on(run.meshes[0]))
-    found = until_stopped(run.search, run.result)
-    return found if compile_best is None else ranked(found, compile_best)
-
-
-def _check_number(compile_best: int | None) -> None:
-    """Refuses a number of plans to compile that is none."""
-    is_number = isinstance(compile_best, int) and not isinstance(compile_best, bool) and compile_best > 0
-    if compile_best is not None and not is_number:
-        raise ArgumentError(
-            f"compile_best={compile_best!r} is not a number of plans to compile.",
-            user_line(),
-            hint="Give a positive number, such as compile_best=3, or leave it out.",
-        )
+    return until_stopped(run.search, run.result)

@@ -149,7 +149,6 @@ class SearchResult:
         in_tree: the structure of the arguments, positional and named.
         function: the function as its dimensions can be named.
         budget_seconds: the time that the search was given; what is found later has as much.
-        compiled: the ranking of the best plans as XLA compiled them (``search(compile_best=...)``); prints as a table.
         progress: where the search printed its progress. Methods of the result print theirs there too.
         jitted_by_framework: whether ``flax.nnx.jit``, ``equinox.filter_jit`` or the like returned the function.
     """
@@ -160,7 +159,6 @@ class SearchResult:
     in_tree: Any = None
     function: FunctionSource | None = None
     budget_seconds: float | None = None
-    compiled: Any = None
     progress: bool | Callable[[str], object] | None = None
     jitted_by_framework: bool = False
 
@@ -327,7 +325,6 @@ class SearchResult:
         SavedPlan.of(self.plan).save(path)
 
     def __str__(self) -> str:
-        compiled = "" if self.compiled is None else f"\n{self.compiled}"
-        return text_of_search(self.best, self.tried, self.names) + compiled
+        return text_of_search(self.best, self.tried, self.names)
 
     __repr__ = __str__

@@ -39,6 +39,7 @@ from gshard.planning.demands import by_axes
 from gshard.rewrite.rewrites import TRACE
 from gshard.search.as_marks import FoundMark
 from gshard.xla.peer import xla_function
+from gshard.xla.tpu import topology_mesh
 
 _ALONE, _OWN, _FEW = "shardings alone", "the function's marks", "few constraints"
 NEAR = 1.05  # of the plan's bytes, and of its products: what XLA may take and is taken to follow the plan
@@ -312,7 +313,7 @@ class ExportedPlan:
 
 
 @with_tables
-def exported_plan(found: SearchResult, spmd: SpmdProgram, devices: Sequence[object]) -> ExportedPlan:
+def exported_plan(found: SearchResult) -> ExportedPlan:
     """Makes the shardings of a plan for ``jax.jit``, and compiles the program with them.
 
     If XLA does not follow the plan with these alone, it gets constraints: the marks of gshard's that the function has,
@@ -325,7 +326,7 @@ def exported_plan(found: SearchResult, spmd: SpmdProgram, devices: Sequence[obje
             user_line(),
             hint="Run it by gshard.jit(f, mesh=found.mesh, plan=found.plan), or return the new values instead.",
         )
-    made = ExportedPlan(found, spmd, mesh_for_jit(found.plan.mesh, devices))
+    made = ExportedPlan(found, found.explain().spmd, mesh_for_jit(found.plan.mesh, devices_for(found)))
     own = list(_own_marks(made))
     made.try_way(_ALONE, ())
     if made.is_far and own:
@@ -363,6 +364,14 @@ def _own_marks(made: ExportedPlan) -> Iterator[FoundMark]:
         entries = ["P.UNCONSTRAINED" if is_open else repr(n) for n, is_open in zip(spec, demand.open, strict=True)]
         text = f"gshard.shard(x, P({', '.join(entries)}))"
         yield FoundMark(f"mark at {e.line}", text, 0.0, {e.outputs[0]: Sharding(demand.dims)})
+
+
+def devices_for(found: SearchResult) -> Sequence[object]:
+    """What a plan is compiled for: the mesh's devices, those of a TPU by libtpu, or the first that JAX has."""
+    mesh, machine = found.plan.mesh, found.cost.machine
+    on = topology_mesh(machine) if mesh.devices is None and machine.topology else mesh.on_first_devices()
+    assert on.devices is not None, "both have devices"
+    return on.devices
 
 
 def has_explicit_axes(mesh: Mesh) -> bool:
