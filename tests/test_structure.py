@@ -20,7 +20,7 @@ SRC, SRC_M4 = SOURCES = ROOT / "src", ROOT / "packages" / "m4" / "src"
 # An import may point to an earlier layer or to its own.
 LAYERS = [
     "core", "comm", "language", "rules", "rewrite", "tracing", "solver", "naming", "device", "planning", "emit",
-    "remat", "lowering", "search", "xla", "explanation", "xla_programs", "simulator", "api", "stages", "testing", "moe",
+    "remat", "lowering", "search", "xla", "explanation", "simulator", "api", "stages", "testing", "moe",
     "command_options", "commands", "__main__",
 ]  # fmt: skip
 MAX_LINES = 900

@@ -25,12 +25,12 @@ from gshard.emit.compile import Executable as Executable
 from gshard.emit.compile import compile as compile
 from gshard.emit.partition import partition as partition
 from gshard.explanation.explain import Explanation as Explanation
+from gshard.explanation.exported_plan import ExportedPlan as ExportedPlan
 from gshard.explanation.search_result import SearchResult as SearchResult
 from gshard.planning.collective_matmuls import CollectiveMatmul as CollectiveMatmul
 from gshard.planning.propagate import propagate as propagate
 from gshard.remat.rematerialise import MemoryLimitError as MemoryLimitError
 from gshard.tracing.trace import trace as trace
-from gshard.xla_programs.exported_plan import ExportedPlan as ExportedPlan
 
 __all__ = [
     "CollectiveMatmul",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
+from gshard.explanation.exported_plan import ExportedPlan, exported_plan
 from gshard.explanation.search_result import SearchResult
-from gshard.xla_programs.exported_plan import ExportedPlan, exported_plan
 
 
 @without_our_frames
