@@ -7,8 +7,8 @@ import pytest
 
 # Modules that no call of ``gshard.jit`` needs.
 UNNEEDED = (
-    "gshard.__main__", "gshard.commands", "gshard.search", "gshard.xla_programs", "gshard.simulator", "gshard.testing",
-    "gshard.moe",
+    "gshard.__main__", "gshard.commands", "gshard.search", "gshard.explanation.exported_plan", "gshard.simulator",
+    "gshard.testing", "gshard.moe",
     "jax.experimental.pallas", "jax.export",
 )  # fmt: skip
 

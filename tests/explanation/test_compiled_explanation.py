@@ -207,7 +207,7 @@ def test_times_need_a_machine(mesh):
         (lambda m: gshard.explain(unoptimised(m)), "(?s)XLA had not finished.*ends in after_optimizations.txt"),
         (lambda m: gshard.explain(jax.jit(step).lower(*tensor_parallel(m)), mesh=4), "8 devices, and the mesh has 4"),
         (lambda m: gshard.explain(jax.jit(step).lower(*tensor_parallel(m)), 3), "takes mesh= and machine= only"),
-        (lambda m: gshard.explain(step, *tensor_parallel(m), partitioner="xla"), "a function from jax.jit"),
+        (lambda m: gshard.explain(step, *tensor_parallel(m), partitioner="xla"), "functions from jax.jit"),
         (lambda m: gshard.explain(jax.jit(step), *tensor_parallel(m), partitioner="shardy"), "no partitioner 'shardy'"),
         (lambda m: gshard.explain(jax.jit(step), *tensor_parallel(m), mesh=8, partitioner="xla"), "the options of"),
         (lambda m: gshard.explain(jax.jit(step), tensor_parallel(m)[0]), "missing 1 required"),

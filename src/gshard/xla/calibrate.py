@@ -6,6 +6,7 @@ the two measured times of an all-to-all. What the compiler does follows from the
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -86,21 +87,9 @@ def _network(mesh: Mesh, elements: int) -> Dimension:
     n = mesh.size
     if n == 1:
         return Dimension(1, SWITCH, 1e12, 0.0)
-    axes = mesh.atoms
-    times = []
     sizes = [max(count // n, 1) * n for count in (n, elements // 16)]
-    for count in sizes:
-        exchange = jax.jit(
-            jax.shard_map(
-                lambda x: jax.lax.all_to_all(x, axes, 0, 0, tiled=True),
-                mesh=mesh.jax_mesh,
-                in_specs=PartitionSpec(axes),
-                out_specs=PartitionSpec(axes),
-                check_vma=False,
-            )
-        )
-        sharding = jax.sharding.NamedSharding(mesh.jax_mesh, PartitionSpec(axes))
-        times.append(_best(_ready(exchange, jax.device_put(jnp.zeros((count * n,), jnp.float32), sharding))))
+    exchange = functools.partial(jax.lax.all_to_all, axis_name=mesh.atoms, split_axis=0, concat_axis=0, tiled=True)
+    times = [_best(_everywhere(mesh, exchange, (count,))) for count in sizes]
     sent = 4 * sizes[1] * (n - 1) / n
     return Dimension(n, SWITCH, sent / max(times[1] - times[0], 1e-9), times[0])
 

@@ -141,12 +141,9 @@ def sent_in(module: Module, name: str, times: int = 1, exact: bool = True) -> li
     found: list[Sent] = []
     seen: set[str] = set()
     for made, inside, itself, channel in rows:
-        match = OPCODE.fullmatch(itself.opcode)
-        assert match is not None, "it was found by this"
         if channel in seen:
             continue
-        place = module.computations[inside]
-        read = collective_of(module, place, itself, match[1], bool(match[2]), times, exact)
+        read = collective_of(module, module.computations[inside], itself, times, exact)
         if read.kind == "all_reduce" and inside.startswith("all-reduce-scatter"):
             # libtpu writes a reduce-scatter as an all-reduce; each device keeps a part of its result.
             part = read.operand_bytes // read.group_size
@@ -185,10 +182,10 @@ def _calls(module: Module, computation: Computation, instruction: Instruction) -
 
 
 def collective_of(
-    module: Module, computation: Computation, made: Instruction, opcode: str, starts: bool, times: int, exact: bool
+    module: Module, computation: Computation, made: Instruction, times: int, exact: bool
 ) -> CompiledCollective:
-    """One collective instruction. ``opcode`` is without the suffix of a start; ``starts`` is whether it was there."""
-    kind = opcode.replace("-", "_")
+    """One collective instruction."""
+    starts, kind = made.opcode.endswith("-start"), made.opcode.removesuffix("-start").replace("-", "_")
     types = [computation.instructions[o].type for o in made.operands if o in computation.instructions]
     sizes = sent_sizes(kind, list(map(type_bytes, types)))
     operand = sum(sizes) if sizes else type_bytes(made.literal)
