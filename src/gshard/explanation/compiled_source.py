@@ -60,7 +60,7 @@ from gshard.explanation.tried_changes import (
 from gshard.explanation.verdict import Verdict, sentences_of
 from gshard.naming.argument_names import equal_modules
 from gshard.xla.dataflow import Array
-from gshard.xla.hlo_collectives import CompiledCollective, Sent, pairs_of
+from gshard.xla.hlo_collectives import Sent, pairs_of
 from gshard.xla.hlo_parser import Instruction, Origin, arrays_of, origin_of
 from gshard.xla.kernels import Ran, elapsed
 
@@ -84,48 +84,20 @@ class CompiledCost(CallTotals):
         return sum(k.work.products * k.times for k in self.kernels if k.work is not None)
 
 
-def compiled_cost(program: CompiledProgram, machine: Machine) -> CompiledCost:
-    """Prices a compiled program."""
-    mesh = program.mesh
-    if machine.size != mesh.size:
-        raise MachineError(
-            f"{machine.name} has {machine.size} devices, and the program runs on {mesh.size}.", got=f"mesh: {mesh}"
-        )
-    by_made = {id(sent.itself): sent for sent in program.sent}
-
-    def network(collective: CompiledCollective, made: Instruction) -> float:
-        return _network_seconds(program, by_made[id(made)], collective, made, mesh, machine)
-
-    call = elapsed(program.module, machine, network)
-    kernels = tuple(row for row in call.kernels() if isinstance(row, Ran))
-    unknown = {
-        row.made.attributes.partition('custom_call_target="')[2].partition('"')[0]
-        for row in kernels
-        if row.work is not None and not row.work.is_known
-    }
-    return CompiledCost(machine, kernels, program.peak, tuple(sorted(unknown)), call)
-
-
-def _network_seconds(
-    program: CompiledProgram, sent: Sent, read: CompiledCollective, made: Instruction, mesh: Mesh, machine: Machine
-) -> float:
-    """Seconds of one run of a collective, by the links of its groups."""
+def _network_seconds(program: CompiledProgram, sent: Sent, size: int, machine: Machine) -> float:
+    """Seconds of one run of a collective whose operands have these bytes, by the links of its groups."""
+    read, mesh = sent.collective, program.mesh
     # A ragged exchange is priced as a full one, and a broadcast as a gather.
     kind = "all_to_all" if read.kind.endswith("all_to_all") else read.kind.replace("collective_broadcast", "all_gather")
+    order = mesh.order or range(mesh.size)
     if kind == "collective_permute":
-        pairs = [(a, b) for a, b in pairs_of(made) if a != b]
-        size = min(read.operand_bytes, read.bytes_moved)
-        there = [(mesh.order[a], mesh.order[b]) if mesh.order else (a, b) for a, b in pairs]
-        return permutation_seconds(size, there, machine) if there else 0.0
+        pairs = [(order[a], order[b]) for a, b in pairs_of(sent.itself) if a != b]
+        return permutation_seconds(min(size, read.bytes_moved), pairs, machine) if pairs else 0.0
     if read.group_size < 2:
         return 0.0
-    atoms = atoms_of(program, sent)
-    if atoms is not None:
-        return seconds(kind, read.operand_bytes, mesh, machine, atoms)
-    return max(
-        seconds_among(kind, read.operand_bytes, sorted(mesh.order[d] if mesh.order else d for d in group), machine)
-        for group in read.groups
-    )
+    if (atoms := atoms_of(program, sent)) is not None:
+        return seconds(kind, size, mesh, machine, atoms)
+    return max(seconds_among(kind, size, sorted(order[d] for d in group), machine) for group in read.groups)
 
 
 # Source.
@@ -205,16 +177,25 @@ class CompiledSource:
 
     jax: ClassVar[str] = ""  # what traced it: a text does not tell
 
-    @property
-    def _held_by(self) -> str:
-        return "as the compiler reports" if self.program.memory is not None else "as read from the schedule"
-
     def machine(self) -> None:
         """None: the text alone does not tell on which devices it runs."""
 
     def cost(self, machine: Machine) -> CompiledCost:
         """What a call takes."""
-        return compiled_cost(self.program, machine)
+        program = self.program
+        if machine.size != program.mesh.size:
+            raise MachineError(
+                f"{machine.name} has {machine.size} devices, and the program runs on {program.mesh.size}.",
+                got=f"mesh: {program.mesh}",
+            )
+        call = elapsed(program.module, machine, lambda sent, size: _network_seconds(program, sent, size, machine))
+        kernels = tuple(row for row in call.kernels() if isinstance(row, Ran))
+        unknown = {
+            row.made.attributes.partition('custom_call_target="')[2].partition('"')[0]
+            for row in kernels
+            if row.work is not None and not row.work.is_known
+        }
+        return CompiledCost(machine, kernels, program.peak, tuple(sorted(unknown)), call)
 
     def kernels(self, found: CompiledCost) -> tuple[TimedKernel, ...]:
         """The kernels of a cost, in order; a collective has the line of the first array that it moves."""
@@ -253,7 +234,8 @@ class CompiledSource:
             m = computations[moment.computation].instructions[moment.name]
             return self._described(m, self._origin(m).module), self.program.place_of(self._told(m))
 
-        return HeldRows(self.program.totals, self._held_by, held.moments, named, alive)
+        by = "as read from the schedule" if self.program.memory is None else "as the compiler reports"
+        return HeldRows(self.program.totals, by, held.moments, named, alive)
 
     def verdict(
         self, found: CompiledCost, rows: Sequence[CollectiveRow], planned_for: Machine | None, seconds: float
@@ -408,8 +390,7 @@ class CompiledSource:
     def figures(self, machine: Machine | None) -> Figures:
         """What the program takes; without a machine its operations and no time."""
         found = self.cost(Machine.read("cpu", self.mesh.size) if machine is None else machine)
-        sent = sum(sent.collective.total_bytes for sent in self.program.sent)
-        return Figures(sent, found.flops, 0.0 if machine is None else found.seconds, found.peak)
+        return Figures(found.sent, found.flops, 0.0 if machine is None else found.seconds, found.peak)
 
 
 # Reads compiled programs with what JAX tells of them.

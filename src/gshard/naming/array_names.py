@@ -121,10 +121,7 @@ class ArrayNames:
         e = self._producers.get(v)
         if e is None:
             return ""
-        return f"{e.name}, backward" if self._is_backward(e) else e.name
-
-    def _is_backward(self, e: Equation) -> bool:
-        return e in self._backward or is_transposed(e.source_info)
+        return f"{e.name}, backward" if e in self._backward else e.name
 
     def _note_scopes(self, block: Block, outer: Path, backward: bool) -> None:
         """Notes the scopes of all equations, and which of them belong to a backward pass."""
@@ -220,7 +217,7 @@ class ArrayNames:
                 self._find_gradients(body)
             if e.blocks:
                 self._gradients.update(edge.outer for edge in e.edges if edge.inner in self._gradients)
-            if self._is_backward(e):
+            if e in self._backward:
                 self._gradients.update(e.outputs)
             elif not e.blocks:
                 arrays = {

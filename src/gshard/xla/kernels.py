@@ -18,7 +18,7 @@ from gshard.device.machine import Machine
 from gshard.device.memory import MemoryTotals
 from gshard.device.roofline import roofline
 from gshard.xla.dataflow import ELEMENTWISE, Array
-from gshard.xla.hlo_collectives import OPCODE, CompiledCollective, Sent, sent_in
+from gshard.xla.hlo_collectives import OPCODE, Sent, sent_in
 from gshard.xla.hlo_parser import Computation, Instruction, Module, arrays_of, trip_count
 
 # Take no time of their own: names for what is there, or the other half of what started before.
@@ -204,8 +204,8 @@ class Ran(PricedKernel):
     collective: Sent | None = None  # of a collective where it runs
 
 
-Network = Callable[[CompiledCollective, Instruction], float]
-"""The seconds of one run of a collective."""
+Network = Callable[[Sent, int], float]
+"""The seconds of one run of a collective, if its operands have so many bytes."""
 
 
 def elapsed(module: Module, machine: Machine, network: Network) -> Run:
@@ -248,9 +248,8 @@ class _Clock:
 
     def _of_collective(self, sent: Sent, name: str, times: int) -> Ran:
         """One collective, as if nothing ran beside it."""
-        taken = self.network(sent.collective, sent.itself)
-        empty = dataclasses.replace(sent.collective, operand_bytes=1)
-        latency = min(taken, self.network(empty, sent.itself)) if taken else 0.0
+        taken = self.network(sent, sent.collective.operand_bytes)
+        latency = min(taken, self.network(sent, 1)) if taken else 0.0
         return Ran(
             computation=name, made=sent.made, kind=COLLECTIVE, times=times, sent=sent.collective.bytes_moved,
             seconds=taken, parts=(("network", taken - latency), ("latency", latency)), collective=sent,
