@@ -25,8 +25,9 @@ from gshard.device.cost import Cost
 from gshard.device.memory import held_at_peak
 from gshard.emit.partition import partition
 from gshard.explanation.explain import Explanation
-from gshard.explanation.plan_source import PlanSource
+from gshard.explanation.plan_source import PlanSource, rows_of_tensors
 from gshard.explanation.report.page import page
+from gshard.explanation.rows import array_lines
 from gshard.explanation.verdict import does_not_pay, headline
 from gshard.explanation.warnings import idle_devices
 from gshard.lowering.pipeline import Planned
@@ -77,7 +78,8 @@ def text_of_search(best: Best, tried: Sequence[Best], names: ArrayNames) -> str:
     for other in tried:
         if other is not best and (known := other.searched) is not None:
             lines.append(f"mesh ({axes_text(other.mesh)}): {format_ms(known.cost.seconds)}{_note(known.cost, best)}")
-    return "\n".join([*lines, "arguments", *_arguments(best, names)])
+    arguments = [row for row in rows_of_tensors(plan, names, {}) if row.is_argument]
+    return "\n".join([*lines, *array_lines("arguments", arguments, _SHOWN_ROWS)])
 
 
 def best_presets(tried: Sequence[Best]) -> list[PricedPlan]:
@@ -106,20 +108,6 @@ def _held(best: Best, names: ArrayNames) -> list[str]:
 
 def _note(cost: Cost, best: Best, on: str = "") -> str:
     return on if cost.peak <= best.limit else f"{on}, does not fit"
-
-
-def _arguments(best: Best, names: ArrayNames) -> list[str]:
-    """The largest arguments with their shardings, those that are split first; those of equal layers in one row."""
-    rows: dict[tuple[str, str], list[str]] = {}
-    plan = best.chosen.plan
-    whole = {v: not any(plan.shardings[v].dims) for v in plan.program.block.inputs}
-    for v in sorted(plan.program.block.inputs, key=lambda v: (whole[v], -v.bytes)):
-        if v.shape:
-            rows.setdefault((names.arguments[v].alike, plan.format(v)), []).append(names.arguments[v].text)
-    shown = [
-        f"  {text:<44} {own[0] if len(own) == 1 else f'{alike}  x{len(own)}'}" for (alike, text), own in rows.items()
-    ]
-    return shown[:_SHOWN_ROWS] + ([f"  and {len(shown) - _SHOWN_ROWS} more"] if len(shown) > _SHOWN_ROWS else [])
 
 
 # Found: the result of ``gshard.search``: a plan, its cost, and a bound on its distance from the best.

@@ -60,16 +60,12 @@ def _too_few(plan: Plan, names: ArrayNames) -> Iterator[str]:
     mesh, told = plan.mesh, set[tuple[int, Atoms]]()
     for v in plan.program.block.inputs:
         for d, (n, atoms) in enumerate(zip(v.shape, plan.sharding(v).dims, strict=True)):
-            if n < mesh.count(atoms) and (n, atoms) not in told:
+            parts = mesh.count(atoms)
+            if n < parts and (n, atoms) not in told:
                 told.add((n, atoms))
-                yield _shortage(v, d, n, atoms, plan, names)
-
-
-def _shortage(v: Value, d: int, n: int, atoms: Atoms, plan: Plan, names: ArrayNames) -> str:
-    parts, over = plan.mesh.count(atoms), plan.mesh.format_atoms(atoms)
-    elements = f"{n} element{'s' * (n != 1)}"
-    what = f"dimension {d} of {names.array(v).alike} has {elements}, and is split over {over} ({parts} parts)"
-    return f"{what}: {parts - n} of {parts} devices have none of it"
+                has = f"dimension {d} of {names.array(v).alike} has {n} element{'s' * (n != 1)}"
+                split = f"is split over {mesh.format_atoms(atoms)} ({parts} parts)"
+                yield f"{has}, and {split}: {parts - n} of {parts} devices have none of it"
 
 
 # Returned: the results that JAX cannot hold in the shards that the plan gives them.

@@ -377,7 +377,9 @@ def _peak(module: Module, name: str, *, is_entry: bool = False) -> _Peak:
                     now -= size
             live.add(buffer)
             now += held[buffer].bytes
-        inside = _peak_inside(module, made)
+        # Of a loop the body, if its condition holds as much.
+        bodies = (_peak(module, body) for body in reversed(made.bodies))
+        inside = max(bodies, key=lambda found: found.bytes, default=_Peak())
         if now + inside.bytes > most.bytes:
             most = _Peak(now + inside.bytes, [*(held[b] for b in live), *inside.alive])
         if inside.moments:
@@ -389,12 +391,6 @@ def _peak(module: Module, name: str, *, is_entry: bool = False) -> _Peak:
                 live.discard(buffer)
                 now -= held[buffer].bytes
     return dataclasses.replace(most, moments=moments)
-
-
-def _peak_inside(module: Module, made: Instruction) -> _Peak:
-    """The most that the computations hold that an instruction runs."""
-    # The body of a loop, if its condition holds as much.
-    return max((_peak(module, name) for name in reversed(made.bodies)), key=lambda found: found.bytes, default=_Peak())
 
 
 def _buffers(
