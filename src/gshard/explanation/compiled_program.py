@@ -17,7 +17,6 @@ from gshard.device.memory import MemoryTotals
 from gshard.explanation.places import Place
 from gshard.explanation.rows import ArrayRow
 from gshard.naming.argument_names import argument_names
-from gshard.tracing.trace import names_of_files
 from gshard.xla.dataflow import PRODUCTS, Array, Dataflow
 from gshard.xla.hlo_collectives import Sent, sent_by
 from gshard.xla.hlo_parser import Instruction, Module, arrays_of, read_module
@@ -118,14 +117,10 @@ def _atoms(part: np.ndarray, count: int, mesh: Mesh) -> Atoms | None:
     grid = part.reshape(tuple(mesh.atom_sizes.values()))
     step = {atom: int(np.diff(grid, axis=i).flat[0]) for i, atom in enumerate(mesh.atom_sizes)}
     atoms = tuple(sorted((atom for atom, by in step.items() if by), key=lambda atom: -step[atom]))
-    left = count
-    for atom in atoms:
-        left //= mesh.atom_sizes[atom]
-        if step[atom] != left:
-            return None
     digits = np.indices(grid.shape)
     told = sum(by * digits[i] for i, by in enumerate(step.values()))
-    return atoms if left == 1 and np.array_equal(told, grid) else None
+    is_numbered = mesh.count(atoms) == count == len(np.unique(grid)) and np.array_equal(told, grid)
+    return atoms if is_numbered else None
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -206,19 +201,7 @@ class CompiledProgram:
     def place_of(self, made: Instruction) -> Place | None:
         """The user's line of an instruction; None if it does not tell."""
         path, _, line = self.module.place_of(made).rpartition(":")
-        return Place(path, int(line), self._files.get(path, "")) if path and line.isdigit() else None
-
-    @functools.cached_property
-    def _files(self) -> Mapping[str, str]:
-        """What each file is called."""
-        numbers = {
-            int(found[1])
-            for computation in self.module.computations.values()
-            for made in computation.instructions.values()
-            if (found := re.search(r"\bstack_frame_id=(\d+)", made.attributes)) is not None
-        }
-        places = {self.module.places.get(number, "") for number in numbers}
-        return names_of_files(place.rpartition(":")[0] for place in sorted(places))
+        return Place(path, int(line)) if path and line.isdigit() else None
 
     @property
     def instructions(self) -> int:
