@@ -7,6 +7,7 @@ def local(shards, x):                       # inside shard_map, x is this device
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Protocol
@@ -25,7 +26,7 @@ from gshard.core.jax_adapter import traced_together
 from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import NO_CONTEXT, Equation
-from gshard.core.rule import REDUCE, Rule, Split, place
+from gshard.core.rule import COMMUNICATE, REDUCE, Rule, Split, place
 from gshard.core.xla_workarounds import all_gather, taken
 
 Fetched = dict[tuple[int, Any], tuple[Any, Any]]
@@ -224,6 +225,34 @@ class Shards:
     def reduced_atoms(self) -> Atoms:
         """All atoms over which reduce factors are split."""
         return tuple(a for f, factor in enumerate(self.rule.factors) if factor.kind == REDUCE for a in self.atoms(f))
+
+
+def sent_inside(e: Equation, split: Split, mesh: Mesh) -> int:
+    """The bytes that each device sends while an equation runs with a split."""
+    rule = e.operator_rule
+    if rule.sends is not None:
+        return rule.sends(mesh, split)
+    is_manual = rule.manual is not None and rule.manual.step == "inside"
+    communicates = any(f >= 0 and atoms and rule.factors[f].kind == COMMUNICATE for f, atoms in split.items())
+    if rule.local is None or not (communicates or is_manual):
+        return 0
+    total = 0
+
+    def note(kind: str, atoms: Atoms, sent: int, x: Any, times: int = 1) -> None:
+        nonlocal total
+        total += sent * times
+
+    shards = Shards(e, split, mesh, note)
+    parts = [jax.ShapeDtypeStruct(shards.in_shape(i), v.dtype) for i, v in enumerate(e.inputs)]
+    whole = jax.sharding.PartitionSpec()
+    jax.eval_shape(
+        jax.shard_map(
+            functools.partial(rule.local, shards), mesh=mesh.abstract_jax_mesh, in_specs=whole, out_specs=whole,
+            check_vma=False,
+        ),
+        *parts,
+    )  # fmt: skip
+    return total
 
 
 def mask(x: Any, dim: int, valid: int, atoms: Atoms, fill: Any) -> Any:

@@ -87,7 +87,8 @@ class Rule:
         results: the same for the results.
         local: ``local(shards, *arrays) -> results`` runs the equation on one device's parts; None runs the same
             primitive with the same parameters.
-        sends: ``sends(mesh, split)`` returns the bytes that each device sends inside ``local``; None if it sends none.
+        sends: ``sends(mesh, split)`` returns the bytes that each device sends inside ``local``, if this is faster than
+            to trace ``local`` (``comm.shards.sent_inside``); otherwise None.
         flops: floating-point operations of the whole equation.
         masks_itself: whether ``local`` handles padding along split reduce factors. Otherwise gshard first fills the
             padding of operands with the identity of the monoid.

@@ -7,13 +7,14 @@ import difflib
 from collections.abc import Iterator
 
 from gshard.comm.reshard import reshard_bytes
+from gshard.comm.shards import sent_inside
 from gshard.core.errors import known_names, warn_once
 from gshard.core.jax_adapter import user_line
 from gshard.core.mark import Mark
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan, local_bytes
 from gshard.core.program import Block, Equation, Program, Value, format_bytes
-from gshard.core.rule import Rule, Split, operand_sharding, parts, result_sharding
+from gshard.core.rule import Split, operand_sharding, parts, result_sharding
 from gshard.core.sharding import Sharding
 from gshard.core.uneven import cut_evenly
 from gshard.device.fusion_model import is_product
@@ -148,20 +149,20 @@ def _dims(v: object, plan: Plan) -> tuple[Atoms, ...]:
 def _row(e: Equation, split: Split, v: Value, dim: int, atoms: Atoms, plan: Plan) -> Replicated | None:
     """The row of an equation, if one of its candidates would keep the operand's parts."""
     assert e.rule is not None
-    rule, arrays, mesh = e.rule, arrays_of(e, plan.shardings), plan.mesh
+    arrays, mesh = arrays_of(e, plan.shardings), plan.mesh
     wider = [s for s in candidates(e.rule, arrays, mesh) if parts(s, mesh) > parts(split, mesh)]
     if not wider:
         return None
 
-    best = min(wider, key=lambda s: sent_by(rule, s, arrays, mesh))
+    best = min(wider, key=lambda s: sent_by(e, s, arrays, mesh))
     times = parts(best, mesh) // parts(split, mesh)
-    more = sent_by(rule, best, arrays, mesh) - sent_by(rule, split, arrays, mesh)
+    more = sent_by(e, best, arrays, mesh) - sent_by(e, split, arrays, mesh)
     return Replicated(e, v, dim, mesh.format_atoms(atoms), times, more)
 
 
-def sent_by(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> int:
+def sent_by(e: Equation, split: Split, arrays: Arrays, mesh: Mesh) -> int:
     """Bytes that each device sends to bring operands into place and results to where they belong."""
-    moved = 0 if rule.sends is None else rule.sends(mesh, split)
+    rule, moved = e.operator_rule, sent_inside(e, split, mesh)
     count = len(rule.operands)
     for i, x in enumerate(arrays):
         if x is not None:

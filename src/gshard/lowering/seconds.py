@@ -48,7 +48,7 @@ from gshard.solver.problem import Floats
 
 def has_own_way(rule: Rule, split: Split) -> bool:
     """Whether an equation does more on shards than the same operator on smaller arrays."""
-    if not rule.is_free or (rule.local is None and rule.sends is None):
+    if not rule.is_free or rule.local is None:
         return False
     return any(f >= 0 and atoms and rule.factors[f].kind != PARALLEL for f, atoms in split.items())
 

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from gshard.comm.reshard import Reshards
+from gshard.comm.shards import sent_inside
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Equation, Value
@@ -151,7 +152,7 @@ class Bytes(Reshards):
         # If the user permits unreduced values to pass, the marks give every device the work on its own parts.
         parts = np.array([self.mesh.count(permitted_atoms(rule, split)) for split in splits]) if rule.finite else 1
         work_of_one, with_parts = work / parts, work - work / parts
-        sent = [rule.sends(self.mesh, split) if rule.sends is not None else 0 for split in splits]
+        sent = [sent_inside(kernel.equation, split, self.mesh) for split in splits]
         # To repeat an expensive operation beyond the share of the marks, with padding, costs more than it can save by
         # sending less. To run it less often saves what it takes on most machines.
         limit = WASTE * rule.flops * marked_share if rule.flops else 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gshard.comm.route import Route
@@ -58,16 +58,6 @@ class AlongAxis:
         atoms_of = place(tuple(self.dims), split)
         sizes = (-(-n // mesh.count(atoms)) for n, atoms in zip(self.shape, atoms_of, strict=True))
         return math.prod(n for d, n in enumerate(sizes) if d != self.axis)
-
-    def gather_bytes(self, dtypes: Iterable[Any], count: int = 1) -> Callable[[Mesh, Split], int]:
-        """The value of ``sends`` for a rule that gathers some elements of each part along the dimension."""
-        each = sum(map(itemsize, dtypes))
-
-        def sends(mesh: Mesh, split: Split) -> int:
-            parts = self.parts(mesh, split)
-            return (parts - 1) * min(count, -(-self.shape[self.axis] // parts)) * self.others(mesh, split) * each
-
-        return sends
 
     def route_bytes(self, dtype: Any, route: Callable[[int], Route]) -> Callable[[Mesh, Split], int]:
         """The value of ``sends`` for a rule that sends chunks along the dimension; ``route(parts)`` is their route."""

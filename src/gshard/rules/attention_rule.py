@@ -10,14 +10,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from gshard.comm.collectives import sent_bytes
 from gshard.comm.rotation import Rotation
 from gshard.comm.shards import Shards, mask
-from gshard.comm.steps import ALL_REDUCE
 from gshard.core.mesh import Mesh
-from gshard.core.program import itemsize
 from gshard.core.rule import REDUCE, Rule, RuleMaker, Split
-from gshard.language.attention_primitive import AttentionParams, merged, wide_dtype
+from gshard.language.attention_primitive import AttentionParams, merged
 from gshard.language.registry import Call, rule
 
 # Runs attention with a split sequence: keys and values rotate among the devices of the sequence.
@@ -93,23 +90,6 @@ def in_place(
             params = dataclasses.replace(params, segments=True)
             arrays |= {"q_segments": jnp.ones(q_at.shape, jnp.int32), "k_segments": is_key.astype(jnp.int32)}
     return params, arrays
-
-
-def ring_bytes(
-    sequences: Sequences, shapes: Mapping[str, tuple[int, ...]], dtypes: Sequence[Any], gradient: bool
-) -> int:
-    """The bytes that each device sends."""
-    if sequences.parts == 1:
-        return 0
-    sizes = {
-        name: math.prod(shape) * itemsize(dtype) for (name, shape), dtype in zip(shapes.items(), dtypes, strict=True)
-    }
-    steps = sum(sequences.reach)
-    total = sum(sizes.get(name, 0) for name in _BY_KEY) * steps
-    if gradient:
-        total += (sizes["k"] + sizes["v"]) * steps
-    exchanged = _exchanged_bytes(shapes, sizes, gradient)
-    return total + exchanged if sequences.zigzags(shapes["q"], exchanged, gradient=gradient) else total
 
 
 def _exchanged_bytes(shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int], gradient: bool) -> int:
@@ -320,17 +300,9 @@ def attention(call: Call) -> Rule:
         result = weighted / jnp.where(total == 0, 1, total)[..., None]
         return [result.astype(shards.equation.outputs[0].dtype), largest + jnp.log(total)]
 
-    def sends(mesh: Mesh, split: Split) -> int:
-        if dims.together:
-            return ring_bytes(dims.sequences(mesh, split), dims.local_shapes(mesh, split), call.in_dtypes, False)
-        parts = mesh.count(split.get(dims.s[0], ()))
-        out, lse = (math.prod(shape) for shape in dims.local_results(mesh, split))
-        size = itemsize(wide_dtype(call.in_dtypes[0]))
-        return sum(sent_bytes(ALL_REDUCE, elements * size, parts) for elements in (lse, out + lse))
-
     flops = dims.pairs * 2 * (dims.features + dims.out_features)
     return make.rule(
-        [dims.of[name] for name in names], [dims.out, dims.lse], local=local, sends=sends, flops=flops, products=flops,
+        [dims.of[name] for name in names], [dims.out, dims.lse], local=local, flops=flops, products=flops,
     )  # fmt: skip
 
 
@@ -360,13 +332,10 @@ def attention_gradient(call: Call) -> Rule:
         params_of_part, arrays = dims.for_part(shards, arrays)
         return shards.bind(*arrays.values(), params=params_of_part)
 
-    def sends(mesh: Mesh, split: Split) -> int:
-        return ring_bytes(dims.sequences(mesh, split), dims.local_shapes(mesh, split), call.in_dtypes, True)
-
     flops = dims.pairs * 2 * (3 * dims.features + 2 * dims.out_features)
     return make.rule(
         [dims.of[name] for name in names], [dims.of[name] for name in "qkv"], local=local,
-        sends=sends if dims.together else None, flops=flops, products=flops, masks_itself=True,
+        flops=flops, products=flops, masks_itself=True,
     )  # fmt: skip
 
 
@@ -419,21 +388,6 @@ class _Dims:
     def sequences(self, mesh: Mesh, split: Split) -> Sequences:
         """The positions that devices hold under a split."""
         return Sequences(self._params, self.queries, mesh.count(split.get(self.t[0], ())))
-
-    def local_shapes(self, mesh: Mesh, split: Split) -> dict[str, tuple[int, ...]]:
-        """The shapes of one device's parts of the operands."""
-        return {name: self._local(dims, self._shapes[name], mesh, split) for name, dims in self.of.items()}
-
-    def local_results(self, mesh: Mesh, split: Split) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of one device's parts of the result and the log-sum-exp."""
-        lse = self._shapes["q"][:-1]
-        out = (*lse, self.out_features)
-        return self._local(self.out, out, mesh, split), self._local(self.lse, lse, mesh, split)
-
-    def _local(self, dims: Any, shape: Sequence[int], mesh: Mesh, split: Split) -> tuple[int, ...]:
-        return tuple(
-            -(-n // mesh.count(split.get(dim[0], ()))) if dim else n for n, dim in zip(shape, dims, strict=True)
-        )
 
     def for_part(self, shards: Shards, arrays: Mapping[str, Any]) -> tuple[AttentionParams, dict[str, Any]]:
         """One device's parameters and operands, with positions in the whole arrays and without padding."""

@@ -26,13 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard.comm.collectives import sent_bytes
 from gshard.comm.halo import Window
 from gshard.comm.shards import Shards, along
-from gshard.comm.steps import ALL_REDUCE
-from gshard.core.mesh import Mesh
-from gshard.core.program import itemsize
-from gshard.core.rule import Rule, RuleMaker, Split
+from gshard.core.rule import Rule, RuleMaker
 from gshard.core.xla_workarounds import taken
 from gshard.language.function_primitive import function_primitive
 from gshard.language.registry import Call, rule
@@ -201,15 +197,5 @@ def banded(call: Call) -> Rule:
         weights_here = lax.dynamic_index_in_dim(jnp.asarray(weights), part, 0, keepdims=False)
         return [_product(x, nonfinite, starts_here, weights_here, dim, dtype)]
 
-    def sends(mesh: Mesh, split: Split) -> int:
-        parts = array.parts(mesh, split)
-        if parts == 1:
-            return 0
-        others = array.others(mesh, split)
-        sent = band.window(parts).bytes(-(-band.n // parts), others * itemsize(call.in_dtypes[0]))
-        if counts:
-            sent += sent_bytes(ALL_REDUCE, others * itemsize(_count_dtype(band.width, parts)), parts)
-        return sent
-
     flops = 2 * band.width * math.prod(call.out_shapes[0])
-    return make.rule([array.dims], [array.dims], local=local, flops=flops, sends=sends)
+    return make.rule([array.dims], [array.dims], local=local, flops=flops)

@@ -15,19 +15,14 @@ devices, and gshard raises an error.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from gshard.comm.collectives import sent_bytes
 from gshard.comm.shards import Shards, mask
-from gshard.comm.steps import ALL_REDUCE
 from gshard.core.errors import PlanError
-from gshard.core.mesh import Mesh
-from gshard.core.program import itemsize
-from gshard.core.rule import Rule, RuleMaker, Split
+from gshard.core.rule import Rule, RuleMaker
 from gshard.language.registry import Call, rule
 from gshard.language.traits import set_traits
 
@@ -90,11 +85,7 @@ def with_effects(call: Call) -> Rule:
         results = lax.cond(calls, lambda *xs: shards.bind(*xs, **without_sharding), zeros, *arrays)
         return [shards.all_reduce(x, shards.mesh.atoms, "pick") for x in results]
 
-    def sends(mesh: Mesh, split: Split) -> int:
-        sizes = (math.prod(v.shape) * itemsize(v.dtype) for v in call.params.get("result_avals", ()))
-        return sum(sent_bytes(ALL_REDUCE, size, mesh.size) for size in sizes)
-
-    return make.rule(*_whole_arrays(make, call), local=local, sends=sends)
+    return make.rule(*_whole_arrays(make, call), local=local)
 
 
 def _caller(sharding: Any, shards: Shards) -> int:

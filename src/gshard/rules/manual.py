@@ -8,14 +8,12 @@ from typing import Any
 
 import jax
 
-from gshard.comm.collectives import KINDS, sent_bytes, sent_sizes
 from gshard.comm.shards import Shards
 from gshard.core.errors import ShardingError
 from gshard.core.mark import Mark, resolve
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
-from gshard.core.program import itemsize
-from gshard.core.rule import Manual, Rule, RuleMaker, Split, place
+from gshard.core.rule import Manual, Rule, RuleMaker, Split
 from gshard.language.per_device import MANUAL_COLLECTIVES, Collective, RegionBoundary, renamed
 from gshard.language.per_device import collective as run_collective
 from gshard.language.registry import Call, rule
@@ -163,17 +161,6 @@ def collective(call: Call) -> Rule:
         atoms = over(shards.mesh)
         return shards.run_program(lambda *xs: run_collective(original.primitive, name, params, atoms, list(xs)), arrays)
 
-    def sends(mesh: Mesh, split: Split) -> int:
-        if name not in KINDS:
-            return 0
-        group = mesh.count(over(mesh))
-        sizes = []
-        for shape, dims, dtype in zip(call.in_shapes, operands, call.in_dtypes, strict=True):
-            sharding = place(tuple(dims), split)
-            elements = math.prod(-(-n // mesh.count(atoms)) for n, atoms in zip(shape, sharding, strict=True))
-            sizes.append(elements * itemsize(dtype))
-        return sum(sent_bytes(KINDS[name], size, group) for size in sent_sizes(name, sizes))
-
     def manual_atoms(mesh: Mesh) -> frozenset[str]:
         return frozenset(_atoms(original.manual, original.axes, mesh))
 
@@ -188,7 +175,7 @@ def collective(call: Call) -> Rule:
     inside = Manual("inside", manual_atoms, lambda mesh: {}, differ, equal)
     # The parts of a sum over automatic axes may first be added over manual axes.
     linear = [("add", (0,))] if name == "psum" and len(operands) == 1 else []
-    return make.rule(operands, results, local=local, sends=sends, linear=linear, manual=inside)
+    return make.rule(operands, results, local=local, linear=linear, manual=inside)
 
 
 def _dims(name: str, params: dict[str, Any], make: RuleMaker, call: Call) -> tuple[list[Dims], list[Dims]]:

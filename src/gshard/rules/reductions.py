@@ -138,8 +138,7 @@ def arg_reduction(call: Call) -> Rule:
         (best_part,) = shards.bind(shards.all_gather(extreme, axis, atoms))
         return [jnp.squeeze(jnp.take_along_axis(indices, jnp.expand_dims(best_part, axis), axis), axis)]
 
-    sends = operand.gather_bytes((call.in_dtypes[0], call.params["index_dtype"]))
-    return make.rule([operand.dims], [operand.other_dims], local=local, sends=sends)
+    return make.rule([operand.dims], [operand.other_dims], local=local)
 
 
 _CUMULATIVE = {"cumsum": "add", "cumprod": "mul", "cummax": "max", "cummin": "min", "cumlogsumexp": "logaddexp"}
@@ -177,10 +176,9 @@ def cumulative(call: Call) -> Rule:
         ends = jnp.where(along(is_before, axis, x.ndim), ends, jnp.asarray(neutral, x.dtype))
         return [COMBINE[monoid](_REDUCE[monoid](ends, axis), within)]
 
-    sends = array.gather_bytes(call.in_dtypes)
     linear = [] if monoid == "logaddexp" else combined(monoid, call.in_dtypes[0], 0)
     finite = if_finite(call.in_dtypes[0], (0,)) if monoid == "add" else []
-    return make.rule([array.dims], [array.dims], local=local, sends=sends, linear=linear, finite=finite)
+    return make.rule([array.dims], [array.dims], local=local, linear=linear, finite=finite)
 
 
 COMBINE: dict[str, Any] = {

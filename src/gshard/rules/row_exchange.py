@@ -19,9 +19,8 @@ from jax.interpreters import ad, batching, mlir
 from gshard.comm.collectives import sent_bytes
 from gshard.comm.shards import Shards, along
 from gshard.core.jax_adapter_context import in_context
-from gshard.core.mesh import Mesh
-from gshard.core.program import NO_CONTEXT, itemsize
-from gshard.core.rule import Rule, RuleMaker, Split, moves
+from gshard.core.program import NO_CONTEXT
+from gshard.core.rule import Rule, RuleMaker, moves
 from gshard.core.xla_workarounds import ragged_all_to_all
 from gshard.language.registry import Call, rule
 
@@ -205,7 +204,7 @@ def put_rows(call: Call) -> Rule:
 
     return make.rule(
         [[*rows.batch, rows.factor, make.replicate(each), *row], rows.numbers], [[*rows.batch, rows.factor, *row]],
-        local=local, sends=rows.sends(row_shape, row), flops=math.prod(call.out_shapes[0]), linear=moves(0),
+        local=local, flops=math.prod(call.out_shapes[0]), linear=moves(0),
     )  # fmt: skip
 
 
@@ -235,7 +234,7 @@ def take_rows(call: Call) -> Rule:
 
     return make.rule(
         [[*rows.batch, rows.factor, *row], rows.numbers], [[*rows.numbers, *row]], local=local,
-        sends=rows.sends(row_shape, row), flops=math.prod(call.out_shapes[0]), linear=moves(0),
+        flops=math.prod(call.out_shapes[0]), linear=moves(0),
     )  # fmt: skip
 
 
@@ -308,23 +307,6 @@ class _Rows:
     def _room(self, parts: int) -> int:
         """How many rows of a batch a device receives at most."""
         return min(-(-self._places // parts), -(-self._tokens // parts) * parts * self.choices)
-
-    def sends(self, row_shape: Sequence[int], row: Sequence[tuple[int, ...]]) -> Any:
-        """The bytes that each device sends; of rows as many as if all devices received the same number."""
-
-        def sent(mesh: Mesh, split: Split) -> int:
-            def of_device(shape: Sequence[int], dims: Sequence[tuple[int, ...]]) -> int:
-                return math.prod(-(-n // mesh.count(split.get(dim[0], ()))) for n, dim in zip(shape, dims, strict=True))
-
-            parts = mesh.count(split.get(self.factor[0], ()))
-            if parts == 1:
-                return 0
-            rows = min(-(-self._tokens // parts) * of_device([self.choices], self.numbers[-1:]), self._room(parts))
-            rows *= of_device(self._batches, self.batch)
-            each = rows * 4, rows * of_device(row_shape, row) * itemsize(self._call.in_dtypes[0])
-            return sent_bytes("all_gather", 4 * parts, parts) + sum(sent_bytes("all_to_all", n, parts) for n in each)
-
-        return sent
 
 
 def _joined(places: Any, held: int) -> Any:

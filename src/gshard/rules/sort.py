@@ -45,8 +45,7 @@ def sort(call: Call) -> Rule:
 
     flops = math.prod(shape) * max(shape[axis], 1).bit_length()
     operands = [array.dims for _ in call.in_shapes]
-    sends = None if on_keys else array.gather_bytes(call.in_dtypes, shape[axis])
-    return make.rule(operands, operands, local=local, sends=sends, flops=flops)
+    return make.rule(operands, operands, local=local, flops=flops)
 
 
 @rule("top_k")
@@ -77,8 +76,7 @@ def top_k(call: Call) -> Rule:
         positions = shards.all_gather(positions, axis, atoms)
         return [best, jnp.take_along_axis(positions, candidates, axis)]
 
-    sends = operand.gather_bytes((call.in_dtypes[0], jnp.int32), k)
-    return make.rule([operand.dims], [result for _ in call.out_shapes], local=local, sends=sends)
+    return make.rule([operand.dims], [result for _ in call.out_shapes], local=local)
 
 
 @rule("approx_top_k")
@@ -120,8 +118,7 @@ def approx_top_k(call: Call) -> Rule:
         values, positions = shards.all_gather(values, axis, atoms), shards.all_gather(positions, axis, atoms)
         return _best(values, positions, positions >= n, axis, k, p["is_max_k"])
 
-    sends = operand.gather_bytes((call.in_dtypes[0], jnp.int32), k)
-    return make.rule([operand.dims], results, local=local, sends=sends)
+    return make.rule([operand.dims], results, local=local)
 
 
 def _best(values: Any, positions: Any, is_padding: Any, axis: int, k: int, largest: bool) -> list[Any]:
