@@ -9,12 +9,7 @@ import pytest
 from jax import ShapeDtypeStruct
 
 import gshard
-from gshard.comm.reshard import axes_of
 from gshard.planning import propagate as of_propagate
-from gshard.planning.choices import graph_of
-from gshard.planning.objective import bytes_on
-from gshard.planning.settled import settled
-from gshard.solver.descent import Descent
 from gshard.solver.problem import Problem
 from gshard.solver.solve import tied
 
@@ -128,11 +123,11 @@ def test_layers_that_are_alike_cost_nearly_what_the_best_cost(monkeypatch):
     solved = []
     chosen = of_propagate._chosen
 
-    def both(graph, propagated):
+    def both(graph):
         with monkeypatch.context() as patch:
             patch.setattr(of_propagate, "classes_of_layers", lambda graph: None)
-            alone, states, _ = chosen(graph, propagated)
-        found = chosen(graph, propagated)
+            alone, states, _ = chosen(graph)
+        found = chosen(graph)
         solved.append((found[0].problem.value(found[1]), alone.problem.value(states)))
         return found
 
@@ -159,34 +154,3 @@ def test_a_tied_problem_costs_what_its_states_cost_in_the_whole_one():
         problem = Problem.of(costs, edges)
         states = np.array([random.integers(0, n) for n in sizes])
         assert tied(problem, classes).value(states) == problem.value(states[classes])
-
-
-@pytest.mark.parametrize(
-    ("layer", "accumulates", "is_early"), [(feed_forward, False, True), (block, False, True), (block, True, False)]
-)
-def test_a_bound_that_is_known_early_changes_no_plan(layer, accumulates, is_early, monkeypatch):
-    """Every problem counts as large here, and none is solved exactly."""
-    x = f32(2, 64, 128, WIDTH) if accumulates else f32(64, 128, WIDTH)
-    program = gshard.stages.trace(step_of(layer, "float32", accumulates), weights(layer, 4), x)
-    propagated = settled(program, MESH)
-    graph = graph_of(propagated.program, bytes_on(MESH, axes_of(MESH)), propagated=propagated)
-    known_early = []
-
-    def bound_ahead(search, enough, rounds):
-        bound = looked_ahead(search, enough, rounds)
-        known_early.append(bound >= enough)
-        return bound
-
-    looked_ahead = Descent.bound_ahead
-    monkeypatch.setattr(Descent, "bound_ahead", bound_ahead)
-    monkeypatch.setattr(of_propagate, "LARGE", 1)
-    monkeypatch.setattr(of_propagate, "exact", lambda problem: None)
-    early, states, gap = of_propagate._chosen(graph, propagated)
-    assert known_early == [is_early]
-    monkeypatch.setattr(of_propagate, "_AHEAD", 0)
-    late, others, other_gap = of_propagate._chosen(graph, propagated)
-    assert known_early == [is_early, False]
-    np.testing.assert_array_equal(states, others)
-    assert early.problem.value(states) == late.problem.value(others)
-    assert 0 <= gap <= 1 - 1 / of_propagate._SAME + 1e-9
-    assert 0 <= other_gap <= 1 - 1 / of_propagate._SAME + 1e-9

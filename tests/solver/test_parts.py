@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from gshard.core.errors import GShardError
-from gshard.solver import solve as few
 from gshard.solver.descent import Descent, Forest, Walk, paid
 from gshard.solver.messages import Flat, Messages
 from gshard.solver.problem import Load, Problem, ProblemError
 from gshard.solver.reduce import _Work, fullest_moments, reduce
-from gshard.solver.solve import best_of_few, exact, least_peak
+from gshard.solver.solve import exact, least_peak
 from random_problems import exhaustive, random_problem
 
 
@@ -333,30 +332,3 @@ def test_repair_makes_things_fit_where_that_is_possible_by_single_changes():
         else:
             assert walk.over > 0 or not problem.fits(walk.states)
     assert repaired > 0.7 * tried > 20
-
-
-def large(seed, nodes=60, states=40, forbidden=0.0):
-    """Nodes in a ring, each with an edge to two others, of random costs; the first states are always allowed."""
-    rng = np.random.default_rng(seed)
-    costs, edges = [rng.random(states) for _ in range(nodes)], []
-    for i in range(nodes):
-        for k in (1, 7):
-            table = np.where(rng.random((states, states)) < forbidden, np.inf, 3 * rng.random((states, states)))
-            table[np.diag_indices(states)] = 3.0
-            edges.append((i, (i + k) % nodes, table))
-    return Problem.of(costs, edges)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_the_best_so_far_is_never_lost(seed, monkeypatch):
-    """Also where states forbid each other, and where a single state of each ranking is kept."""
-    monkeypatch.setattr(few, "FEW", 1 + seed % 3)
-    problem = large(seed, nodes=20, states=8, forbidden=0.3)
-    descent = Descent(problem, seed)
-    assert not best_of_few(descent)  # there is nothing yet to begin at
-    descent.round()
-    before = descent.value
-    better = best_of_few(descent)
-    assert better == (descent.value < before)
-    assert descent.value <= before
-    assert descent.states is None or problem.value(descent.states) == pytest.approx(descent.value)

@@ -77,7 +77,6 @@ class Progress:
 
 TRIAL_SECONDS = 10.0  # of all trials of an explanation, if the user gives none
 DEFAULT_SECONDS = 300.0  # the time of a search, if the user gives none
-EFFORT = 0.1  # of the solver, for problems after the first, and for each of many
 
 T = TypeVar("T")
 

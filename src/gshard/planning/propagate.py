@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -30,42 +31,8 @@ from gshard.planning.objective import Objective, bytes_on
 from gshard.planning.propagated import Propagated
 from gshard.planning.settled import settled
 from gshard.planning.strategies import components, estimated_entries
-from gshard.solver.descent import Descent
-from gshard.solver.problem import Ints, Problem, ProblemError
-from gshard.solver.reduce import Reduced, reduce
-from gshard.solver.solve import LARGE, best_of_few, entries, exact, tied
-
-# Solves a planning problem with every value in its propagated sharding.
-
-_FOLLOWED_ROUNDS = 3  # rounds of messages, if the rest of the problem is too large for an exact solution
-
-
-def followed(graph: Graph, propagated: Propagated, small: Reduced) -> Ints | None:
-    """The cheapest states of a reduced problem in which values have their propagated shardings."""
-    state_of_group: dict[int, int] = {}
-    for group_index, (group, states) in enumerate(zip(graph.groups.members, graph.states, strict=True)):
-        wanted = {propagated.shardings[v] for v in group if v in propagated.shardings}
-        if (state := next((i for i, s in enumerate(states) if s in wanted), None)) is not None:
-            state_of_group[group_index] = state
-    costs = []
-    for node, kept, cost in zip(small.nodes, small.kept, small.problem.costs, strict=False):
-        is_propagated = kept == state_of_group.get(node, -1)
-        costs.append(np.where(is_propagated, cost, np.inf) if is_propagated.any() else cost)
-    costs += small.problem.costs[len(costs) :]
-    try:
-        rest = reduce(dataclasses.replace(small.problem, costs=tuple(costs)))
-    except ProblemError:  # a mark inside of the program allows none of them
-        return None
-    if (chosen := exact(rest.problem)) is not None:
-        return rest.lift(chosen[0]) if chosen else None
-    descent = Descent(rest.problem, 0)
-    is_large = entries(rest.problem) >= LARGE
-    for _ in range(1 if is_large else _FOLLOWED_ROUNDS):
-        descent.round()
-    if is_large:
-        best_of_few(descent)
-    return None if descent.states is None else rest.lift(descent.states)
-
+from gshard.solver.problem import Ints, ProblemError
+from gshard.solver.solve import QUICK, solve, tied
 
 # Finds equal unknowns in successive layers, so that the planner can choose them alike.
 
@@ -307,13 +274,6 @@ def _neighbours(program: Program) -> dict[Value, list[tuple[Value, Equation]]]:
     return around
 
 
-# The number of rounds of messages for a problem that is too large for an exact solution: rounds that go through _WORK
-# entries of tables (half a second), within these bounds. Large problems end after a round that improves little.
-_FEWEST, _MOST, _WORK = 3, 32, 8e6
-_LITTLE = 5e-3  # of the cost: another round over all states of a large problem must save more than this
-_AHEAD = 8  # rounds of messages in which a large problem may show that equal layers are good enough
-_ENOUGH = 1e-8  # of the cost: a smaller gap counts as none
-_NEARLY = 1e-3  # of the cost: with a smaller gap, the few most promising states are not searched again
 _SAME = 1.02  # ratio of costs: equal choices for equal layers may cost this much more
 _SOLVED_SOON = 1e6  # entries of all tables: a larger problem takes longer to solve again than to price
 _ROUNDS = 16  # solutions with lower bounds of costs, after which all choices are priced
@@ -419,115 +379,59 @@ def choose(
     while True:
         costs = exact_costs.assuming() if rounds else exact_costs
         graph = graph_of(propagated.program, costs, propagated=propagated, boundary=boundary)
-        graph, states, gap = _chosen(graph, propagated)
+        graph, states, gap = _chosen(graph)
         if not rounds or not costs.price(graph.splits(states)):
             return Choice(graph, states, gap, propagated, costs)
         rounds -= 1
 
 
-def _chosen(graph: Graph, propagated: Propagated) -> tuple[Graph, Ints, float]:
+def _chosen(graph: Graph) -> tuple[Graph, Ints, float]:
     """The problem without states that make loops hold too many bytes, its cheapest states, and the gap.
 
     Prefers states in which equal layers get equal choices, if these cost little more (``_SAME``).
     """
-    classes = classes_of_layers(graph)
-    equal = None if classes is None else _with_equal_layers(graph, classes)
-    equal_cost = math.inf if equal is None else equal[0].problem.value(equal[1])
-    start = None if equal is None else equal[1]
-
-    best, gap = _solved(graph.problem, _starts(graph, propagated, start), equal_cost / _SAME, start)
-    best_cost = graph.problem.value(best)
-    while best_cost * _SAME < equal_cost:
-        limited = _with_less_held(graph, best, propagated, start)
-        if limited is None:
-            break
-        graph, (best, gap) = limited
-        best_cost = graph.problem.value(best)
-    if equal is None or equal_cost > best_cost * _SAME:
-        return graph, best, gap
-    of_equal = dataclasses.replace(equal[0], is_limited=equal[0].is_limited or graph.is_limited)
-    return of_equal, equal[1], max(0.0, 1 - best_cost * (1 - gap) / equal_cost) if equal_cost else 0.0
-
-
-def _with_less_held(
-    graph: Graph, states: Ints, propagated: Propagated, start: Ints | None
-) -> tuple[Graph, tuple[Ints, float]] | None:
-    """The problem in which loops hold fewer bytes than with these states, and its solution.
-
-    None if loops hold few enough bytes, or if the marks allow no plan in which they hold fewer.
-    """
-    if (limited := without_excess_in_loops(graph, states)) is None:
-        return None
-    try:
-        return limited, _solved(limited.problem, _starts(limited, propagated, start))
-    except ProblemError:
-        return None
-
-
-def _starts(graph: Graph, propagated: Propagated, start: Ints | None) -> Callable[[Reduced], Iterator[Ints | None]]:
-    """The states at which to begin in a reduced problem: those that follow the marks, and some of the whole problem."""
-
-    def places(reduced: Reduced) -> Iterator[Ints | None]:
-        yield followed(graph, propagated, reduced)
-        if start is not None and math.isfinite(graph.problem.value(start)):
-            yield reduced.lower(start)
-
-    return places
-
-
-def _with_equal_layers(graph: Graph, classes: Ints) -> tuple[Graph, Ints] | None:
-    """The problem without states that make loops hold too many bytes, and its cheapest states that equal layers share.
-
-    None if there are no such states.
-    """
-    limited: Graph | None = graph
-    while limited is not None:
-        try:
-            graph, chosen = limited, _solved(tied(limited.problem, classes))[0][classes]
-        except ProblemError:  # layers have to alternate
-            return None
-        if not math.isfinite(graph.problem.value(chosen)):
-            return None
-        limited = without_excess_in_loops(graph, chosen, classes)
-    return graph, chosen
+    classes, equal, equal_cost = classes_of_layers(graph), None, math.inf
+    if classes is not None:
+        with contextlib.suppress(ProblemError):  # layers have to alternate
+            equal = _solved(graph, classes=classes)
+            equal_cost = equal[0].problem.value(equal[1])
+    best, states, bound = _solved(graph, equal, equal_cost / _SAME)
+    cost = best.problem.value(states)
+    if equal is not None and equal_cost <= cost * _SAME:
+        limited = equal[0].is_limited or best.is_limited
+        best, states, cost = dataclasses.replace(equal[0], is_limited=limited), equal[1], equal_cost
+    return best, states, max(0.0, 1 - bound / cost) if cost else 0.0
 
 
 def _solved(
-    problem: Problem,
-    places: Callable[[Reduced], Iterable[Ints | None]] = lambda reduced: (),
+    graph: Graph,
+    known: tuple[Graph, Ints, float] | None = None,
     enough: float = math.inf,
-    known: Ints | None = None,
-) -> tuple[Ints, float]:
-    """The cheapest states, and the gap: exact for a small problem, by rounds of messages for a large one.
+    classes: Ints | None = None,
+) -> tuple[Graph, Ints, float]:
+    """The problem without states that make loops hold too many bytes, its cheapest states, and a bound of their cost.
 
-    After each round of a large problem follow many rounds over the few most promising states of each node.
+    The states may exceed the bytes of loops if the marks allow no others, or if they cost ``enough``. With ``classes``,
+    the nodes of a class have the same state, and a ProblemError is raised instead.
     """
-    reduced = reduce(problem)
-    if (solution := exact(reduced.problem)) is not None:
-        if not solution:
-            raise ProblemError("No states are allowed together.")
-        return reduced.lift(solution[0]), 0.0
-    descent, work = Descent(reduced.problem, 0), entries(reduced.problem)
-    if known is not None and work >= LARGE and (bound := descent.bound_ahead(enough, _AHEAD)) >= enough:
-        return known, max(0.0, 1 - bound / problem.value(known))
-    for place in places(reduced):
-        if place is not None:
-            descent.offer(place)
-    for round_index in range(int(min(_MOST, max(_FEWEST, _WORK / max(work, 1))))):
-        before = descent.value
-        descent.round()
-        if descent.prices.bound >= enough:
-            break
-        if work >= LARGE:
-            best_of_few(descent)
-        gap_cost = descent.value - descent.prices.bound
-        is_enough = round_index > 0 and work >= LARGE and descent.value >= before * (1 - _LITTLE)
-        if is_enough or gap_cost <= _ENOUGH * descent.value:
-            break
-    if work < LARGE and descent.value - descent.prices.bound > _NEARLY * descent.value:
-        best_of_few(descent)
-    assert descent.states is not None, "without a limit of memory, messages find states that are allowed"
-    return reduced.lift(descent.states), max(0.0, 1 - descent.prices.bound / descent.value) if descent.value else 0.0
+    found: tuple[Graph, Ints, float] | None = None
+    limited: Graph | None = graph
+    while limited is not None:
+        start = [] if known is None else [known[1]]
+        try:
+            problem = limited.problem if classes is None else tied(limited.problem, classes)
+            solution = solve(problem, start=start, effort=QUICK, enough=enough)
+            if not solution.fits:
+                raise ProblemError("No states are allowed together.")
+        except ProblemError:
+            if found is None or classes is not None:
+                raise
+            return found
+        states = solution.states if classes is None else solution.states[classes]
+        found = limited, states, solution.bound
+        limited = None if solution.value >= enough else without_excess_in_loops(limited, states, classes)
+    assert found is not None
+    return found
 
 
 def decided(graph: Graph, chosen: Ints, propagated: Propagated) -> Plan:

@@ -240,7 +240,6 @@ FREE_ROUNDS = 3  # rounds before memory has a price
 NEAR = 1.15  # of the limit: states with a higher peak are not repaired
 REPAIRS = 300  # changes in one repair
 PASSES = 3  # passes of a descent
-STUCK = 30  # leaps without gain after which another starting point is tried
 NOISE = (0.03, 0.1, 0.3, 1.0)
 
 
@@ -255,13 +254,19 @@ class Descent:
         self.states: Ints | None = None  # int64 [nodes], the best states that fit; None before there are any
         self.value = np.inf  # their cost; ``inf`` before there are any
         self.rounds = 0
-        # Another starting point of leaps, its value, and the leaps from it without gain. At first there is none.
-        self._other, self._other_value, self._stuck = np.zeros(0, dtype=np.int64), np.inf, STUCK + 1
 
     def offer(self, states: Ints) -> bool:
-        """Repairs and descends from given states. True if the best solution improves."""
-        found = self._settled(states)
-        return found is not None and self._better(*found)
+        """Repairs states and descends from them. True if the best solution improves."""
+        if not np.isfinite(self.flat.value(states)):
+            return False
+        walk = Walk(self.flat, states)
+        if walk.over > 0 and not walk.repair(REPAIRS):
+            return False
+        walk.descend(PASSES)
+        value, before = self.flat.value(walk.states), self.value
+        if value <= before:
+            self.states, self.value = walk.states, value
+        return value < before
 
     def round(self) -> bool:
         """Runs messages and prices, then a forest. True if the best solution improves."""
@@ -284,61 +289,16 @@ class Descent:
         states = Forest(self.flat, self.generator).improve(costs, states)
         if self.flat.usage(states).max(initial=0.0) > NEAR * self.flat.limit:
             return False
-        found = self._settled(states)
-        if found is None:
-            return False
-        return self._better(*found)
-
-    def bound_ahead(self, enough: float, rounds: int) -> float:
-        """The bound after at most so many rounds, of a problem without a limit of memory.
-
-        The rounds end as soon as the bound is ``enough``, or if the remaining ones would have to raise it by more than
-        the last one did. Only their messages are sent, and then forgotten: the search continues as without this call.
-        """
-        sent, bound = self.messages.sent.copy(), self.prices.bound
-        for rounds_left in range(rounds - 1, -1, -1):
-            before = bound
-            for _ in range(SWEEPS):
-                self.messages.sweep(self.flat.cost, forward=True)
-                bound = max(bound, self.messages.sweep(self.flat.cost, forward=False)[0])
-            if bound >= enough or bound + rounds_left * (bound - before) < enough:
-                break
-        self.messages.sent[:] = sent
-        return bound
+        return self.offer(states)
 
     def leap(self) -> bool:
-        """Chooses forests at perturbed costs, from the best or another starting point. True if the best improves."""
+        """Chooses forests at perturbed costs, from the best states so far. True if the best solution improves."""
         if self.states is None:
             return False
-        from_other = self.generator.random() < 0.5
-        if from_other and self._stuck > STUCK:
-            return self._jump()
-        costs, origin = self._noisy_costs(), self._other if from_other else self.states
-        states = Forest(self.flat, self.generator).improve(costs, origin)
-        if self.generator.random() < 0.5:
+        costs, states = self._noisy_costs(), self.states
+        for _ in range(self.generator.integers(1, 3)):
             states = Forest(self.flat, self.generator).improve(costs, states)
-        found = self._settled(states)
-        if from_other:
-            self._stuck += 1
-        if found is None:
-            return False
-        if from_other and found[1] <= self._other_value:
-            self._stuck = 0 if found[1] < self._other_value else self._stuck
-            self._other, self._other_value = found
-        return self._better(*found)
-
-    def _jump(self) -> bool:
-        """Makes another starting point for leaps, from messages at perturbed costs. True if the best improves."""
-        costs, sent = self._noisy_costs(), self.messages.sent.copy()
-        for _ in range(SWEEPS):
-            self.messages.sweep(costs, forward=True)
-            _, states = self.messages.sweep(costs, forward=False, choose=True)
-        self.messages.sent[:] = sent
-        found = self._settled(Forest(self.flat, self.generator).improve(costs, states))
-        if found is None:
-            return False
-        (self._other, self._other_value), self._stuck = found, 0
-        return self._better(*found)
+        return self.offer(states)
 
     def _noisy_costs(self) -> Floats:
         """Costs at the best prices, times random numbers for each node and for all, plus random costs of states.
@@ -353,19 +313,3 @@ class Descent:
         if random.random() < 0.5:
             costs += random.exponential(self.value / flat.size.size * 10 ** random.uniform(-2, 1), costs.size)
         return costs
-
-    def _settled(self, states: Ints) -> tuple[Ints, float] | None:
-        """Repairs states and descends. Returns the states and their value, or None if they could not be repaired."""
-        if not np.isfinite(self.flat.value(states)):
-            return None
-        walk = Walk(self.flat, states)
-        if walk.over > 0 and not walk.repair(REPAIRS):
-            return None
-        walk.descend(PASSES)
-        return walk.states, self.flat.value(walk.states)
-
-    def _better(self, states: Ints, value: float) -> bool:
-        better = value < self.value
-        if value <= self.value:
-            self.states, self.value = states, value
-        return better

@@ -12,7 +12,7 @@ import numpy as np
 
 from gshard.core.deadline import OutOfTime, check_deadline
 from gshard.solver.descent import Descent, Forest, Walk
-from gshard.solver.messages import Flat, Messages, ragged
+from gshard.solver.messages import Flat, Messages
 from gshard.solver.problem import Floats, Ints, Problem
 from gshard.solver.reduce import DoesNotFit, Reduced, reduce
 
@@ -183,10 +183,10 @@ TOLERANCE = 1e-6  # a gap that counts as none
 WORK = 1e8  # entries of tables that rounds go through, if no time is given
 LEAST, MOST = 60, 400  # the fewest and the most rounds, if no time is given
 BURN = 15  # rounds before the first leap, in which prices settle; at most a third of the time
-LEAPS, MORE_LEAPS = 2, 10  # leaps after each round; more after PATIENCE rounds that raised the bound by at most RISE
-PATIENCE, RISE = 10, 1e-4
+LEAPS = 2  # leaps after each later round
 IDLE = 300  # steps without a better solution after which the search ends, if no time is given
 ENDLESS = 1 << 60
+QUICK = 0.1  # the effort for one plan, and for each of many problems
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -249,13 +249,28 @@ def solve(
     seed: int = 0,
     effort: float = 1.0,
     most_seconds: float = np.inf,
+    enough: float = np.inf,
 ) -> Solution:
-    """Searches for the best states. An interrupt (Ctrl-C) ends the search early."""
+    """Searches for the best states. An interrupt (Ctrl-C) ends the search early.
+
+    Args:
+        problem: the problem.
+        budget_seconds: the time of the search; None for a number of steps that depends on the sizes of the tables.
+        start: states from which the search begins, besides its own.
+        on_better: called with each solution that is better than all before.
+        tolerance: the search ends at a smaller gap.
+        seed: of the random numbers.
+        effort: the number of steps, relative to the usual one.
+        most_seconds: the most time that the steps may take.
+        enough: the search ends at a higher bound.
+
+    Raises:
+        ProblemError: no states are allowed together, which the reduction of the problem shows.
+    """
     search = _Search(problem, on_better, seed)
-    by_size = budget_seconds is None
     deadline = time.monotonic() + (most_seconds if budget_seconds is None else budget_seconds)
     try:
-        search.run(start, deadline, tolerance, effort, by_size)
+        search.run(start, deadline, tolerance, effort if budget_seconds is None else None, enough)
     except (KeyboardInterrupt, OutOfTime) as end:
         if search.states is None:
             raise
@@ -285,7 +300,12 @@ class _Search:
                 self.on_better(self.solution())
 
     def run(
-        self, start: Sequence[Sequence[int] | Ints], deadline: float, tolerance: float, effort: float, by_size: bool
+        self,
+        start: Sequence[Sequence[int] | Ints],
+        deadline: float,
+        tolerance: float,
+        effort: float | None,
+        enough: float,
     ) -> None:
         for states in start:
             self.offer(np.array(states, dtype=np.int64))
@@ -295,59 +315,47 @@ class _Search:
             self._peak(deadline)
             self.peak_bound = max(self.peak_bound, float(self.problem.limit or 0.0) + 1.0)
             return
-        descent = self.descent = Descent(reduced.problem, self.seed)
         outcome = exact(reduced.problem)
         for states in [] if outcome is None else outcome:
             self.offer(reduced.lift(states))
             self.bound = reduced.problem.value(states)
-        for given in start:
-            if descent.offer(reduced.lower(given)) and descent.states is not None:
-                self.offer(reduced.lift(descent.states))
         if outcome is None:
-            self._descend(descent, reduced, deadline, tolerance, effort if by_size else None)
+            descent = self.descent = Descent(reduced.problem, self.seed)
+            for given in start:
+                if descent.offer(reduced.lower(given)) and descent.states is not None:
+                    self.offer(reduced.lift(descent.states))
+            self._descend(descent, reduced, deadline, tolerance, effort, enough)
         if self.states is None and not self._proven():
             self._peak(deadline)
 
     def _descend(
-        self, descent: Descent, reduced: Reduced, deadline: float, tolerance: float, effort: float | None
+        self, descent: Descent, reduced: Reduced, deadline: float, tolerance: float, effort: float | None, enough: float
     ) -> None:
         """Runs rounds and leaps: a number that depends on the sizes, times ``effort``; without it, as time allows."""
         entries = sum(table.size for table in reduced.problem.tables) + descent.flat.cost.size
-        rounds = ENDLESS if effort is None else int(min(MOST, max(LEAST, effort * WORK / entries)))
+        rounds = ENDLESS if effort is None else int(effort * min(MOST, max(LEAST, WORK / entries)))
         began = time.monotonic()
-        halfway = (began + deadline) / 2
-        end_of_burn_in = (2 * began + deadline) / 3
-        last_bound = 0.0
-        rounds_without_rise = steps_without_gain = 0
+        end_of_burn_in, halfway = (2 * began + deadline) / 3, (began + deadline) / 2
+        idle = 0  # steps without a better solution
         for round_index in range(rounds):
-            is_burn_in = round_index < BURN and time.monotonic() < end_of_burn_in
-            if is_burn_in:
-                leaps = 0
-            else:
-                leaps = LEAPS if rounds_without_rise < PATIENCE else MORE_LEAPS
-            for step in [descent.round] + [descent.leap] * leaps:
+            is_burn_in = round_index < min(BURN, rounds // 3) and time.monotonic() < end_of_burn_in
+            for step in [descent.round] + [descent.leap] * (0 if is_burn_in else LEAPS):
                 check_deadline()
-                if self.value - self.bound <= tolerance * self.bound:
+                if self.value - self.bound <= tolerance * self.bound or self.bound >= enough:
                     return
                 if time.monotonic() > deadline:
                     self.cut = effort is not None
                     return
                 self.steps += 1
-                steps_without_gain += 1
+                idle += 1
                 if step() and descent.states is not None:
                     self.offer(reduced.lift(descent.states))
-                    steps_without_gain = 0
+                    idle = 0
                 self.bound = max(self.bound, descent.prices.bound)
-            is_enough = effort is not None and steps_without_gain > effort * IDLE and rounds_without_rise > PATIENCE
-            if is_enough and descent.states is not None:
-                return
-            if self.bound > last_bound * (1 + RISE):
-                last_bound = self.bound
-                rounds_without_rise = 0
-            else:
-                rounds_without_rise += 1
-            if descent.states is None and (round_index in (LEAST, 4 * LEAST) or time.monotonic() > halfway):
-                halfway = np.inf
+            if descent.states is not None:
+                if effort is not None and idle > effort * IDLE:
+                    return
+            elif self.least is None and (round_index >= min(LEAST, rounds // 2) or time.monotonic() > halfway):
                 self._peak(deadline)
                 if self._proven():
                     return
@@ -390,63 +398,3 @@ class _Search:
             cut=self.cut,
             interrupted=self.interrupted,
         )
-
-
-# Solves a problem again with only the few most promising states of each node, which takes a small part of the time.
-
-FEW = 12  # states of each node and ranking; with so few, ``reduce`` still compares all pairs
-LARGE = 1_000_000  # entries above which a round takes longer than all rounds over a few states
-_ROUNDS = 8  # rounds of messages over the few states
-_ENOUGH = 1e-4  # of the cost: a smaller gap over the few states is not worth another round
-
-
-def entries(problem: Problem) -> int:
-    """The entries of all tables.
-
-    >>> entries(Problem.of([[0, 3], [1, 0, 2]], [(0, 1, [[0, 9, 1], [9, 0, 1]])]))
-    6
-    """
-    return sum(table.size for table in problem.tables)
-
-
-def best_of_few(descent: Descent) -> bool:
-    """Offers the best states among the most promising few to a search. True if the best solution improves."""
-    if descent.states is None:
-        return False
-    flat, problem = descent.flat, descent.flat.problem
-    rank, best = ragged(flat.size), flat.first[:-1] + descent.states
-    chosen = np.zeros(flat.cost.size, dtype=bool)
-    chosen[best] = True
-    for values in (descent.messages.belief, flat.given(descent.states)):
-        order = np.lexsort((values, flat.owner))
-        chosen[order[rank < FEW]] = True
-    kept = np.split(rank[chosen], np.cumsum(np.add.reduceat(chosen.astype(np.int64), flat.first[:-1]))[:-1])
-    reduced = reduce(
-        Problem(
-            costs=tuple(cost[node_states] for cost, node_states in zip(problem.costs, kept)),
-            ends=problem.ends,
-            tables=tuple(
-                table[np.ix_(kept[u], kept[v])] for table, (u, v) in zip(problem.tables, problem.ends.tolist())
-            ),
-        )
-    )
-    start = [int(np.searchsorted(node_states, state)) for node_states, state in zip(kept, descent.states.tolist())]
-    solution = _solved(reduced.problem, reduced.lower(start))
-    if solution is None:
-        return False
-    return descent.offer(
-        np.array([node_states[k] for node_states, k in zip(kept, reduced.lift(solution).tolist())], dtype=np.int64)
-    )
-
-
-def _solved(problem: Problem, begin: Ints) -> Ints | None:
-    """Good states of a small problem, starting from some states; None if no allowed states were found."""
-    if found := exact(problem):
-        return found[0]
-    inner = Descent(problem, 0)
-    inner.offer(begin)
-    for _ in range(_ROUNDS):
-        inner.round()
-        if inner.value - inner.prices.bound <= _ENOUGH * inner.value:
-            break
-    return inner.states
