@@ -115,3 +115,23 @@ def test_arrays_take_more_than_the_marks_say_where_that_sends_much_less():
     vector = jax.ShapeDtypeStruct((512,), jnp.float32)
     explanation = gshard.explain(f, vector, vector, mesh=gshard.Mesh.abstract(data=8))
     assert explanation.total_bytes == 512 * 4 * 7 / 8
+
+
+@pytest.mark.parametrize("machine", [None, "h100:1x8"])
+def test_what_a_while_loop_reads_whole_in_each_iteration_is_gathered_before_it(machine):
+    """The number of iterations is unknown."""
+
+    def until_small(w, x):
+        def body(x):
+            return jnp.tanh(x @ gshard.split(w, 0, "fsdp"))
+
+        return lax.while_loop(lambda x: jnp.sum(x) > 1.0, body, gshard.split(x, 0, "fsdp"))
+
+    def read(w, x):
+        w = gshard.split(w, 0, "fsdp")
+        return lax.while_loop(lambda x: jnp.sum(x) > 1.0, lambda x: jnp.tanh(x @ w), gshard.split(x, 0, "fsdp"))
+
+    w, x = jax.ShapeDtypeStruct((MODEL, MODEL), jnp.float32), jax.ShapeDtypeStruct((1024, MODEL), jnp.float32)
+    for f, where in ((read, "operand 0 of while"), (until_small, "operand 1 of dot_general")):
+        found = gshard.explain(gshard.jit(f, mesh=MESH, machine=machine), w, x).collectives
+        assert [r.why for r in found if r.kind == "all_gather"] == [where]

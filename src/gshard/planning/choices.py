@@ -54,7 +54,7 @@ class Interned:
         self._equal: dict[tuple[Sharding, ...], tuple[Sharding, ...]] = {}
         self._tables: dict[object, Floats] = {}
         # By identities of tables. The first array of each pair keeps the identity in its key valid.
-        self._sums: dict[tuple[int, ...], tuple[Floats, Floats]] = {}
+        self._sums: dict[tuple[float, ...], tuple[Floats, Floats]] = {}
 
     def states(self, key: object, find: Callable[[], Iterable[Sharding]]) -> tuple[Sharding, ...]:
         """The shardings of a key, computed by ``find`` the first time. Equal tuples are one object, under any key."""
@@ -76,7 +76,7 @@ class Interned:
             self._sums[key] = cost, cost + times * table
         return self._sums[key][1]
 
-    def often(self, times: int, table: Floats) -> Floats:
+    def often(self, times: float, table: Floats) -> Floats:
         """``times * table``, where ``inf`` stays ``inf`` even if ``times`` is 0."""
         if times == 1:
             return table
@@ -157,6 +157,8 @@ class Room:
 
 # A reshard that a caller may need after the call costs this share of its price.
 _AFTERWARDS = 1 / 8
+# A loop with an unknown number of iterations has probably several: a reshard before it costs this share of one in it.
+_BEFORE = 1 / 2
 
 
 class ChoiceTables:
@@ -188,7 +190,10 @@ class ChoiceTables:
         # the values that enter or leave regions, each with the equation of the region
         self.crossings = [(e, crossing) for e in regions for crossing in REGIONS[e.name].crossings(e)]
         # the bytes that loops may hold
-        self.room = Room({e for e, c in self.crossings if c.each_round or e.trip_count > 1}, propagated, self.mesh)
+        loops = {e for e, c in self.crossings if c.each_round or e.trip_count > 1}
+        self.room = Room(loops, propagated, self.mesh)
+        # loops whose values decide how often they run; they count as one iteration
+        self.open_ended = {e for e in loops if REGIONS[e.name].decided(e)}
         body_inputs = {v for e in program.block.walk() for body in e.blocks for v in body.inputs}
         # inputs of bodies that an iteration passes to the next one
         self.carried = body_inputs & {c.edge.inner for _, c in self.crossings if not c.inward}
@@ -644,7 +649,8 @@ class _Builder:
             held = LoopBytes(copy, e, np.concatenate([unchanged, extra]), STACKED if is_stacked else WHOLE)
             self.loop_bytes.append(held)
             self.costs[copy] = runs * self.objective.stacked_byte_cost * held.extra_bytes.clip(0)
-        self.edges.append((outside, copy, self.interned.often(runs, np.hstack([same, moves]))))
+        before = _BEFORE * runs if e in self.tables.open_ended else runs
+        self.edges.append((outside, copy, self.interned.often(before, np.hstack([same, moves]))))
         equal = np.where(np.eye(len(at_boundary), dtype=bool), 0.0, np.inf)
         self.edges.append((copy, inside, np.vstack([equal, equal])))
         self.held.append((copy, e, [0] * len(sizes) + sizes))
