@@ -88,7 +88,7 @@ def test_the_least_peak_is_bounded_and_mostly_found(seed):
     everything = itertools.product(*(range(s) for s in problem.states))
     best = min((problem.peak(x) for x in everything if np.isfinite(problem.value(x))), default=np.inf)
     try:
-        states, bound = least_peak(problem, seed=0)
+        states, bound = least_peak(problem)
     except ProblemError:
         assert best == np.inf
         return
@@ -264,7 +264,7 @@ def test_the_bound_of_a_priced_problem_is_one_of_the_problem(seed):
     problem = random_problem(np.random.default_rng(seed), nodes=7, states=5)
     best = exhaustive(problem)
     try:
-        descent = Descent(reduce(problem).problem, seed=0)
+        descent = Descent(reduce(problem).problem)
     except ProblemError:
         return
     if not descent.flat.size.size:

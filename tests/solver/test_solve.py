@@ -85,8 +85,6 @@ def test_larger_problems_are_solved_with_a_small_gap():
         assert found.fits
         assert 0 < found.bound <= found.value
         assert found.gap < 0.05
-        assert found.prices.shape == problem.moments.shape
-        assert (found.prices > 0).any()
 
 
 PRINTED = """
@@ -94,7 +92,6 @@ from random_problems import layered
 from gshard.solver.solve import solve
 found = solve(layered(0, layers=10, width=4))
 print(found.states.tolist(), found.value, found.bound, found.steps)
-print(found.prices.tolist())
 """
 
 
@@ -173,7 +170,7 @@ def test_where_nothing_fits_the_least_peak_is_told():
 def test_what_hardly_fits_is_found():
     for seed in range(10):
         problem = layered(seed, layers=6)
-        states, bound = least_peak(problem, seed=0)
+        states, bound = least_peak(problem)
         peak = problem.peak(states)
         assert bound <= peak
         assert solve(dataclasses.replace(problem, limit=1.02 * peak), budget_seconds=0.5).fits
@@ -189,7 +186,7 @@ def test_where_memory_is_all_that_counts():
         problem,
         costs=tuple(np.zeros_like(cost) for cost in problem.costs),
         tables=tuple(np.where(np.isfinite(table), 0.0, np.inf) for table in problem.tables),
-        limit=1.05 * problem.peak(least_peak(problem, seed=0)[0]),
+        limit=1.05 * problem.peak(least_peak(problem)[0]),
     )
     found = solve(free)
     assert found.fits

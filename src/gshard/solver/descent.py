@@ -246,9 +246,9 @@ NOISE = (0.03, 0.1, 0.3, 1.0)
 class Descent:
     """The search for the best states of a reduced problem."""
 
-    def __init__(self, problem: Problem, seed: int):
+    def __init__(self, problem: Problem):
         self.flat = Flat(problem)  # the problem
-        self.generator = np.random.default_rng(seed)
+        self.generator = np.random.default_rng(0)
         self.messages = Messages(self.flat, self.generator.permutation(self.flat.size.size))
         self.prices = Prices(self.flat)  # the prices of memory, with the best bound
         self.states: Ints | None = None  # int64 [nodes], the best states that fit; None before there are any

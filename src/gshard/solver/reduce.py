@@ -114,7 +114,6 @@ class Reduced:
     problem: Problem
     nodes: tuple[int, ...]  # for each node of ``problem``, the node of ``whole``; -1 for the node of what is decided
     kept: tuple[Ints, ...]  # for each node of ``problem``, the remaining states of that node
-    moments: Ints  # for each moment of ``problem``, the index of the moment of ``whole``
     steps: tuple[Step, ...]  # the steps of the reduction, in order
 
     def lift(self, states: Sequence[int] | Ints) -> Ints:
@@ -313,7 +312,7 @@ class _Work:
             loads=tuple(Load(*key, amount) for key, amount in loads.items()),
             limit=self.whole.limit if loads else None,
         )
-        return Reduced(self.whole, reduced, tuple(nodes), tuple(kept), moments, tuple(self.steps))
+        return Reduced(self.whole, reduced, tuple(nodes), tuple(kept), tuple(self.steps))
 
     def _edge(self, i: int, j: int) -> None:
         allowed_rows, allowed_columns, is_sum, by_column, by_row = self.done(allowed_entries, self.tables_of[i][j])

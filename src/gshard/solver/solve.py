@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
 from gshard.core.deadline import OutOfTime, check_deadline
 from gshard.solver.descent import Descent, Forest, Walk
 from gshard.solver.messages import Flat, Messages
-from gshard.solver.problem import Floats, Ints, Problem
+from gshard.solver.problem import Floats, Ints, Problem, ProblemError
 from gshard.solver.reduce import DoesNotFit, Reduced, reduce
 
 # Minimises the peak of memory, for problems without a known solution that fits.
@@ -23,14 +25,14 @@ TRIES = 40
 REPAIRS = 400  # changes in one try
 
 
-def least_peak(problem: Problem, seed: int, deadline: float = np.inf) -> tuple[Ints | None, float]:
+def least_peak(problem: Problem, deadline: float = np.inf) -> tuple[Ints | None, float]:
     """The states of the lowest peak found (None if only forbidden states were found), and a lower bound of all peaks.
 
-    >>> least_peak(Problem.of([[0, 0], [0, 0]], loads=[(0, 0, 2, [8, 4]), (1, 1, 2, [5, 9])]), seed=0)
+    >>> least_peak(Problem.of([[0, 0], [0, 0]], loads=[(0, 0, 2, [8, 4]), (1, 1, 2, [5, 9])]))
     (array([1, 0]), 9.0)
     """
     reduced = reduce(_memory_only(problem))
-    flat, generator = Flat(reduced.problem), np.random.default_rng(seed)
+    flat, generator = Flat(reduced.problem), np.random.default_rng(0)
     messages = Messages(flat, generator.permutation(flat.size.size))
     weights = np.full(len(flat.problem.moments), 1.0 / max(1, len(flat.problem.moments)))
     best: Ints | None = None
@@ -186,6 +188,7 @@ BURN = 15  # rounds before the first leap, in which prices settle; at most a thi
 LEAPS = 2  # leaps after each later round
 IDLE = 300  # steps without a better solution after which the search ends, if no time is given
 ENDLESS = 1 << 60
+_NONE: Mapping[int, int] = MappingProxyType({})
 QUICK = 0.1  # the effort for one plan, and for each of many problems
 
 
@@ -198,7 +201,6 @@ class Solution:
     value: float  # the cost of the states; ``inf`` if no allowed states were found
     bound: float  # no states that fit cost less
     peak: float  # bytes at the fullest moment
-    prices: Floats  # float64 [moments], the price of a byte at each moment
     steps: int = 0  # the number of rounds and leaps
     peak_bound: float = 0.0  # no states have a lower peak; 0 if the search did not minimise the peak
     cut: bool = False  # whether the time was over before all planned steps
@@ -246,10 +248,10 @@ def solve(
     start: Sequence[Sequence[int] | Ints] = (),
     on_better: Callable[[Solution], None] | None = None,
     tolerance: float = TOLERANCE,
-    seed: int = 0,
     effort: float = 1.0,
     most_seconds: float = np.inf,
     enough: float = np.inf,
+    likely: Mapping[int, int] = _NONE,
 ) -> Solution:
     """Searches for the best states. An interrupt (Ctrl-C) ends the search early.
 
@@ -259,30 +261,30 @@ def solve(
         start: states from which the search begins, besides its own.
         on_better: called with each solution that is better than all before.
         tolerance: the search ends at a smaller gap.
-        seed: of the random numbers.
         effort: the number of steps, relative to the usual one.
         most_seconds: the most time that the steps may take.
         enough: the search ends at a higher bound.
+        likely: states of some nodes. The search also begins at the best states in which they have these.
 
     Raises:
         ProblemError: no states are allowed together, which the reduction of the problem shows.
     """
-    search = _Search(problem, on_better, seed)
+    search = _Search(problem, on_better)
     deadline = time.monotonic() + (most_seconds if budget_seconds is None else budget_seconds)
     try:
-        search.run(start, deadline, tolerance, effort if budget_seconds is None else None, enough)
+        search.run(start, likely, deadline, tolerance, effort if budget_seconds is None else None, enough)
     except (KeyboardInterrupt, OutOfTime) as end:
         if search.states is None:
             raise
         search.interrupted, search.cut = isinstance(end, KeyboardInterrupt), True
-    return search.solution(final=True)
+    return search.solution()
 
 
 class _Search:
     """The search in the reduced problem, with the best solution of the whole problem so far."""
 
-    def __init__(self, problem: Problem, on_better: Callable[[Solution], None] | None, seed: int):
-        self.problem, self.on_better, self.seed = problem, on_better, seed
+    def __init__(self, problem: Problem, on_better: Callable[[Solution], None] | None):
+        self.problem, self.on_better = problem, on_better
         self.states: Ints | None = None  # the best states that fit
         self.value, self.bound, self.steps = np.inf, 0.0, 0
         self.least: Ints | None = None  # the states of the lowest peak, if none fit
@@ -302,6 +304,7 @@ class _Search:
     def run(
         self,
         start: Sequence[Sequence[int] | Ints],
+        likely: Mapping[int, int],
         deadline: float,
         tolerance: float,
         effort: float | None,
@@ -320,13 +323,23 @@ class _Search:
             self.offer(reduced.lift(states))
             self.bound = reduced.problem.value(states)
         if outcome is None:
-            descent = self.descent = Descent(reduced.problem, self.seed)
-            for given in start:
-                if descent.offer(reduced.lower(given)) and descent.states is not None:
+            descent = self.descent = Descent(reduced.problem)
+            lowered = [reduced.lower(given) for given in start]
+            for given in [*lowered, *self._likely_states(reduced, likely)]:
+                if descent.offer(given) and descent.states is not None:
                     self.offer(reduced.lift(descent.states))
             self._descend(descent, reduced, deadline, tolerance, effort, enough)
         if self.states is None and not self._proven():
             self._peak(deadline)
+
+    def _likely_states(self, reduced: Reduced, likely: Mapping[int, int]) -> Iterator[Ints]:
+        """The best states of a reduced problem in which these nodes have these states; nothing if that is forbidden."""
+        pairs = enumerate(zip(reduced.nodes, reduced.kept, strict=True))
+        states = {i: np.flatnonzero(kept == likely[node]) for i, (node, kept) in pairs if node in likely}
+        with contextlib.suppress(ProblemError):
+            if states:
+                one = {i: int(found[0]) for i, found in states.items() if found.size}
+                yield solve(reduced.problem.restricted(one), effort=QUICK).states
 
     def _descend(
         self, descent: Descent, reduced: Reduced, deadline: float, tolerance: float, effort: float | None, enough: float
@@ -353,7 +366,7 @@ class _Search:
                     idle = 0
                 self.bound = max(self.bound, descent.prices.bound)
             if descent.states is not None:
-                if effort is not None and idle > effort * IDLE:
+                if effort is not None and idle > IDLE:
                     return
             elif self.least is None and (round_index >= min(LEAST, rounds // 2) or time.monotonic() > halfway):
                 self._peak(deadline)
@@ -366,7 +379,7 @@ class _Search:
 
     def _peak(self, deadline: float) -> None:
         """Minimises the peak of memory. If that fits, the search goes on from it."""
-        states, bound = least_peak(self.problem, self.seed, deadline)
+        states, bound = least_peak(self.problem, deadline)
         self.peak_bound = max(self.peak_bound, bound)
         if states is not None:
             self.least = states
@@ -374,15 +387,9 @@ class _Search:
             if self.descent is not None and self.reduced is not None:
                 self.descent.offer(self.reduced.lower(states))
 
-    def solution(self, final: bool = False) -> Solution:
-        """The best solution so far. The final one has prices."""
+    def solution(self) -> Solution:
+        """The best solution so far."""
         states = self.states if self.states is not None else self.least
-        prices = np.zeros(len(self.problem.moments))
-        if final and self.reduced is not None and self.descent is not None:
-            self.bound = max(self.bound, self.descent.prices.bound)
-            if states is None:
-                states = self.reduced.lift(np.zeros(len(self.reduced.nodes), dtype=np.int64))
-            prices[self.reduced.moments[self.reduced.problem.moments]] = self.descent.prices.best
         if states is None:
             states = np.zeros(len(self.problem.costs), dtype=np.int64)
         value = self.problem.value(states)
@@ -392,7 +399,6 @@ class _Search:
             value=value,
             bound=min(self.bound, self.value),  # rounding may raise the bound above the value
             peak=self.problem.peak(states),
-            prices=prices,
             steps=self.steps,
             peak_bound=self.peak_bound,
             cut=self.cut,
