@@ -75,6 +75,7 @@ class Progress:
         self.write(f"{self.name} {now - self.since:5.1f} s: {text}{best}")
 
 
+EFFORT = 0.1  # of the solver: for a plan without search, for problems after the first, and for each of many
 TRIAL_SECONDS = 10.0  # of all trials of an explanation, if the user gives none
 DEFAULT_SECONDS = 300.0  # the time of a search, if the user gives none
 

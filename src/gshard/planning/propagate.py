@@ -23,6 +23,7 @@ from gshard.core.planning_tables import tabulated, with_tables
 from gshard.core.program import Block, Equation, Program, Value, short_dtype
 from gshard.core.rule import UnionFind
 from gshard.core.sharding import Sharding
+from gshard.core.time_budget import EFFORT
 from gshard.device.fusion_model import is_product
 from gshard.planning.choices import graph_of
 from gshard.planning.demands import at_boundary, demands
@@ -32,7 +33,7 @@ from gshard.planning.propagated import Propagated
 from gshard.planning.settled import settled
 from gshard.planning.strategies import components, estimated_entries
 from gshard.solver.problem import Ints, ProblemError
-from gshard.solver.solve import QUICK, solve, tied
+from gshard.solver.solve import solve, tied
 
 # Finds equal unknowns in successive layers, so that the planner can choose them alike.
 
@@ -431,7 +432,7 @@ def _solved(
     while limited is not None:
         try:
             problem = limited.problem if classes is None else tied(limited.problem, classes)
-            solution = solve(problem, start=start, effort=QUICK, enough=enough, likely=likely)
+            solution = solve(problem, start=start, effort=EFFORT, enough=enough, likely=likely)
             if not solution.fits:
                 raise ProblemError("No states are allowed together.")
         except ProblemError:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 import numpy as np
 
 from gshard.core.deadline import OutOfTime, check_deadline
+from gshard.core.time_budget import EFFORT
 from gshard.solver.descent import Descent, Forest, Walk
 from gshard.solver.messages import Flat, Messages
 from gshard.solver.problem import Floats, Ints, Problem, ProblemError
@@ -189,7 +190,6 @@ LEAPS = 2  # leaps after each later round
 IDLE = 300  # steps without a better solution after which the search ends, if no time is given
 ENDLESS = 1 << 60
 _NONE: Mapping[int, int] = MappingProxyType({})
-QUICK = 0.1  # the effort for one plan, and for each of many problems
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -339,7 +339,7 @@ class _Search:
         with contextlib.suppress(ProblemError):
             if states:
                 one = {i: int(found[0]) for i, found in states.items() if found.size}
-                yield solve(reduced.problem.restricted(one), effort=QUICK).states
+                yield solve(reduced.problem.restricted(one), effort=EFFORT).states
 
     def _descend(
         self, descent: Descent, reduced: Reduced, deadline: float, tolerance: float, effort: float | None, enough: float
