@@ -20,8 +20,6 @@ from gshard.api.attention_function import attention
 from gshard.api.kernel_function import kernel as gshard_kernel
 from gshard.api.row_functions import put_rows, take_rows
 from gshard.core.xla_workarounds import AS_WRITTEN
-from gshard.rewrite.banded_product import band_of
-from gshard.rules.banded import banded_p
 from gshard.tracing.trace import trace
 
 
@@ -276,16 +274,6 @@ def windows():
     yield row("concatenate_slices, with numbers", numbers, X)
     yield row("concatenate_slices, with a number", lambda x, y: jnp.concatenate([jnp.full((7, 3), y), x[:, 4:]], 1), X,
               np.float32(-0.0))  # fmt: skip
-    # Five elements for four results and four for three, in a pattern and not; numbers that are not finite.
-    places = (
-        np.arange(12)[:, None] * 10 // 12 - np.arange(10),
-        np.array([0, 0, 1, 2, 4, 4, 4, 6, 5])[:, None] - np.arange(7),
-    )
-    pairs, some = (band_of(np.where(abs(at) < 2, normal(*at.shape), 0)) for at in places)
-    for name, band, dim in ("in a pattern", pairs, 1), ("in none", some, 0):
-        product = functools.partial(banded_p.bind, band=band, dim=dim, dtype=np.dtype(np.float32))
-        yield row(f"banded, {name}", product, X, tolerance=SUM)
-        yield row(f"banded, {name}, infinities", product, np.where(X > 2, np.inf, X), tolerance=SUM)
     yield row("slice, one element", lambda x: x[4:5, 7:8], normal(7, 10))
     yield row("slice, far away", lambda x: x[:, 7:], normal(7, 10))
     yield row("concatenate_slices, of two", lambda x, y: jnp.concatenate([y[1:3], x[2:6], x[6:]]), X, normal(4, 10))

@@ -64,7 +64,6 @@ def with_token(x, reduce=jnp.sum):
 
 
 X = whole(8, 6)
-IMAGE = whole(64, 4)
 EXAMPLES = {
     "sum_of_scatter": Example(
         functools.partial(scattered, start=0.0),
@@ -106,11 +105,6 @@ EXAMPLES = {
         (X,),
     ),
     "fft_by_dimension": Example(rows_split(jnp.fft.fft2), rows_split(lambda x: jnp.fft.fft(x, axis=1)), (X,)),
-    "banded_product": Example(
-        rows_split(lambda x: jax.image.resize(x, (128, 4), "linear")),
-        rows_split(lambda x: jnp.sin(jnp.outer(jnp.arange(32.0), jnp.arange(64.0))) @ x),
-        (IMAGE,),
-    ),
     "piecewise": Example(
         rows_split(with_token), rows_split(functools.partial(with_token, reduce=lambda x: x)), (whole(64, 3),)
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from gshard.rewrite.banded_product import banded_product
 from gshard.rewrite.compose_movement import compose_movement, sink_elementwise
 from gshard.rewrite.fft_by_dimension import fft_by_dimension
 from gshard.rewrite.fold_into_reader import (
@@ -30,5 +29,5 @@ TRACE = (
 )
 """Rewrites that run while a program is traced. They do not depend on the split of values."""
 
-SPLIT = (shard_scan, fft_by_dimension, banded_product, piecewise)
+SPLIT = (shard_scan, fft_by_dimension, piecewise)
 """Rewrites that run after propagation and depend on the split of values. The first one that applies wins."""
