@@ -143,9 +143,6 @@ class Traits:
     # whether the equation may run again or not at all: it always gives the same results and has no effects
     pure: bool = True
     shared: bool = True  # whether gshard may replace equal equations by one
-    fixed: bool = False  # whether a loop must run it in every iteration, even if it reads nothing
-    # whether the result can be computed at no cost where it is read: it depends on no array, or on one number
-    free: bool = False
     handed_on: bool = False  # whether it also runs on values in host memory
     # whether it runs with the same parameters along parallel dimensions, although its rule has a ``local`` function
     same_on_parts: bool = False

@@ -22,7 +22,7 @@ def _iota_values(params: Mapping[str, Any]) -> np.ndarray:
     return np.broadcast_to(along(counter, d, len(shape)), shape)
 
 
-@rule("iota", free=True, shape_in="shape", values=_iota_values)
+@rule("iota", shape_in="shape", values=_iota_values)
 def iota(call: Call) -> Rule:
     """Each device counts from the beginning of its part."""
     make = RuleMaker()
@@ -114,10 +114,10 @@ def random_split(call: Call) -> Rule:
     return make.rule([dims], [[*dims, *(make.replicate(n) for n in call.params["shape"])]])
 
 
-set_traits("rng_uniform", pure=False, shared=False, fixed=True)  # every run gives other numbers; it has no rule
+set_traits("rng_uniform", pure=False, shared=False)  # every run gives other numbers; it has no rule
 
 
-@rule("rng_bit_generator", fixed=True)
+@rule("rng_bit_generator")
 def rng_bit_generator(call: Call) -> Rule:
     """Nothing can be split: the bits of an element depend on the algorithm and on the shape of the whole array.
 

@@ -84,7 +84,6 @@ for _name, _monoid in {"add_any": "add", **{_m: _m for _m in ("add", "mul", "max
     set_traits(_name, monoid=_monoid)
 set_traits("copy_p", "name", remark=True)
 set_traits("copy", "copy_p", "name", "stop_gradient", handed_on=True)
-set_traits("convert_element_type", free=True)
 
 
 _COPIES = ("copy", "copy_p", "name", "stop_gradient")
@@ -220,7 +219,7 @@ def device_put(call: Call) -> Rule:
     return _unchanged(call, local=lambda shards, x: [transferred(x, to_host)], flops=0)
 
 
-@rule("optimization_barrier", shared=False, fixed=True, handed_on=True)
+@rule("optimization_barrier", shared=False, handed_on=True)
 def optimization_barrier(call: Call) -> Rule:
     """A barrier returns its operands."""
     return _unchanged(call, passes=True)

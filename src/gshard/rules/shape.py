@@ -77,7 +77,7 @@ def _broadcast_merged(a: Maker, e: Equation) -> bool:
 
 
 @rule(
-    "broadcast_in_dim", free=True, shared=False, shape_in="shape",
+    "broadcast_in_dim", shared=False, shape_in="shape",
     values=_broadcast_values, merged=_broadcast_merged,
 )  # fmt: skip
 def broadcast_in_dim(call: Call) -> Rule:
@@ -132,7 +132,7 @@ def _squeezed(shape: tuple[int, ...], params: Mapping[str, Any]) -> set[int]:
 
 
 @rule(
-    "squeeze", free=True, handed_on=True, values=lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
+    "squeeze", handed_on=True, values=lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
     merged=_squeeze_merged,
 )  # fmt: skip
 def squeeze(call: Call) -> Rule:
@@ -148,7 +148,7 @@ def _reshape_values(params: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
 
 
 @rule(
-    "reshape", free=True, handed_on=True, shape_in="new_sizes",
+    "reshape", handed_on=True, shape_in="new_sizes",
     values=_reshape_values,
 )  # fmt: skip
 def reshape(call: Call) -> Rule:
