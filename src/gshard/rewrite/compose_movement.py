@@ -188,7 +188,6 @@ class _Movement:
         self.views: dict[Any, View] = {}  # the view that each result of a movement is
         self.composed: set[Any] = set()  # those that are views of views
         self.sums: dict[Any, View] = {}  # the view that each sum of zero-padded arrays side by side is, up to -0.0
-        self.made: dict[View, Value] = {}  # the new value of each view that is a step to a result
         followed: dict[Any, Equation] = {}
         for e in graph.equations:
             if (number := self._number(e)) is not None:
@@ -254,11 +253,6 @@ class _Movement:
         steps = [*([windows] if windows else []), *([d] for d in padding if d not in windows)]
         for step in steps:
             done += step
-            key = View(view.array, tuple(segments if d in done else () for d, segments in enumerate(view.dims)))
-            value = result if step is steps[-1] else None
-            if value is None and key in self.made:
-                x = self.made[key]
-                continue
             if step is windows:
                 config = [padding.get(d) or (0, 0) if d in step else (0, 0) for d in range(len(x.shape))]
                 primitive, params, operands = _window(x, config, [p for d in step for p in view.dims[d]])
@@ -268,9 +262,8 @@ class _Movement:
                 ]
                 primitive, params, operands = _joined(segments, *step, added=added, is_alone=len(steps) == 1)
             shape = tuple(sum(p.length for p in view.along(d)) if d in done else n for d, n in enumerate(x.shape))
+            value = result if step is steps[-1] else None
             x = self.graph.add(out, e, primitive, params, operands, shape, result.dtype, value)
-            if value is None:
-                self.made[key] = x
 
 
 def _is_movement(e: Equation) -> bool:

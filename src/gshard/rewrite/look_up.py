@@ -47,7 +47,6 @@ class KnownValues:
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
         self._known: dict[Value, Known] = {}
-        self.windows: set[Array] = set()  # slices of arrays, copies of scalars, and elementwise results of these
 
     def of(self, x: Array) -> Known | None:
         """The known values of an array; None if nothing is known."""
@@ -72,11 +71,6 @@ class KnownValues:
         name, inputs = e.name, e.inputs
         (output,) = e.outputs
         traits = traits_of(name)
-        arrays = [x for x in inputs if x.shape]
-        is_broadcast_scalar = name == "broadcast_in_dim" and not arrays
-        is_elementwise_on_windows = arrays and traits.elementwise and self.windows.issuperset(arrays)
-        if name == "slice" or is_broadcast_scalar or is_elementwise_on_windows:
-            self.windows.add(output)
         kind = getattr(output.dtype, "kind", "")
         if (kind not in ("i", "u", "b") and output.dtype != np.float32) or math.prod(output.shape) > self._most:
             return
@@ -153,7 +147,6 @@ def makes_indices(e: Equation) -> bool:
 _KEYS = jax.dtypes.extended
 _RUNS = 32  # largest number of slices that replace a look-up
 _WRITTEN = 0.75  # smallest written fraction of a dimension: then updates and array have the same parts, up to a halo
-_OF_ITSELF = 0.25  # the same for updates computed from windows, which need not be cut out (``rewrite.sink_pad``)
 
 
 def simpler(
@@ -161,8 +154,6 @@ def simpler(
 ) -> tuple[Any, Sequence[Array]] | None:
     """The closed jaxpr that replaces a look-up with partly known indices, and its operands; None if it stays."""
     name = primitive.name
-    if name == "dynamic_update_slice":
-        return _updated(known_values, inputs)
     if not (name == "gather" or combination(name, params)) or jax.dtypes.issubdtype(inputs[0].dtype, _KEYS):
         return None
     indices = known_values.of(inputs[1])
@@ -181,9 +172,7 @@ def simpler(
             return primitive.bind(x, jnp.concatenate(columns, -1), *updates, **changed)
 
     elif indices.whole:
-        least = _OF_ITSELF if inputs[-1] in known_values.windows else _WRITTEN
-        function = _one_window(looked_up, indices.values, least) or _along_one(looked_up, indices.values)
-        function = function or _grid(looked_up, indices.values)
+        function = _one_window(looked_up, indices.values) or _along_one(looked_up, indices.values)
     return None if function is None else _traced(function, operands)
 
 
@@ -287,7 +276,7 @@ def _shared(looked_up: _LookUp, indices: Known) -> tuple[list[Array], Any] | Non
     return kept, looked_up.with_batching(new_pairs)
 
 
-def _one_window(looked_up: _LookUp, indices: np.ndarray, least: float) -> Callable[..., Any] | None:
+def _one_window(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] | None:
     """Replaces the look-up of one window at a known position inside of the operand."""
     shape, sizes = looked_up.shape, looked_up.sizes
     if indices.ndim != 1 or looked_up.batching:
@@ -300,7 +289,7 @@ def _one_window(looked_up: _LookUp, indices: np.ndarray, least: float) -> Callab
     if looked_up.name == "gather":
         end = [at + size for at, size in zip(start, sizes, strict=True)]
         return lambda x: lax.squeeze(lax.slice(x, start, end), looked_up.dropped)
-    if any(size < least * n for size, n in zip(sizes, shape, strict=True)) or looked_up.replaces(math.prod(sizes)):
+    if any(size < _WRITTEN * n for size, n in zip(sizes, shape, strict=True)) or looked_up.replaces(math.prod(sizes)):
         return None
     last = [at + size - 1 for at, size in zip(start, sizes, strict=True)]
     return lambda x, updates: _put(looked_up.combine, x, updates.reshape(sizes), start, last, [1] * len(shape))
@@ -328,11 +317,6 @@ def _along_one(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] | 
         low, high = [0] * len(shape), [m - 1 for m in shape]
         low[d], high[d], ones[d] = int(at[0]), int(at[-1]), step
         return lambda x, updates: _put(looked_up.combine, x, jnp.moveaxis(updates, p, d), low, high, ones)
-    combine = looked_up.combine
-    assert combine is not None
-    if at.size == n and np.array_equal(np.sort(at), np.arange(n)):
-        back = _taken(np.argsort(at), n, d)
-        return None if back is None else lambda x, updates: combine(x, back(jnp.moveaxis(updates, p, d)))
     times = at.size // n
     if looked_up.name == "scatter-add" and times > 1 and np.array_equal(at, np.repeat(np.arange(n), times)):
 
@@ -342,48 +326,6 @@ def _along_one(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] | 
 
         return added
     return None
-
-
-def _grid(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] | None:
-    """Replaces an update with constant strides along several dimensions, and all elements of the others."""
-    shape, columns = looked_up.shape, looked_up.columns
-    if looked_up.combine is None or looked_up.batching or len(columns) < 2 or sorted(columns) != [*looked_up.dropped]:
-        return None
-    if indices.ndim != len(columns) + 1 or not indices.size:
-        return None
-    low, high, steps = [0] * len(shape), [n - 1 for n in shape], [1] * len(shape)
-    order = iter(looked_up.window_dims)
-    source_dims = [-1 if d in columns else next(order) for d in range(len(shape))]
-    batch = [i for i in range(looked_up.rank) if i not in looked_up.window_dims]
-    for c, d in enumerate(columns):
-        at = indices[..., c].astype(np.int64)
-        along = [b for b in range(at.ndim) if at.shape[b] > 1 and (np.diff(at, axis=b) != 0).any()]
-        line = np.moveaxis(at, along[0], 0).reshape(at.shape[along[0]], -1)[:, 0] if len(along) == 1 else at[:0]
-        step = _step(line) if line.size else None
-        if step is None or step < 0 or line[0] < 0 or line[-1] >= shape[d] or batch[along[0]] in source_dims:
-            return None
-        if line[-1] - line[0] + 1 < _WRITTEN * shape[d]:
-            return None
-        low[d], high[d], steps[d], source_dims[d] = int(line[0]), int(line[-1]), step, batch[along[0]]
-    if looked_up.replaces(math.prod((b - a) // s + 1 for a, b, s in zip(low, high, steps, strict=True))):
-        return None
-    return lambda x, updates: _put(looked_up.combine, x, updates.transpose(source_dims), low, high, steps)
-
-
-def _updated(known_values: KnownValues, inputs: Sequence[Array]) -> tuple[Any, Sequence[Array]] | None:
-    """Replaces a ``dynamic_update_slice`` of a large window at a known position."""
-    (x, updates), starts = inputs[:2], [known_values.of(i) for i in inputs[2:]]
-    if any(i is None or not i.whole for i in starts) or not math.prod(updates.shape) or updates.shape == x.shape:
-        return None
-    if jax.dtypes.issubdtype(x.dtype, _KEYS):
-        return None
-    least = _OF_ITSELF if updates in known_values.windows else _WRITTEN
-    if any(m < least * n for n, m in zip(x.shape, updates.shape, strict=True)):
-        return None
-    sizes = list(zip(x.shape, updates.shape, strict=True))
-    first = [min(max(int(i.values), 0), n - m) for i, (n, m) in zip(starts, sizes, strict=True) if i is not None]
-    last = [a + m - 1 for a, (_, m) in zip(first, sizes, strict=True)]
-    return _traced(lambda x, updates: _put(lambda _, y: y, x, updates, first, last, [1] * x.ndim), (x, updates))
 
 
 def _step(at: np.ndarray) -> int | None:

@@ -17,7 +17,7 @@ from jax import lax
 
 from gshard.comm.shards import identity
 from gshard.core.jax_adapter import bind
-from gshard.core.program import Block, Constant, Equation, Program, Value
+from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, Span
 from gshard.language.traits import traits_of
 from gshard.rewrite.driver import Split, where_split
@@ -243,12 +243,6 @@ def brought(x: Any, dim: int, layout: Layout) -> list[Any]:
     return pieces
 
 
-def joined(parts: Sequence[Any], dim: int, layout: Layout) -> Any:
-    """The ordinary array for an array in pieces."""
-    windows = [lax.slice_in_dim(x, p.start, p.end, axis=dim) for x, p in zip(parts, layout, strict=True)]
-    return lax.concatenate(windows, dim)
-
-
 def inside(x: Any, dim: int, piece: Piece, number: Any) -> Any:
     """A frame filled with a number outside of its window."""
     if piece.is_whole:
@@ -399,7 +393,7 @@ class _OpenError(Exception):
 
 
 class _AgainError(Exception):
-    """A choice has changed, so the search for the region must start again."""
+    """One more array is computed as before, so the search for the region must start again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -418,7 +412,6 @@ class Region:
     layouts: dict[Array, Layout]
     equations: dict[Equation, Touch | Moves]  # the equations to compute in pieces, each with its treatment
     brought: set[Array]  # the arrays from outside of the region that are cut into pieces
-    joined: set[Array]  # results that are joined from their pieces
 
 
 def closed_regions(block: Block, split: PartsOf) -> list[Region]:
@@ -459,32 +452,17 @@ def _moving(e: Equation, dim: int, split: PartsOf) -> list[Value]:
 
 def _region(graph: _Neighbours, first: Equation, dim: int, split: PartsOf) -> Region | None:
     """The region that begins at an equation; None if it is not closed or not useful."""
-    choice = _Choice()
+    brought: set[Array] = set()
     while True:
         try:
-            region = _Search(graph, choice).run(first, dim)
-            # Arrays that are cut into pieces or joined are moved.
-            saved = sum(x.bytes for e in region.equations for x in _moving(e, dim, split) if x not in region.dims)
-            if 2 * sum(x.bytes if isinstance(x, Value) else 0 for x in region.brought | region.joined) < saved:
-                return region
-            raise _OpenError
+            region = _Search(graph, brought).run(first, dim)
         except _AgainError:
             continue
         except _OpenError:
-            # The array whose readers were added last may be the one that leads outside.
-            if not choice.taken:
-                return None
-            choice.brought.add(choice.taken.pop())
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Choice:
-    """The treatment of arrays that equations outside of a region read."""
-
-    # arrays whose readers are all added to the region, in order
-    taken: list[Array] = dataclasses.field(default_factory=list)
-    # arrays that are computed as before and cut into pieces
-    brought: set[Array] = dataclasses.field(default_factory=set)
+            return None
+        # Arrays that are cut into pieces are moved.
+        saved = sum(x.bytes for e in region.equations for x in _moving(e, dim, split) if x not in region.dims)
+        return region if 2 * sum(x.bytes for x in region.brought if isinstance(x, Value)) < saved else None
 
 
 class _Neighbours:
@@ -502,15 +480,13 @@ class _Neighbours:
 class _Search:
     """Finds all arrays and equations that must be in pieces if one array is."""
 
-    def __init__(self, graph: _Neighbours, choice: _Choice):
+    def __init__(self, graph: _Neighbours, brought: set[Array]):
         self.outputs, self.producers, self.readers = graph.outputs, graph.producers, graph.readers
-        self.choice = choice
-        self.brought = choice.brought
+        self.brought = brought  # arrays that are computed as before and cut into pieces
         self.dims: dict[Array, int] = {}
         self.layouts: dict[Array, Layout] = {}
         self.forced: set[Array] = set()  # arrays whose readers must all be in the region
         self.equations: dict[Equation, Touch | Moves] = {}
-        self.joined: set[Array] = set()
         self.waiting: list[Array] = []
 
     def run(self, first: Equation, dim: int) -> Region:
@@ -520,7 +496,7 @@ class _Search:
             x = self.waiting.pop()
             if x in self.forced:
                 if x in self.outputs:
-                    self.joined.add(x)
+                    raise _OpenError
                 for e in self.readers.get(x, ()):
                     self.meet(e)
             if x not in self.brought:
@@ -531,12 +507,11 @@ class _Search:
         for x in self.dims:
             if x not in self.forced and x not in self.brought:
                 if x in self.outputs or any(not self.reads_pieces(e, x) for e in self.readers.get(x, ())):
-                    self.choice.taken.append(x)
-                    raise _AgainError
+                    self.bring(x)
         for e, treatment in self.equations.items():
             if isinstance(treatment, Moves) and treatment != self.moves(e, treatment.dim):
                 raise _OpenError  # an operand became an array in pieces later
-        return Region(self.dims, self.layouts, self.equations, self.brought & self.dims.keys(), self.joined)
+        return Region(self.dims, self.layouts, self.equations, self.brought & self.dims.keys())
 
     def reads_pieces(self, e: Equation, x: Array) -> bool:
         treatment = self.equations.get(e)
@@ -546,7 +521,6 @@ class _Search:
 
     def add(self, x: Array, dim: int, layout: Layout, *, forced: bool = False) -> None:
         """Adds an array in pieces; ``forced`` if all its readers must be in the region."""
-        forced = forced or x in self.choice.taken
         if x in self.dims:
             if (self.dims[x], self.layouts[x]) != (dim, layout):
                 raise _OpenError
@@ -570,9 +544,8 @@ class _Search:
 
     def refuse(self, e: Equation) -> None:
         """Excludes an equation that cannot be computed in pieces: it reads and computes ordinary arrays."""
-        if e in self.equations:
+        if e in self.equations or not self.forced.isdisjoint(e.inputs):
             raise _OpenError
-        self.joined.update(x for x in e.inputs if x in self.forced)
         for x in e.outputs:
             if x in self.dims and x not in self.brought:
                 self.bring(x)
@@ -594,7 +567,7 @@ class _Search:
             if d is not None:
                 self.add(x, d, layout)
             elif x in self.forced:
-                self.joined.add(x)
+                raise _OpenError
         for v, d in results:
             if v in self.brought:
                 raise _OpenError
@@ -668,8 +641,7 @@ class _Emitter:
                 self.pieces[x] = self.new(x)
                 out += self.bring(x, e)
         treatment = self.region.equations[e]
-        out += self.moved(e, treatment) if isinstance(treatment, Moves) else self.computed(e, treatment)
-        return out + [q for v in e.outputs if v in self.region.joined for q in self.join(v, e)]
+        return out + (self.moved(e, treatment) if isinstance(treatment, Moves) else self.computed(e, treatment))
 
     def new(self, x: Array) -> list[Value]:
         """New values for the pieces of an array."""
@@ -684,15 +656,7 @@ class _Emitter:
     def bring(self, x: Array, e: Equation) -> Sequence[Equation]:
         """The equations that cut an array from outside of the region into pieces."""
         dim, layout = self.region.dims[x], self.region.layouts[x]
-        if isinstance(x, Value):
-            return written(self.writer, lambda array: brought(array, dim, layout), [x], self.pieces[x], e)
-        array = x.value
-        return written(self.writer, lambda: brought(jnp.asarray(array), dim, layout), [], self.pieces[x], e)
-
-    def join(self, v: Value, e: Equation) -> Sequence[Equation]:
-        """The equations that join the pieces of a result."""
-        dim, layout = self.region.dims[v], self.region.layouts[v]
-        return written(self.writer, lambda *parts: [joined(parts, dim, layout)], self.pieces[v], [v], e)
+        return written(self.writer, lambda array: brought(jnp.asarray(array), dim, layout), [x], self.pieces[x], e)
 
     def computed(self, e: Equation, t: Touch) -> list[Equation]:
         """The equations that compute an equation in pieces."""
@@ -709,11 +673,7 @@ class _Emitter:
 
     def moved(self, e: Equation, moves: Moves) -> list[Equation]:
         """The equations that compute new pieces of an equation that moves elements. Unchanged pieces are reused."""
-        new_pieces: list[tuple[Value, Any]] = []
-        are_arrays = [bool(x.shape) for x in e.inputs]
-        whole_arrays = [
-            x for x, is_array in zip(e.inputs, are_arrays, strict=True) if is_array and x not in self.pieces
-        ]
+        new_pieces: list[tuple[Value, Source]] = []
         for v, sources in zip(e.outputs, moves.sources, strict=True):
             if is_whole(tuple(s.piece for s in sources)):
                 new_pieces.append((v, sources[0]))
@@ -722,7 +682,7 @@ class _Emitter:
             for s in sources:
                 x = e.inputs[s.operand]
                 if s.is_as_it_was and not e.params.get("added") and isinstance(x, Value):
-                    self.pieces[v].append(x if x in whole_arrays else self.pieces[x][s.part or 0])
+                    self.pieces[v].append(self.pieces[x][s.part or 0] if x in self.pieces else x)
                     continue
                 self.pieces[v].append(self.piece(v, moves.dim, s.piece.size))
                 new_pieces.append((self.pieces[v][-1], s))
@@ -730,10 +690,7 @@ class _Emitter:
             return []
 
         def function(operands: Sequence[Any]) -> list[Any]:
-            lists = [
-                [x] if is_array and not isinstance(x, list) else x
-                for x, is_array in zip(operands, are_arrays, strict=True)
-            ]
+            lists = [x if isinstance(x, list) or not jnp.ndim(x) else [x] for x in operands]
             return [moved(e, moves.dim, s, lists) for _, s in new_pieces]
 
         return self.run(function, e, [x in self.pieces for x in e.inputs], [v for v, _ in new_pieces])
@@ -746,24 +703,12 @@ class _Emitter:
         results: Sequence[Value],
     ) -> list[Equation]:
         """The equations of a function of the operands of an equation."""
-        inputs: list[Value] = []
-        for x, in_pieces_ in zip(e.inputs, are_in_pieces, strict=True):
-            if in_pieces_:
-                inputs += self.pieces[x]
-            elif isinstance(x, Value):
-                inputs.append(x)
+        pieces = [self.pieces[x] if is_in else None for x, is_in in zip(e.inputs, are_in_pieces, strict=True)]
+        inputs = [y for x, own in zip(e.inputs, pieces, strict=True) for y in ([x] if own is None else own)]
 
         def flat(*arrays: Any) -> list[Any]:
             remaining = iter(arrays)
-            operands: list[Any] = []
-            for x, in_pieces_ in zip(e.inputs, are_in_pieces, strict=True):
-                if in_pieces_:
-                    operands.append([next(remaining) for _ in self.pieces[x]])
-                else:
-                    operands.append(x.value if isinstance(x, Constant) else next(remaining))
-            flat_results: list[Any] = []
-            for result in function(operands):
-                flat_results += result if isinstance(result, list) else [result]
-            return flat_results
+            operands = [next(remaining) if own is None else [next(remaining) for _ in own] for own in pieces]
+            return [y for result in function(operands) for y in (result if isinstance(result, list) else [result])]
 
         return written(self.writer, flat, inputs, results, e)
