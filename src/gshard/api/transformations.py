@@ -59,7 +59,7 @@ from gshard.core.xla_workarounds import runnable
 from gshard.emit.compile import named_sharding, over_atoms
 from gshard.language.mark_primitive import bind_mark
 from gshard.lowering.pipeline import Planned
-from gshard.naming.dimension_classes import dimensions_of
+from gshard.naming.dimension_classes import DimensionClasses
 from gshard.planning.demands import by_axes
 from gshard.tracing.expand import mark_of_any_sharding, mark_of_type
 from gshard.tracing.trace import program_of
@@ -188,14 +188,12 @@ def sharding_rule(program: Program) -> str:
     >>> sharding_rule(trace(lambda x, w: x @ w, jnp.zeros((8, 4)), jnp.zeros((4, 2))))
     'a0 a1, a2 a3 -> a0 a3'
     """
-    labels = dimensions_of(program).labels
-    numbers = itertools.count()
+    classes, numbers = DimensionClasses(program), itertools.count()
 
     def factors(v: Value | Constant) -> list[Any]:
-        """The dimension of the program that each one is, or a number of its own."""
-        named = labels.get(v, ()) if isinstance(v, Value) else ()
-        said = list(zip(named, v.shape, strict=True)) if named else []
-        return [x if x[1] != 1 and said.count(x) == 1 else None for x in said] or [None] * len(v.shape)
+        """The dimension of the program that each one is; None for a number of its own."""
+        found = [(classes.root((v, d)), n) for d, n in enumerate(v.shape)]
+        return [x if x[1] != 1 and found.count(x) == 1 else None for x in found]
 
     sides = [[factors(v) for v in side] for side in (program.block.inputs, program.block.outputs)]
     shared = set.intersection(*({x for dims in side for x in dims if x is not None} for side in sides))

@@ -17,7 +17,7 @@ from gshard.device.cost import Cost
 from gshard.device.machine import Machine
 from gshard.lowering.pipeline import Planned
 from gshard.naming.argument_names import path_of_name
-from gshard.naming.dimension_classes import dimensions_of, of_equal_layers
+from gshard.naming.dimension_classes import most_common_dimension
 from gshard.planning.layer_stacks import LayerStacks, all_schedules, layer_stacks, schedules_of, with_schedules
 from gshard.search.pricing import PricedPlan, plans_of
 
@@ -83,16 +83,14 @@ def _state(program: Program, boundary: Boundary) -> set[int]:
 def _by_dimension(program: Program, mesh: Mesh, data: Sequence[int]) -> Iterator[tuple[str, dict[int, Mark | None]]]:
     """Splits the largest dimension of arguments over all devices; or over the last axis, with the batch over others."""
     axes = {name: atoms for name, atoms in mesh.atoms_of.items() if atoms}
-    dimensions = of_equal_layers(dimensions_of(program))
-    inputs, labels = program.block.inputs, dimensions.labels
-    possible = [c for c in dimensions.classes if c.arguments and not c.is_product]
-    c = max(possible, key=lambda c: sum(v.bytes for v in inputs if c.label in labels[v]), default=None)
-    if c is None or not axes:
+    first = len(program.captured)
+    dim_of_input = {first + i: d for i, d in most_common_dimension(program).items()}
+    if not dim_of_input or not axes:
         return
-    dim_of_input = {i: labels[v].index(c.label) for i, v in enumerate(inputs) if c.label in labels[v]}
+    inputs = program.block.inputs
     largest = max(dim_of_input, key=lambda i: inputs[i].bytes)
-    place = f"dimension {dim_of_input[largest]} of {path_of_name(program.names[largest])}"
-    class_name = f"{c.names[0] if c.names else place} ({c.size})"
+    d = dim_of_input[largest]
+    class_name = f"dimension {d} of {path_of_name(program.names[largest])} ({inputs[largest].shape[d]})"
     *others, last = axes
     split_marks = {i: split_over(inputs[i], d, axes[last], mesh) for i, d in dim_of_input.items()}
     if not others:
