@@ -134,7 +134,9 @@ def test_a_name_that_is_no_axis_names_the_leaf(typo, mesh):
 
 
 def test_what_is_no_array_names_the_leaf(mesh):
-    with pytest.raises(gshard.TraceError, match=r"(?s)returns a value that is no array.*\['l'\]\['name'\]"):
+    with pytest.raises(
+        TypeError, match=r"returned a value of type <class 'str'> at output component \['l'\]\['name'\]"
+    ):
         gshard.jit(lambda x: {"l": {"name": "text", "w": x}}, mesh=mesh, out_shardings=P())(A)
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import heapq
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from gshard.core.rule import REDUCE, REPLICATE
 from gshard.language.region import Interpreter, with_edges
 from gshard.planning.settled import settled
 from gshard.rewrite.driver import recorded
-from gshard.rewrite.equation_graph import is_pure, literal_key, written
+from gshard.rewrite.equation_graph import is_pure, literal_key, operands_first, written
 from gshard.tracing.builder import Builder
 from gshard.tracing.permitted import permitted
 
@@ -68,7 +67,7 @@ def equal_functions(block: Block) -> list[list[Function]]:
     places = [number[part[0]] for part in parts]
     needs = needed_parts(parts, places)
     levels: dict[int, int] = {}
-    for i in in_order(places, needs):
+    for i in operands_first(range(len(parts)), needs.__getitem__):
         levels[i] = max((levels[k] for k in needs[i]), default=0) + (i < len(functions))
     groups: dict[Hashable, list[Function]] = {}
     for i, function in enumerate(functions):
@@ -88,25 +87,6 @@ def needed_parts(parts: Sequence[Sequence[Equation]], places: Sequence[int]) -> 
     for (_, before), (_, after) in itertools.pairwise(effects):
         needs[after].add(before)
     return needs
-
-
-def in_order(places: Sequence[int], needs: Sequence[Set[int]]) -> Iterator[int]:
-    """Orders parts so that each follows those that it needs. Among parts that may come next, the lowest place wins."""
-    missing = list(map(len, needs))
-    readers: dict[int, list[int]] = {}
-    for i, needed in enumerate(needs):
-        for k in needed:
-            readers.setdefault(k, []).append(i)
-    ready = [(places[i], i) for i, count in enumerate(missing) if not count]
-    heapq.heapify(ready)
-    while ready:
-        _, i = heapq.heappop(ready)
-        yield i
-        for k in readers.get(i, ()):
-            missing[k] -= 1
-            if not missing[k]:
-                heapq.heappush(ready, (places[k], k))
-    assert not any(missing), "parts of a block do not depend on each other in a circle"
 
 
 def _functions(block: Block) -> Iterator[Function]:
@@ -342,7 +322,8 @@ def _with_batches(block: Block, devices: int, builder: Builder, fired: list[Fire
         return block
     parts += [(number[functions[0].equations[0]], equations) for functions, equations in batches]
     places = [place for place, _ in parts]
-    order = in_order(places, needed_parts([equations for _, equations in parts], places))
+    needs = needed_parts([equations for _, equations in parts], places)
+    order = operands_first(sorted(range(len(parts)), key=places.__getitem__), needs.__getitem__)
     return Block(block.inputs, tuple(e for i in order for e in parts[i][1]), block.outputs)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -16,13 +15,10 @@ from gshard.core.jax_adapter_jit import jaxpr_and_constants
 
 
 def traced_by(jitted: Any, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-    """What a function from ``jax.jit`` is for these arguments; errors of JAX say what to do."""
+    """The trace of a function from ``jax.jit``. An error of JAX to which gshard can add something is one of gshard."""
     try:
         return jitted.trace(*args, **kwargs)  # type: ignore[no-any-return]
-    except (
-        jax.errors.NonConcreteBooleanIndexError, jax.errors.UnexpectedTracerError, ShardingTypeError, TypeError,
-        ValueError, NameError, OverflowError,
-    ) as error:  # fmt: skip
+    except (ShardingTypeError, TypeError, ValueError, NameError, OverflowError) as error:
         translated = _translated(jitted, error)
         if translated is error:
             raise
@@ -36,21 +32,11 @@ def closed_of(f: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, An
 
 
 def _translated(f: Callable[..., Any], error: Exception) -> Exception:
-    """The error to raise for an error of JAX; the same error if it is not about tracing."""
-    text = str(error)
-    name = name_of(f)
-    line = line_of_exception(error)
+    """The error to raise for an error of JAX; the same error if gshard has nothing to add."""
+    text, name, line = str(error), name_of(f), line_of_exception(error)
     if (hint := _of_arguments(text)) is not None:
         text = text.split("\nThis typically")[0].replace(str(getattr(f, "__wrapped__", f)), name)
         return ArgumentError.like(error, text, user_line(), hint=hint)
-    if "returned a value of type" in text:
-        return TraceError.like(
-            error,
-            f"{name} returns a value that is no array.",
-            line,
-            f"it returned a value of type {text.split('returned a value of type ', 1)[1].split(', which is not')[0]}",
-            "Return arrays, or pytrees of them; what is known without running belongs outside of the function.",
-        )
     if isinstance(error, NameError):
         return _unbound_axis(error, name, line)
     if isinstance(error, jax.errors.UnexpectedTracerError):
@@ -61,34 +47,7 @@ def _translated(f: Callable[..., Any], error: Exception) -> Exception:
             "axis_types=(jax.sharding.AxisType.Auto,) * n, n axes, gshard chooses them."
         )
         return TraceError.like(error, f"{name} cannot be traced: {text}", line, hint=hint)
-    if re.match(r"unsupported format string passed to \w*Tracer\.__format__", text):
-        return TraceError.like(
-            error,
-            f"{name} formats an array as text, and only shapes are known while it is traced.",
-            line,
-            text,
-            'Write jax.debug.print("{x:.3f}", x=x), which prints values when the function runs.',
-        )
-    is_shape = text.startswith("Shapes must be 1D sequences of concrete values")
-    if not is_shape and type(error) in (TypeError, ValueError) and line is not None and _comes_from_jax(error):
-        hint = "print(x.shape, x.dtype) in front of this line shows what the arrays are while the function is traced."
-        if re.search(r"\bgot <class '(list|tuple)'>", text):
-            hint = "A list is a pytree of its elements, not an array: pass jnp.asarray(x)."
-        elif not re.search(r"shape|dimension|rank|type", text):
-            return TraceError.like(error, f"{name} cannot be traced: {text}", line)
-        return TraceError.like(error, f"{name} cannot be traced: {text}", line, hint=hint)
-    if not is_shape and not isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
-        return error  # not an error about tracing
-    uses_numpy = isinstance(error, jax.errors.TracerArrayConversionError)
-    return TraceError.like(
-        error,
-        f"{name} cannot be traced: it needs the value of an array, and only shapes are known.",
-        line,
-        "\n  ".join(words for words in text.splitlines() if words and not words.startswith("See ")),
-        "Use jax.numpy instead of numpy on arrays (jnp.sin for np.sin), and static_argnums for plain values."
-        if uses_numpy
-        else "Use jnp.where or jax.lax.cond instead of branching on array values, and static_argnums for plain values.",
-    )
+    return error
 
 
 def _of_arguments(text: str) -> str | None:
@@ -117,12 +76,6 @@ def leaked(error: jax.errors.UnexpectedTracerError, name: str, line: str | None)
         "Return this array from that function, and pass it as an argument. Inside `with jax.checking_leaks():` JAX "
         "raises the error where the array is stored.",
     )
-
-
-def _comes_from_jax(error: BaseException) -> bool:
-    """Whether JAX raised an exception, and not the user's code or gshard."""
-    frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-    return str(frame.f_globals.get("__name__")).split(".")[0] in ("jax", "jaxlib")
 
 
 def _unbound_axis(error: NameError, name: str, line: str | None) -> Exception:
