@@ -236,7 +236,7 @@ WINGS = {
         lowering.seconds: on_machine seconds_on
         naming.argument_names: equal_layers path_of_name
         naming.array_names: ArrayNames
-        naming.dimension_classes: dimensions_of of_equal_layers
+        naming.dimension_classes: most_common_dimension
         planning.added_marks: spec_of_cut text_of_mark with_marks
         planning.batched: batched
         planning.choices: graph_of

@@ -21,7 +21,7 @@ from gshard.core.rule import REDUCE, REPLICATE
 from gshard.language.region import Interpreter, with_edges
 from gshard.planning.settled import settled
 from gshard.rewrite.driver import recorded
-from gshard.rewrite.equation_graph import is_pure, literal_key, operands_first, written
+from gshard.rewrite.equation_graph import Neighbours, is_pure, literal_key, operands_first, written
 from gshard.tracing.builder import Builder
 from gshard.tracing.permitted import permitted
 
@@ -91,21 +91,16 @@ def needed_parts(parts: Sequence[Sequence[Equation]], places: Sequence[int]) -> 
 
 def _functions(block: Block) -> Iterator[Function]:
     """The functions of one array that multiply it with itself or decompose it."""
-    found = _Roots(block)
-    readers: dict[Any, list[Equation | None]] = {}
-    for e in block.equations:
-        for x in e.inputs:
-            readers.setdefault(x, []).append(e)
-    for v in block.outputs:
-        readers.setdefault(v, []).append(None)
+    found, graph = _Roots(block), Neighbours(block.equations, block.outputs)
     for root, equations in found.equations.items():
         kept = _around(equations, [e for e in equations if found.mixes(e)])
         if not kept:
             continue
-        inside = {v for e in kept for v in e.outputs}
-        outside = dict.fromkeys(x for e in kept for x in e.inputs if isinstance(x, Value) and x not in inside)
+        inside, made = set(kept), {v for e in kept for v in e.outputs}
+        outside = dict.fromkeys(x for e in kept for x in e.inputs if isinstance(x, Value) and x not in made)
         outside.pop(root, None)
-        outputs = tuple(v for e in kept for v in e.outputs if any(q not in kept for q in readers.get(v, ())))
+        every = (v for e in kept for v in e.outputs)
+        outputs = tuple(v for v in every if v in graph.outputs or not inside.issuperset(graph.readers(v)))
         yield Function(root, tuple(kept), outputs, tuple(outside))
 
 

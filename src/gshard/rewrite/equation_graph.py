@@ -123,13 +123,12 @@ def operands_first(values: Iterable[Any], operands: Callable[[Any], Iterable[Any
     return list(order)
 
 
-class Graph:
-    """The equations of a block, or of a segment of one."""
+class Neighbours:
+    """The equations that compute and that read each value of a block, or of a segment of one."""
 
-    def __init__(self, equations: Sequence[Equation], outputs: Sequence[Array], writer: Writer):
+    def __init__(self, equations: Sequence[Equation], outputs: Sequence[Array]):
         self.equations = tuple(equations)  # the equations in order
         self.outputs = dict.fromkeys(outputs)  # the values that are read outside of these equations, as keys in order
-        self.writer = writer  # creates new equations
 
     @functools.cached_property
     def _producers(self) -> dict[Array, Equation]:
@@ -155,6 +154,14 @@ class Graph:
     def is_read_once(self, x: Array) -> bool:
         """Whether exactly one operand of one equation is this array, and nothing outside reads it."""
         return len(self.readers(x)) == 1 and x not in self.outputs
+
+
+class Graph(Neighbours):
+    """The equations of a block, or of a segment of one, that rewrites replace."""
+
+    def __init__(self, equations: Sequence[Equation], outputs: Sequence[Array], writer: Writer):
+        super().__init__(equations, outputs)
+        self.writer = writer  # creates new equations
 
     def add(
         self, out: list[Equation], at: Equation, primitive: Any, params: dict[str, Any], inputs: Sequence[Array],

@@ -21,7 +21,7 @@ from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, Span
 from gshard.language.traits import traits_of
 from gshard.rewrite.driver import Split, where_split
-from gshard.rewrite.equation_graph import Array, Others, Writer, is_pure, written
+from gshard.rewrite.equation_graph import Array, Neighbours, Others, Writer, is_pure, written
 from gshard.rules.indexing import drops, over_windows, signed, with_column
 from gshard.rules.reductions import COMBINE
 from gshard.rules.shape import index_of
@@ -418,7 +418,7 @@ def closed_regions(block: Block, split: PartsOf) -> list[Region]:
     """The closed regions of a block that begin at equations for which arrays would be redistributed."""
     regions: list[Region] = []
     taken: set[Equation] = set()
-    graph = _Neighbours(block)
+    graph = Neighbours(block.equations, block.outputs)
     for e in block.equations:
         if not may_begin(e) or e in taken:
             continue
@@ -450,7 +450,7 @@ def _moving(e: Equation, dim: int, split: PartsOf) -> list[Value]:
     return moving
 
 
-def _region(graph: _Neighbours, first: Equation, dim: int, split: PartsOf) -> Region | None:
+def _region(graph: Neighbours, first: Equation, dim: int, split: PartsOf) -> Region | None:
     """The region that begins at an equation; None if it is not closed or not useful."""
     brought: set[Array] = set()
     while True:
@@ -465,23 +465,11 @@ def _region(graph: _Neighbours, first: Equation, dim: int, split: PartsOf) -> Re
         return region if 2 * sum(x.bytes for x in region.brought if isinstance(x, Value)) < saved else None
 
 
-class _Neighbours:
-    """The results of a block, and the equations that compute and read each array."""
-
-    def __init__(self, block: Block):
-        self.outputs = frozenset(block.outputs)
-        self.producers: dict[Any, Equation] = {v: e for e in block.equations for v in e.outputs}
-        self.readers: dict[Any, list[Equation]] = {}
-        for e in block.equations:
-            for x in dict.fromkeys(e.inputs):
-                self.readers.setdefault(x, []).append(e)
-
-
 class _Search:
     """Finds all arrays and equations that must be in pieces if one array is."""
 
-    def __init__(self, graph: _Neighbours, brought: set[Array]):
-        self.outputs, self.producers, self.readers = graph.outputs, graph.producers, graph.readers
+    def __init__(self, graph: Neighbours, brought: set[Array]):
+        self.graph = graph
         self.brought = brought  # arrays that are computed as before and cut into pieces
         self.dims: dict[Array, int] = {}
         self.layouts: dict[Array, Layout] = {}
@@ -495,18 +483,18 @@ class _Search:
         while self.waiting:
             x = self.waiting.pop()
             if x in self.forced:
-                if x in self.outputs:
+                if x in self.graph.outputs:
                     raise _OpenError
-                for e in self.readers.get(x, ()):
+                for e in self.graph.readers(x):
                     self.meet(e)
             if x not in self.brought:
-                if x in self.producers:
-                    self.meet(self.producers[x])
+                if (producer := self.graph.producer(x)) is not None:
+                    self.meet(producer)
                 else:
                     self.bring(x)
         for x in self.dims:
             if x not in self.forced and x not in self.brought:
-                if x in self.outputs or any(not self.reads_pieces(e, x) for e in self.readers.get(x, ())):
+                if x in self.graph.outputs or not all(self.reads_pieces(e, x) for e in self.graph.readers(x)):
                     self.bring(x)
         for e, treatment in self.equations.items():
             if isinstance(treatment, Moves) and treatment != self.moves(e, treatment.dim):

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from gshard.core.program import Block, Constant, Equation, Value
 from gshard.language.traits import sums_in_range, traits_of
+from gshard.rewrite.equation_graph import Neighbours
 
 _LOOPS = ("scan", "while")
 _SAME = ("convert_element_type", "copy", "name")
@@ -31,21 +32,18 @@ def added_in_rounds(name: str, blocks: Sequence[Block]) -> tuple[Block, ...]:
 
 
 def _changed(block: Block) -> Block:
-    readers: dict[Value, list[Equation]] = {}
-    carried, results = set(block.inputs), set(block.outputs)
+    graph = Neighbours(block.equations, block.outputs)
+    carried = set(block.inputs)
     for e in block.equations:
         if (traits_of(e.name).adds or e.name in _SAME) and not carried.isdisjoint(e.inputs):
             carried.update(e.outputs)
-        for v in e.inputs:
-            if isinstance(v, Value):
-                readers.setdefault(v, []).append(e)
 
     added: set[Value] = set()  # values that are only scaled and added to a value from the previous iteration
     for e in reversed(block.equations):
         if (traits_of(e.name).adds or _scaled(e) is not None) and (
-            e.outputs[0] in added or (e.outputs[0] in results and not carried.isdisjoint(e.inputs))
+            e.outputs[0] in added or (e.outputs[0] in graph.outputs and not carried.isdisjoint(e.inputs))
         ):
-            added.update(v for v in e.inputs if isinstance(v, Value) and v not in results and len(readers[v]) == 1)
+            added.update(v for v in e.inputs if isinstance(v, Value) and graph.is_read_once(v))
 
     def changed(e: Equation) -> Equation:
         operand = _scaled(e)

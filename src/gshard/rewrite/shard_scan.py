@@ -19,6 +19,7 @@ from gshard.core.program import Block, Constant, Edge, Equation, Program, Value
 from gshard.core.rule import REDUCE, Rule, RuleMaker
 from gshard.language.region import Interpreter
 from gshard.language.traits import traits_of
+from gshard.language.transfer import changes_memory, in_memory_of, is_handed_on, transferred
 from gshard.rewrite.driver import Split, where_split
 from gshard.rewrite.equation_graph import Others
 
@@ -39,8 +40,7 @@ def shard_scan(candidate: tuple[Equation, Edge], split: Split) -> Iterator[Other
 def rule_of_rounds(e: Equation) -> Rule | None:
     """The rule of a loop as one operator whose iterations are split; None if an iteration depends on another one.
 
-    It is also None if the body contains a mark, a manual region, an effect, a value in host memory, or a callback that
-    names a device.
+    It is also None if the body contains a mark, a manual region, an effect, or a callback that names a device.
     """
     if e.name != "scan" or e.trip_count < 2 or e.params["jaxpr"].effects:
         return None
@@ -50,7 +50,7 @@ def rule_of_rounds(e: Equation) -> Rule | None:
     if any(q.params.get("sharding") is not None for q in body.walk()):  # of a callback
         return None
     consts, carry = scan_counts(e.params)
-    if not all(only_added_to(e)) or any(v.on_host for v in (*body.values(), *e.outputs)):
+    if not all(only_added_to(e)) or any(v.on_host for v in body.inputs[consts : consts + carry]):
         return None
     make = RuleMaker()
     rounds = make.factor(e.trip_count, REDUCE, "add") if carry else make.factor(e.trip_count)
@@ -72,13 +72,14 @@ def rule_of_rounds(e: Equation) -> Rule | None:
             first = shards.is_first(atoms)
             carried = [jnp.where(first, x, jnp.asarray(identity("add", x.dtype), x.dtype)) for x in carried]
         numbers = shards.offset(rounds) + jnp.arange(count, dtype=jnp.int32)  # of the iterations
+        replay = _OnDevice()
 
         def run(carried: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            out = Interpreter().run(body, [*constants, *carried, *slices])
+            out = replay.run(body, [*constants, *carried, *slices])
             return out[:carry], out[carry:]
 
         def skip(carried: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            return list(carried), [jnp.zeros(v.shape, v.dtype) for v in body.outputs[carry:]]
+            return list(carried), [in_memory_of(v, jnp.zeros(v.shape, v.dtype)) for v in body.outputs[carry:]]
 
         def step(carried: Sequence[Any], iteration: tuple[Any, Sequence[Any]]) -> tuple[list[Any], list[Any]]:
             number, slices = iteration
@@ -92,6 +93,17 @@ def rule_of_rounds(e: Equation) -> Rule | None:
         return [*final_carry, *stacked]
 
     return make.rule(operands, results, local=local, flops=e.trip_count * _flops(body), masks_itself=True)
+
+
+class _OnDevice(Interpreter):
+    """Computes in device memory: each equation fetches its operands that are in host memory."""
+
+    def equation(self, e: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Runs one equation without a body."""
+        if changes_memory(e):
+            return [in_memory_of(e.outputs[0], inputs[0])]
+        operands = inputs if is_handed_on(e, {}) else [transferred(x, False) for x in inputs]
+        return [in_memory_of(v, x) for v, x in zip(e.outputs, super().equation(e, operands), strict=True)]
 
 
 def _flops(block: Block) -> int:
