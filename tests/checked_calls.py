@@ -10,21 +10,15 @@ import contextlib
 import jax
 import numpy as np
 
-import gshard
-
 
 def unpartitioned(f, arguments):
     """What a function of NumPy arrays gives on one device, as NumPy arrays."""
     return jax.tree.map(np.asarray, jax.jit(f)(*arguments))
 
 
-def leaves_of(tree):
-    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, gshard.stages.UnevenArray))
-
-
 def assert_same(got, want, where=""):
     """Compares two pytrees bit for bit."""
-    ours, theirs = leaves_of(got), leaves_of(want)
+    ours, theirs = jax.tree.leaves(got), jax.tree.leaves(want)
     assert len(ours) == len(theirs)
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{where}: result {i}"
@@ -36,7 +30,7 @@ def assert_same(got, want, where=""):
 
 def assert_sharded(got, said, where=""):
     """Compares where results are with what was said of them."""
-    for i, (x, sharding) in enumerate(zip(leaves_of(got), leaves_of(said), strict=True)):
+    for i, (x, sharding) in enumerate(zip(jax.tree.leaves(got), jax.tree.leaves(said), strict=True)):
         assert sharding.is_equivalent_to(x.sharding, x.ndim), f"{where}: result {i} is {x.sharding}, said: {sharding}"
 
 
@@ -51,15 +45,14 @@ def called(call, arguments, want, *, donated=(), said=None, where=""):
         said: gives the shardings of the results, if they are to be compared.
         where: what the call is called in messages.
     """
-    before = [jax.tree.map(np.array, leaves_of(x)) for x in arguments]
+    before = [jax.tree.map(np.array, jax.tree.leaves(x)) for x in arguments]
     got = call(*arguments)
     assert_same(got, want, where)
     if said is not None:
         assert_sharded(got, said(), where)
     for i, (x, copies) in enumerate(zip(arguments, before, strict=True)):
-        for leaf, copy in zip(leaves_of(x), copies, strict=True):
-            array = getattr(leaf, "padded", leaf)
-            if isinstance(array, jax.Array) and array.is_deleted():
+        for leaf, copy in zip(jax.tree.leaves(x), copies, strict=True):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 assert i in donated, f"{where}: argument {i} is gone, and was not donated"
             else:
                 assert np.array_equal(np.asarray(leaf), copy), f"{where}: argument {i} has changed"
@@ -78,14 +71,13 @@ def allowed_to_refuse(f, arguments, under=None):
     JAX refuses some for the sharding in their types (Explicit meshes) or because they are in two memories; under a mesh
     that is set, also those whose devices are in another order than the mesh's.
     """
-    arrays = [x.whole() if isinstance(x, gshard.stages.UnevenArray) else x for x in arguments]
     refuses = False
     try:
         if under is None:
-            jax.eval_shape(f, *arrays)
+            jax.eval_shape(f, *arguments)
         else:
             with jax.set_mesh(under):
-                jax.jit(f).lower(*arrays)
+                jax.jit(f).lower(*arguments)
     except Exception:  # ShardingTypeError has no public name
         refuses = True
     try:

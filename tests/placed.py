@@ -61,10 +61,9 @@ _times_one = jax.jit(lambda v: v * 1)
 
 
 @functools.cache
-def _split(dim, mesh, uneven):
+def _split(dim, mesh):
     """A function that returns its argument split in eight along ``dim``, or along its last dimension."""
-    on = dict(mesh) if isinstance(mesh, tuple) else mesh
-    return gshard.jit(lambda v: gshard.split(v * 1, min(dim, v.ndim - 1), 8), mesh=on, uneven=uneven)
+    return gshard.jit(lambda v: gshard.split(v * 1, min(dim, v.ndim - 1), 8), mesh=mesh)
 
 
 def _weak(x):
@@ -72,14 +71,9 @@ def _weak(x):
     return _sum_of_bits(x) if x.dtype == np.int32 else jnp.asarray(x)
 
 
-def _kept(dim, mesh=None):
-    """As another function returns it in padded parts."""
-    return lambda x, own: _split(dim, mesh or own, "keep")(x)
-
-
 def _result(dim):
     """As another function of gshard's returns it, on the same mesh."""
-    return lambda x, mesh: _split(dim, mesh, "gather")(x)
+    return lambda x, mesh: _split(dim, mesh)(x)
 
 
 # Their order matters to derandomized tests: add at the end.
@@ -113,9 +107,6 @@ PLACES = {
     "result, rows": _result(0),
     "result, columns": _result(1),
     "result of jax.jit": lambda x, mesh: _times_one(cut(x, mesh, 1, 0)),
-    "kept rows": _kept(0),
-    "kept columns": _kept(1),
-    "kept rows of another mesh": _kept(0, (("p", 4), ("q", 2))),
     "host memory": lambda x, mesh: jax.device_put(x, NamedSharding(mesh, P(), memory_kind="pinned_host")),
     "explicit, rows": lambda x, mesh: cut(x, mesh_of(explicit=True, p=8), 0),
     "explicit, whole": lambda x, mesh: cut(x, mesh_of(explicit=True, p=2, q=4)),

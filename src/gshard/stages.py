@@ -17,7 +17,6 @@ from gshard.core.plan import Plan as Plan
 from gshard.core.program import Program as Program
 from gshard.core.sharding import Sharding as Sharding
 from gshard.core.spmd import SpmdProgram as SpmdProgram
-from gshard.core.uneven import UnevenArray as UnevenArray
 from gshard.device.cost import Cost as Cost
 from gshard.device.machine import MachineError as MachineError
 from gshard.device.machine import UnknownMachineWarning as UnknownMachineWarning
@@ -51,7 +50,6 @@ __all__ = [
     "SearchResult",
     "Sharding",
     "SpmdProgram",
-    "UnevenArray",
     "UnknownMachineWarning",
     "compile",
     "export_plan",

@@ -270,13 +270,11 @@ def test_sizes_that_do_not_divide():
     kept = gshard.jit(
         lambda x: jax.device_put(gshard.split(jax.device_put(x, DEVICE), 0, devices) * 2, HOST), mesh=mesh
     )
-    keep = gshard.jit(kept.__wrapped__, mesh=mesh, uneven="keep")
-    for function in (kept, keep):
-        y = x
-        for n in range(1, 4):
-            y = function(y)
-            assert kinds([y]) == ["pinned_host"]
-            np.testing.assert_array_equal(np.asarray(y), x * 2**n)
+    y = x
+    for n in range(1, 4):
+        y = kept(y)
+        assert kinds([y]) == ["pinned_host"]
+        np.testing.assert_array_equal(np.asarray(y), x * 2**n)
 
 
 def test_captured_arrays_stay_on_the_host():

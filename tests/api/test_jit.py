@@ -22,38 +22,6 @@ def test_a_planned_mesh_explains_but_does_not_run():
         gshard.jit(lambda x: x + 1, mesh=mesh)(jnp.ones(3))
 
 
-def test_uneven_results_may_stay_where_they_are(rng):
-    """A state of 11 rows over 8 devices goes from call to call without being gathered."""
-
-    def step(state, x):
-        table = split(state["table"], 0, 8)
-        return {"table": table * 2 + x, "count": state["count"] + 1}
-
-    x = rng.standard_normal((11, 3), np.float32)
-    start = {"table": x, "count": np.int32(0)}
-    keep = gshard.jit(step, mesh=8, uneven="keep")
-    state = keep(start, 1.0)
-    assert isinstance(state["table"], gshard.stages.UnevenArray)
-    assert isinstance(state["count"], jax.Array)
-    assert state["table"].shape == (11, 3)
-    assert str(state["table"]) == "UnevenArray(float32[11@devices,3] on devices=8)"
-    assert state["table"].padded.addressable_shards[0].data.shape == (2, 3)
-    for _ in range(3):
-        state = keep(state, 1.0)
-    lowered = keep.lower(state, 1.0)
-    assert lowered.spmd.collectives == ()
-    np.testing.assert_allclose(state["table"], 16 * x + 15, rtol=1e-6)
-    np.testing.assert_allclose(jnp.sin(jnp.asarray(state["table"].block_until_ready())), np.sin(16 * x + 15), atol=1e-5)
-    assert (state["table"].ndim, state["table"].size, state["table"].dtype) == (2, 33, np.float32)
-    # Elsewhere it is taken too: whole on other devices and under transformations, gathered where that is asked for.
-    gathered = gshard.jit(step, mesh=8)(state, 1.0)
-    assert isinstance(gathered["table"], jax.Array)
-    np.testing.assert_allclose(gathered["table"], 32 * x + 31, rtol=1e-6)
-
-    with pytest.raises(gshard.ShardingError, match="uneven='padded' is not known"):
-        gshard.jit(step, mesh=8, uneven="padded")
-
-
 def test_a_donated_state_comes_as_it_leaves(mesh_2x4, rng):
     """6 rows over 8 devices leave in halves. So they come, and one program serves all steps, the first too."""
     traced, mesh, parts = [], mesh_2x4, 8

@@ -107,20 +107,6 @@ def test_a_program_that_planning_rewrites_is_compiled_once():
         assert train.lower(p, x) is first
 
 
-def test_what_was_compiled_for_padded_parts_takes_these():
-    x = np.arange(13 * 11).reshape(13, 11)
-    rows, columns = (gshard.jit(lambda x, d=d: gshard.split(x, d, 8), mesh=8, uneven="keep")(x) for d in (0, 1))
-    function = gshard.jit(lambda x: x + 1, mesh=8)
-    whole, parts = function.lower(x).compile(), function.lower(rows).compile()
-    for given in (x, rows, columns):
-        np.testing.assert_array_equal(np.asarray(whole(given)), x + 1)
-    for _ in range(3):
-        np.testing.assert_array_equal(np.asarray(parts(rows)), x + 1)
-    for given in (x, columns):
-        with pytest.raises(gshard.ArgumentError, match="in padded parts and called with"):
-            parts(given)
-
-
 def test_a_mesh_of_one_device():
     function = gshard.jit(lambda x: x + 1, mesh=[jax.devices()[3]])
     for place in ("numpy", "one device", "rows", "reversed"):

@@ -125,7 +125,6 @@ def test_saved_and_loaded(name):
 
 
 @pytest.mark.parametrize(("what", "g", "options", "argument"), [
-    ("padded parts", lambda x: gshard.split(x, 0, "a"), {"uneven": "keep"}, np.arange(7.0)),
     ("back to Python", lambda x: jax.pure_callback(np.sin, x, x), {}, np.arange(8.0, dtype=np.float32)),
 ])  # fmt: skip
 def test_what_cannot_be_saved(what, g, options, argument):

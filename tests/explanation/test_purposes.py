@@ -108,7 +108,7 @@ def reshard(x):
 WARNED = {
     "uneven": (
         lambda x: gshard.split(x, 0, "data") * 2, {}, X,
-        r'x: f32\[63@data,8\] inside \(512 B a device\), f32\[63,8\] returned .*uneven="keep" returns',
+        r'x: f32\[63@data,8\] inside \(512 B a device\), f32\[63,8\] returned .*pad the array',
     ),
     "a second split": (
         twice, {}, X[:8],
@@ -128,7 +128,6 @@ WARNED = {
 }  # fmt: skip
 SILENT = {
     "even": (lambda x: gshard.split(x, 0, "data") * 2, {}, X[:8]),
-    "kept": (lambda x: gshard.split(x, 0, "data") * 2, {"uneven": "keep"}, X),
     "a reshard": (reshard, {}, X[:8]),
     "a row for another function": (named, {"layout": OTHERS}, X[:8]),
     "other names": (lambda x: jax.lax.with_sharding_constraint(x, on(a=4, b=1, c=2)) * 2, {}, X[:8]),

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from checked_calls import allowed_to_refuse, called, leaves_of, said_by, unpartitioned
+from checked_calls import allowed_to_refuse, called, said_by, unpartitioned
 from placed import PLACES, mesh_of
 from small_programs import PROGRAMS, RULES, numbers, register
 
@@ -75,7 +75,7 @@ def options_of(option, mesh, arguments, function):
         "plain": {}, "in": {"in_shardings": P(None, axis)}, "out": {"out_shardings": P()},
         "in and out": {"in_shardings": P(axis), "out_shardings": P()},
         "layout": {"layout": gshard.Layout(batch=axis), "names": "_ batch"},
-        "kept": {"uneven": "keep"}, "donated": {"donate_argnums": 0}, "limited": {"memory_limit": "64KiB"},
+        "donated": {"donate_argnums": 0}, "limited": {"memory_limit": "64KiB"},
         "search": {"search": 0.1, "machine": "h100:1x8"},
         "machine": {"machine": "h100:1x8", "collective_matmul": True}, "unused": {"keep_unused": True},
     }  # fmt: skip
@@ -86,12 +86,12 @@ def options_of(option, mesh, arguments, function):
 
 
 OPTIONS = (
-    "plain", "plain", "in", "out", "in and out", "layout", "kept", "donated", "limited", "search", "machine", "plan",
+    "plain", "plain", "in", "out", "in and out", "layout", "donated", "limited", "search", "machine", "plan",
     "unused",
 )  # fmt: skip
 ways = st.sampled_from(tuple(PLACES))
 # JAX transforms only its own arrays, and those of Explicit meshes only under their mesh.
-arrays = st.sampled_from([way for way in PLACES if "kept" not in way and "explicit" not in way])
+arrays = st.sampled_from([way for way in PLACES if "explicit" not in way])
 programs = st.sampled_from(tuple(PROGRAMS))
 meshes = st.sampled_from(tuple(MESHES))
 indices = st.integers(0, 99)
@@ -115,8 +115,8 @@ class Histories(RuleBasedStateMachine):
 
     def check(self, k, arguments, times, where):
         """Calls a function so many times with the same arguments; donated ones are copied for each."""
-        whole = jax.tree.map(np.array, leaves_of(arguments))
-        tree = jax.tree.structure(arguments, is_leaf=lambda v: isinstance(v, gshard.stages.UnevenArray))
+        whole = jax.tree.map(np.array, jax.tree.leaves(arguments))
+        tree = jax.tree.structure(arguments)
         want = unpartitioned(k.small.function, jax.tree.unflatten(tree, whole))
         for i in range(times):
             given = arguments
@@ -125,7 +125,8 @@ class Histories(RuleBasedStateMachine):
             said = None if isinstance(k.call, gshard.stages.Compiled) else said_by(k.jitted, given)
             with allowed_to_refuse(k.small.function, given, k.under):
                 got = called(k.call, given, want, donated=k.donated, said=said, where=f"{k!r}, {where}, call {i}")
-                self.results = [x for x in leaves_of(got) if x.dtype == np.int32 and x.ndim == 2][:2] or self.results
+                kept = [x for x in jax.tree.leaves(got) if x.dtype == np.int32 and x.ndim == 2]
+                self.results = kept[:2] or self.results
         k.last = arguments
 
     # What makes functions.
@@ -233,7 +234,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(i=indices, both=st.tuples(arrays, arrays), seed=indices, inside=st.booleans())
     def differentiated(self, i, both, seed, inside):
-        k = self.one(i, ("limited", "plan", "set", "donated", "kept"))
+        k = self.one(i, ("limited", "plan", "set", "donated"))
         if not k or not k.small.linear:
             return
 

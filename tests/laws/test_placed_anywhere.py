@@ -21,7 +21,7 @@ GRID = {"a": 2, "b": 4}
 FAST = ("unmarked", "crossed", "ring product", "reductions")
 FEW = (
     "numpy", "another device", "rows", "columns", "turned, rows", "other names", "reversed, whole", "shuffled, both",
-    "half, rows", "result, rows", "kept rows", "an axis of size 1, named",
+    "half, rows", "result, rows", "an axis of size 1, named",
 )  # fmt: skip
 SHAPES = {"square": (8, 8), "uneven": (13, 11), "tall": (16, 8)}
 ON = {"2x4": GRID, "8": {"a": 8}, "2x2x2": {"b": 2, "a": 2, "c": 2}}
@@ -31,13 +31,13 @@ OPTIONS = {
     "in and out": {"in_shardings": P("a"), "out_shardings": P()},
     "layout": {"layout": gshard.Layout(batch="a"), "names": "_ batch"},
     "donated": {"donate_argnums": 0}, "searched": {"search": 0.1, "machine": "h100:1x8"},
-    "limited": {"memory_limit": "1MiB"}, "kept": {"uneven": "keep"}, "all arguments": {"keep_unused": True},
+    "limited": {"memory_limit": "1MiB"}, "all arguments": {"keep_unused": True},
 }  # fmt: skip
 
 
 def as_they_come(arguments, in_shardings):
     """The arguments in the memories in which the program gets them: ``in_shardings`` name that of the devices."""
-    leaves, tree = jax.tree.flatten(list(arguments), is_leaf=lambda x: isinstance(x, gshard.stages.UnevenArray))
+    leaves, tree = jax.tree.flatten(list(arguments))
     given = jax.tree.leaves(in_shardings, is_leaf=lambda spec: spec is None or isinstance(spec, P))
     specs = given if len(given) == len(leaves) else given * len(leaves)
 
@@ -97,22 +97,19 @@ def test_an_argument_without_readers_has_an_order_of_its_own(reads, keep):
     assert not gshard.explain(jitted, *placed).bytes_by_kind or reads == "no element"
 
 
-@pytest.mark.parametrize("option", ["plain", "in_shardings", "kept"])
+@pytest.mark.parametrize("option", ["plain", "in_shardings"])
 @pytest.mark.one_in(2)
 def test_uneven_sizes(option):
-    """Also arrays in padded parts, as other functions return them: cut alike, otherwise, and on another mesh."""
-    kept = "kept rows", "kept columns", "kept rows of another mesh"
-    ways = *kept, "numpy", "columns", "reversed, rows", "half, whole"
+    ways = "numpy", "columns", "reversed, rows", "half, whole"
     check("crossed", ways, (13, 11), **OPTIONS[option])
     for name in ("loop", "unread"):
         check(name, ways, (13, 11), {"a": 8}, **OPTIONS[option])
 
 
-@pytest.mark.parametrize("option", ["plain", "kept"])
-def test_a_donated_array_is_overwritten_only_where_it_is(option):
+def test_a_donated_array_is_overwritten_only_where_it_is():
     """One that has to be moved is copied: it, and all that it shares memory with, stays."""
     mesh, x = mesh_of(d=8), numbers((16, 8), 1)
-    jitted = gshard.jit(lambda x: gshard.split(x, 0, 8) + 1, mesh=mesh, donate_argnums=0, **OPTIONS[option])
+    jitted = gshard.jit(lambda x: gshard.split(x, 0, 8) + 1, mesh=mesh, donate_argnums=0)
     for _ in range(3):
         for way in FEW:
             (placed,) = (PLACES[way](x, mesh),)

@@ -213,15 +213,6 @@ def test_a_state_is_sharded_alike_after_every_call(shape):
         states.append(after)
 
 
-@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_a_donated_argument_of_padded_parts_becomes_an_ordinary_result():
-    x = np.arange(30, dtype=np.float32).reshape(6, 5)
-    padded = gshard.jit(lambda w: gshard.split(w, 0, 4) * 2, mesh=4, uneven="keep")(x)
-    assert isinstance(padded, gshard.stages.UnevenArray)
-    result = gshard.jit(lambda w: w + 1, mesh=4, donate_argnums=0)(padded)
-    np.testing.assert_array_equal(result, 2 * x + 1)
-
-
 # Batch and length joined, and masks: what is planned where a dimension that is split becomes a part of another one.
 def flattened(x, w, v):
     return (x.reshape(64, 64) @ w) @ v

@@ -9,6 +9,9 @@ from jax.experimental.pallas import tpu
 from jax.sharding import PartitionSpec as P
 
 import gshard
+from gshard.core.plan import Boundary
+from gshard.stages import propagate, trace
+from gshard.testing.rule_checks import emit
 from harness import kernel
 
 
@@ -23,9 +26,9 @@ def test_a_mapped_kernel_sends_nothing(n, rng):
     def f(x, scale):
         return jax.tree.map(jnp.sin, jax.vmap(kernel, (0, None))(gshard.split(x, 0, 8), scale))
 
-    partitioned = gshard.jit(f, mesh=8, uneven="keep")
+    partitioned = gshard.jit(f, mesh=8)
     same(jax.tree.map(np.asarray, partitioned(x, scale)), jax.jit(f)(x, scale))
-    assert not partitioned.lower(x, scale).spmd.collectives
+    assert not emit(propagate(trace(f, x, scale), gshard.Mesh.of(8), boundary=Boundary(keep_uneven=True))).collectives
 
 
 def prefetched(order, x):

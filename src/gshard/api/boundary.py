@@ -139,8 +139,7 @@ def of_results(options: Options, jaxpr: Any, out_tree: Any) -> Results:
     """What ``out_shardings`` of a function say of each flat result: a mark, and the memory in which it leaves."""
     results = jax.tree.unflatten(out_tree, shapes_of(jaxpr.out_avals))
     marks = marks_of_specs("out_shardings", options.out_shardings, results)
-    even = not options.keep_uneven  # refuses what does not divide
-    said = [None if m is None else dataclasses.replace(m, even=even) for m in marks]
+    said = [None if m is None else dataclasses.replace(m, even=True) for m in marks]  # refuses what does not divide
     kinds = [memory_of(spec) for _, spec, _ in spread("out_shardings", options.out_shardings, results)]
     return tuple(zip(said, kinds, strict=True))
 

@@ -17,7 +17,7 @@ import jax
 
 from gshard.api.jit import Programs
 from gshard.api.lowered import Lowered, by_dispatch, is_on_cpu, placed_arguments
-from gshard.api.signature import Place, Signature
+from gshard.api.signature import Signature, committed_to
 from gshard.api.target import Options
 from gshard.core import jax_adapter_jit as by_jax
 from gshard.core.errors import PlanError, ShardingError
@@ -50,7 +50,7 @@ class OfJaxpr:
 
     def run(self, jaxpr: Any, arguments: Sequence[Any]) -> by_jax.Ran:
         """Calls it."""
-        lowered = self._lowered(jaxpr, list(map(Place.of, arguments)))
+        lowered = self._lowered(jaxpr, list(map(committed_to, arguments)))
         placed = placed_arguments(lowered, arguments)
         executable = lowered.executable
         results = lowered.flat_results(executable(*placed.arrays), arguments)
@@ -61,9 +61,9 @@ class OfJaxpr:
 
     def lowered(self, jaxpr: Any, types: Sequence[tuple[Any, Any]], trees: tuple[Any, Any]) -> Lowered:
         """The chain for arguments of these types and shardings; arguments and results have these structures."""
-        return self._lowered(jaxpr, [Place(sharding) for _, sharding in types]).structured(*trees)
+        return self._lowered(jaxpr, [sharding for _, sharding in types]).structured(*trees)
 
-    def _lowered(self, jaxpr: Any, places: Sequence[Place]) -> Lowered:
+    def _lowered(self, jaxpr: Any, places: Sequence[Any]) -> Lowered:
         in_tree = jax.tree.structure((tuple(0 for _ in places), {}))
         out_tree = jax.tree.structure([0] * len(jaxpr.out_avals))
         names, donated = self._jitted.argument_names, self._jitted.donated

@@ -8,7 +8,7 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, Self, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypedDict, TypeVar, Unpack, overload
 
 import jax
 
@@ -24,9 +24,9 @@ from gshard.api.boundary import (
 from gshard.api.lowered import Lowered, Traced, by_dispatch, captured_arrays, is_on_cpu, placed_arguments
 from gshard.api.names import names_of_arguments, with_names_of_arguments
 from gshard.api.signature import (
-    Place,
     Signature,
     brought,
+    committed_to,
     log_new_kind,
     type_to_trace,
     without_explicit_axes,
@@ -35,7 +35,7 @@ from gshard.api.specs import memories_of, told
 from gshard.api.target import Options, Target
 from gshard.api.transformations import call, refuse_in_region, refuse_references
 from gshard.api.wrapped import refuse_device, unwrapped
-from gshard.core.errors import ArgumentError, ShardingError
+from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_context import with_mesh_for_specs
 from gshard.core.jax_adapter_dispatch import (
@@ -59,7 +59,6 @@ from gshard.core.phases import collected_seldom, phase
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
-from gshard.core.uneven import UnevenArray
 from gshard.device.machine import Machine
 from gshard.language.registry import cleared_with_rules
 from gshard.planning.collective_matmuls import CollectiveMatmul
@@ -118,7 +117,7 @@ class Programs:
     ) -> Lowered:
         options, closed_over = self.options, references_in(jaxpr)
         types = [*map(array_type_of, signature.avals), *(array_type_of(type_of_reference(x)) for x in closed_over)]
-        arrays = [(a, place.sharding) for a, place in zip(types, signature.places, strict=True)]
+        arrays = list(zip(types, signature.places, strict=True))
         whole = self._with_marked_results(jaxpr, signature)
         program = _program(whole, self.name, signature.anywhere, options.layout, options.finite)
         if self._last is not None:
@@ -133,12 +132,9 @@ class Programs:
             program = with_names_of_arguments(
                 program, names_of_arguments(positional, options.names, args, kwargs), given
             )
-        first = len(program.captured)
-        padded = {first + i: x.partitioning for i, x in enumerate(signature.places) if x.partitioning is not None}
         target = target.in_best_order(program)
         made = Lowered(
-            program, target, signature.in_tree, signature.avals, signature.donated, padded, tuple(closed_over),
-            self._told,
+            program, target, signature.in_tree, signature.avals, signature.donated, tuple(closed_over), self._told,
         )  # fmt: skip
         # The state that comes back from a first call has shardings of its own and mostly the same plan: one executable.
         return next((other for other in known if other.is_as(made)), made)
@@ -170,13 +166,13 @@ class Programs:
         given = marks_of_in_shardings(options.in_shardings, self.name, positional, args, kwargs)
         target = options.target()
         pairs = zip(signature.avals, signature.places, strict=False)
-        marks = [mark_of_sharding(place.sharding, len(a.shape), target.mesh) for a, place in pairs]
+        marks = [mark_of_sharding(sharding, len(a.shape), target.mesh) for a, sharding in pairs]
         marks[: len(given)] = [said or own for said, own in zip(given, marks, strict=False)]
         names = names_of_arguments(positional, options.names, args, kwargs)
         inputs = tuple((None, None) for _ in (*captured, *constants)) + tuple(zip(marks, names, strict=True))
         if any(x is not None for pair in inputs for x in pair):
             whole = marked(whole, inputs, ())
-        arrays = [*captured, *constants, *(x.whole() if isinstance(x, UnevenArray) else x for x in leaves)]
+        arrays = [*captured, *constants, *leaves]
         if not is_staging():
             refuse_references(arrays, self.name)
         try:
@@ -421,11 +417,6 @@ class Jitted(Generic[P, R]):
     def _lowered(self, call: _Call) -> Lowered:
         return self._programs.lowered(call.jaxpr, call.signature, call.positional)
 
-    def _whole(self, x: Any) -> Any:
-        """An argument; what is in padded parts on other devices is made whole."""
-        is_elsewhere = isinstance(x, UnevenArray) and (self.options.mesh is None or x.mesh != self.options.mesh)
-        return x.whole() if is_elsewhere else x
-
     def _read(self, args: Any, kwargs: Any, is_searched: bool = False) -> _Call:
         """What JAX traces for a call, and where the arguments lie.
 
@@ -437,7 +428,6 @@ class Jitted(Generic[P, R]):
         arrays = [a for i, a in enumerate(args) if i not in static]
         named = {k: v for k, v in kwargs.items() if k not in self._static_names}
         leaves, tree = jax.tree.flatten((tuple(arrays), named))
-        leaves = list(map(self._whole, leaves))
         shapes = list(map(type_to_trace, leaves))
         in_shardings = self.options.in_shardings
         if in_shardings is not None and any(isinstance(x, jax.core.ShapedArray) for x in shapes):  # in host memory
@@ -468,7 +458,7 @@ class Jitted(Generic[P, R]):
         names = argument_names(traced.jaxpr)[len(constants) :]
         refuse_other_types(name_of(self._f), names, traced.jaxpr.in_avals[len(constants) :], traced.jaxpr.out_avals)
         donated = traced.donate_argnums if self._donates else ()
-        places = [Place.of(x) for x in leaves]
+        places = [committed_to(x) for x in leaves]
         signature = Signature.of(
             jaxpr, jaxpr.in_avals[len(constants) :], tree, jax.tree.structure(traced.out_info), names, donated, places
         )
@@ -504,7 +494,6 @@ class JitOptions(TypedDict, total=False):
     backend: str | None
     machine: str | Machine | None
     strict: bool | float
-    uneven: Literal["gather", "keep"]
     collective_matmul: bool | int | CollectiveMatmul | None
     memory_limit: int | str | None
     plan: Plan | SavedPlan | None
@@ -547,7 +536,6 @@ def jit(
     backend: str | None = None,
     machine: str | Machine | None = None,
     strict: bool | float = False,
-    uneven: Literal["gather", "keep"] = "gather",
     collective_matmul: bool | int | CollectiveMatmul | None = None,
     memory_limit: int | str | None = None,
     plan: Plan | SavedPlan | None = None,
@@ -580,9 +568,6 @@ def jit(
             nothing, and what the function says and gshard does not keep (``explain(...).lists["dropped"]``). A number
             of bytes also refuses a program in which each device sends more than that in one call, and names the lines
             that do.
-        uneven: what becomes of results that are split in a dimension which does not divide: ``"gather"`` makes it
-            whole, since JAX has no such arrays, or splits an unmarked result along another one if that sends
-            less; ``"keep"`` returns an ``UnevenArray``, which the next call takes without moving it.
         collective_matmul: which contractions run part by part instead of after a gather of an operand or before a
             scatter of the result (figure 4c of the paper): True takes those that send no more bytes so, a number those
             for which a device would hold more bytes than that, and ``CollectiveMatmul`` says it in detail. None
@@ -625,8 +610,6 @@ def jit(
         hint = "Write gshard.jit(f, mesh=8), or @gshard.jit(mesh=8) above a function."
         raise ArgumentError(f"Expected a function, got {what}.", user_line(), hint=hint)
     refuse_device("gshard.jit", device if backend is None else backend)
-    if uneven not in ("gather", "keep"):
-        raise ShardingError(f"uneven={uneven!r} is not known.", hint='Write uneven="gather" or uneven="keep".')
     as_of_jax: dict[str, Any] = {
         "in_shardings": in_shardings, "out_shardings": out_shardings, "keep_unused": keep_unused,
         "compiler_options": dict(compiler_options or {}),
@@ -642,6 +625,6 @@ def jit(
         mesh = inner.options.mesh if isinstance(inner, Jitted) else own_mesh
     options = Options.of(
         mesh, strict, memory_limit, plan, layout, names=names, collective_matmul=collective_matmul,
-        keep_uneven=uneven == "keep", machine=machine, search=search, finite=bool(finite), **as_of_jax,
+        machine=machine, search=search, finite=bool(finite), **as_of_jax,
     )  # fmt: skip
     return Jitted(by_jax, options)

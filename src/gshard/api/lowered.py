@@ -33,9 +33,7 @@ from gshard.core.mesh import Mesh
 from gshard.core.phases import phase
 from gshard.core.plan import Boundary, Plan
 from gshard.core.program import Program
-from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
-from gshard.core.uneven import UnevenArray
 from gshard.emit.compile import Executable, compiled_with_constants, named_sharding
 from gshard.explanation.warnings import warn_of
 from gshard.lowering.pipeline import Planned
@@ -67,15 +65,9 @@ def arguments_for(lowered: Lowered, args: Any, kwargs: Any) -> list[Any]:
         )
     wrong = []
     for i, (x, ours) in enumerate(zip(leaves, lowered.avals, strict=True)):
-        padded = lowered.padded.get(len(lowered.program.captured) + i)
-        if isinstance(x, UnevenArray) and (x.partitioning, x.mesh) != (padded, lowered.mesh):
-            leaves[i] = x = x.whole()
-        theirs = jax.core.ShapedArray(x.shape, x.dtype) if isinstance(x, UnevenArray) else jax.typeof(x)
-        is_whole = padded is not None and not isinstance(x, UnevenArray)
-        if is_whole or _kind(theirs) != _kind(ours):
-            parts = " in padded parts" if is_whole else ""
-            called = theirs.str_short()
-            wrong.append(f"Argument '{names[i]}' compiled with {ours.str_short()}{parts} and called with {called}")
+        theirs = jax.typeof(x)
+        if _kind(theirs) != _kind(ours):
+            wrong.append(f"Argument '{names[i]}' compiled with {ours.str_short()} and called with {theirs.str_short()}")
     if wrong:
         raise ArgumentError(
             f"Argument types differ from the types for which {name} was compiled. The mismatches are:\n"
@@ -96,10 +88,6 @@ def _kind(aval: Any) -> tuple[Any, ...]:
 def standalone(lowered: Any) -> Any:
     """The ``jax.stages.Compiled`` of a program's flat arguments and flat results."""
     name = lowered.program.name
-    outputs = zip(lowered.spmd.out_shardings, lowered.program.block.outputs, strict=True)
-    if lowered.padded or not all(s.is_even(lowered.mesh, v.shape) for s, v in outputs):
-        padded = 'takes or returns arrays in padded parts (uneven="keep")'
-        raise _refused(name, padded, 'Leave out uneven="keep" for it.')
     if names_devices(lowered.spmd.jaxpr):
         raise _refused(name, "calls back to Python", "Leave out callbacks (jax.debug.print, pure_callback) in it.")
     if lowered.spmd.in_orders or lowered.spmd.out_orders:
@@ -169,7 +157,6 @@ class Lowered(_Stage):
         in_tree: the structure of ``(positional, named)`` arguments.
         avals: JAX's types of the flat arguments.
         donated: arguments whose memory the results may take.
-        padded: inputs that come in padded parts, and how they are cut.
         closed_over: the references that the function closes over; the program takes them after the arguments.
         told: the kinds of warnings that the function had.
         moved: the committed arguments that calls have moved.
@@ -181,7 +168,6 @@ class Lowered(_Stage):
     in_tree: Any
     avals: tuple[Any, ...]
     donated: frozenset[int]
-    padded: Mapping[int, Sharding] = dataclasses.field(default_factory=dict)
     closed_over: tuple[Any, ...] = ()
     told: set[str] = dataclasses.field(default_factory=set)
     moved: set[int] = dataclasses.field(default_factory=set, init=False)
@@ -207,7 +193,7 @@ class Lowered(_Stage):
     def _planned(self) -> Planned:
         donated = tuple(len(self.program.captured) + i for i in sorted(self.donated))
         with phase("planning", self.program.name, self.mesh.size):
-            return self.target.planned(self.program, Boundary(donated, self.padded, self.target.keep_uneven))
+            return self.target.planned(self.program, Boundary(donated))
 
     planning_seconds = _of("_planned.planning_seconds", "Processor time that planning took.")
 
@@ -258,7 +244,7 @@ class Lowered(_Stage):
         belongs to the program, and is the same again where values are split in the same way (``planning.settled``).
         """
         alike = self.program.block is other.program.block and self.in_tree == other.in_tree
-        same = self.target == other.target and self.donated == other.donated and self.padded == other.padded
+        same = self.target == other.target and self.donated == other.donated
         ours, theirs = self.program, other.program
         same = same and ours.input_memories == theirs.input_memories and ours.output_memories == theirs.output_memories
         if not (alike and same):
@@ -275,17 +261,16 @@ class Lowered(_Stage):
         return frozenset(range(count)) - {i - first for i in kept_arguments(self.executable.compiled)}
 
     def flat_results(self, arrays: Sequence[Any], leaves: Sequence[Any] = ()) -> list[Any]:
-        """The executable's results, those in padded parts as ``UnevenArray``.
+        """The executable's results without those that are final values of references, which are written into these.
 
-        The final values of references are written into these; ``leaves`` are the arguments of the call.
+        ``leaves`` are the arguments of the call.
         """
         if self.program.references:
             first, count = len(self.program.captured), len(self.program.references)
             every = (*leaves, *self.closed_over)
             write_back([every[i - first] for i in self.program.references], arrays[len(arrays) - count :])
             arrays = arrays[: len(arrays) - count]
-        found = zip(self.program.block.outputs, self._out_meshes, self.spmd.out_shardings, arrays, strict=False)
-        return [x if s.is_even(mesh, v.shape) else UnevenArray(x, v.shape, s, mesh) for v, mesh, s, x in found]
+        return list(arrays)
 
     # As jax.stages.Lowered.
 
@@ -491,7 +476,7 @@ def placed_arguments(lowered: Lowered, leaves: Sequence[Any]) -> Placed:
     donated, unread, targets = lowered.donated, lowered.unread, lowered.argument_shardings
     layouts = input_layouts(lowered.executable.compiled, len(lowered.program.captured))
     _check(lowered, leaves)
-    arrays = [x.padded if isinstance(x, UnevenArray) else x for x in leaves]
+    arrays = list(leaves)
     moved = [i for i, x in enumerate(arrays) if i not in unread and not _lies_so(x, targets[i], layouts.get(i))]
     if not moved:
         return Placed(arrays, True)
@@ -532,8 +517,7 @@ def by_dispatch(lowered: Lowered, placed: Placed, leaves: Sequence[Any], results
     """What JAX's dispatch in C++ runs from now on for arguments that lie like these; None if each call needs Python."""
     executable = lowered.executable
     reordered = executable.spmd.in_orders or executable.spmd.out_orders
-    ours = lowered.program.references or any(isinstance(x, UnevenArray) for x in (*results, *leaves))
-    if ours or reordered or not placed.by_dispatch:
+    if lowered.program.references or reordered or not placed.by_dispatch:
         return None
     return fast_path(executable.compiled, lowered.out_tree, results, executable.captured, len(leaves))
 
@@ -602,6 +586,4 @@ def _check(lowered: Lowered, leaves: Sequence[Any]) -> None:
 
 def _is_at(x: Any, target: Any) -> bool:
     """Whether an array is on the devices of a sharding as this says, in whatever words."""
-    if isinstance(x, UnevenArray):
-        return bool(x.sharding == target)
     return isinstance(x, jax.Array) and x.sharding.is_equivalent_to(target, x.ndim)

@@ -23,8 +23,6 @@ from gshard.core.jax_adapter_references import (
     write,
 )
 from gshard.core.memory_kinds import is_in_host_space, is_on_host, shape_in_memory, shape_of_type, space
-from gshard.core.sharding import Sharding
-from gshard.core.uneven import UnevenArray
 from gshard.language.registry import rules_version
 
 # Reads references (``jax.Ref``) that are passed or closed over before a call, and writes them after it.
@@ -86,10 +84,9 @@ def type_to_trace(x: Any) -> Any:
         return shape_to_trace(aval)
     if isinstance(x, jax.Array):
         return shape_to_trace(jax.typeof(x))
-    if isinstance(x, jax.ShapeDtypeStruct | UnevenArray):
+    if isinstance(x, jax.ShapeDtypeStruct):
         on_host = is_in_host_space(getattr(x.sharding, "memory_kind", None))
-        weak = isinstance(x, jax.ShapeDtypeStruct) and bool(x.weak_type)
-        return shape_in_memory(x.shape, x.dtype, on_host=on_host, weak_type=weak)
+        return shape_in_memory(x.shape, x.dtype, on_host=on_host, weak_type=bool(x.weak_type))
     return x
 
 
@@ -105,22 +102,10 @@ def brought(shape: Any, on_host: bool) -> Any:
     return shape_to_trace(shape.update(memory_space=space(on_host)))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Place:
-    """Where one flat argument lies, as far as a program depends on it."""
-
-    sharding: Any = None  # of an array that is committed to one; None if JAX may place it
-    partitioning: Sharding | None = None  # how the padded parts of an ``UnevenArray`` are cut
-
-    @staticmethod
-    def of(x: Any) -> Place:
-        """Reads an argument."""
-        if isinstance(x, UnevenArray):
-            return Place(x.sharding, x.partitioning)
-        has_one = isinstance(x, jax.Array | jax.ShapeDtypeStruct) or is_reference(x)
-        if not has_one or isinstance(x, jax.core.Tracer) or not getattr(x, "committed", True):
-            return Place()
-        return Place(x.sharding)
+def committed_to(x: Any) -> Any:
+    """The sharding of an argument that is committed to one; None if JAX may place it."""
+    has_one = isinstance(x, jax.Array | jax.ShapeDtypeStruct) or is_reference(x)
+    return x.sharding if has_one and not isinstance(x, jax.core.Tracer) and getattr(x, "committed", True) else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,13 +117,14 @@ class Signature:
     out_tree: Any  # the structure of the results
     names: tuple[str, ...]  # of the flat arguments, in the user's terms
     donated: frozenset[int]  # the flat arguments whose memory results may take
-    places: tuple[Place, ...]  # where the flat arguments lie, then the references that the function closes over
+    # the sharding to which each flat argument, then each reference that the function closes over, is committed, or None
+    places: tuple[Any, ...]
     rules: Hashable  # the version of the user's rules
 
     @staticmethod
     def of(
         jaxpr: Any, avals: Sequence[Any], in_tree: Any, out_tree: Any, names: Sequence[str], donated: Iterable[int],
-        places: Sequence[Place],
+        places: Sequence[Any],
     ) -> Signature:  # fmt: skip
         """The signature of a closed jaxpr for arguments of these types in these places."""
         references = references_in(jaxpr)
@@ -146,7 +132,7 @@ class Signature:
         written = (i for i, is_written in enumerate(are_written) if is_written)
         return Signature(
             tuple(avals), in_tree, out_tree, tuple(names), frozenset((*donated, *written)),
-            (*places, *map(Place.of, references)), rules_version(),
+            (*places, *map(committed_to, references)), rules_version(),
         )  # fmt: skip
 
     @property
@@ -195,7 +181,7 @@ def _difference(now: Signature, last: Signature) -> str:
 
 
 def _texts(signature: Signature) -> list[tuple[str, str]]:
-    """The type and the place of each argument."""
+    """The type of each argument and where it lies."""
     pairs = zip(signature.avals, signature.places, strict=False)
     weak = ((a.str_short() + (" (weak type)" if getattr(a, "weak_type", False) else ""), x) for a, x in pairs)
-    return [(text, "not placed" if x.sharding is None else f"on {x.sharding}") for text, x in weak]
+    return [(text, "not placed" if sharding is None else f"on {sharding}") for text, sharding in weak]

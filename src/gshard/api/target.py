@@ -39,7 +39,6 @@ class _Kept:
     budget: float | None = None  # bytes that each device may send in one call
     leaves_by_axes: bool = False  # split results over whole axes of the mesh only, as JAX does for Explicit axes
     has_places: bool = False  # marks in the function already say where its arguments lie
-    keep_uneven: bool = False  # return results in padded parts where parts are unequal
     memory_limit: int | None = None  # bytes that a device may hold; values are recomputed to keep to it
     keep_unused: bool = False  # pass XLA the arguments that nothing reads
     compiler_options: tuple[tuple[str, Any], ...] = ()  # XLA's, as pairs

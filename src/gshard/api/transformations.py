@@ -238,7 +238,7 @@ def call(jaxpr: Any, target: Target, arguments: Sequence[Any]) -> list[Any]:
     here = mesh_of_context()
     named = here is not None and bool(here.explicit_axes)  # JAX names axes of this mesh for results, or refuses them
     given = target.leaves_by_axes
-    target = dataclasses.replace(target, reorders=False, keep_uneven=False, leaves_by_axes=named or given)
+    target = dataclasses.replace(target, reorders=False, leaves_by_axes=named or given)
     if target.mesh.devices is None:
         return call_p.bind(*arguments, jaxpr=jaxpr, target=target)  # type: ignore[no-any-return]
     over = target.mesh.jax_mesh

@@ -562,5 +562,5 @@ def _check_even(dims: list[Atoms | None], shape: tuple[int, ...], mesh: Mesh) ->
         if n % (parts := mesh.count(atoms or ())):
             raise ShardingError(
                 f"dimension {d} of a result has {n} elements, which cannot leave in {parts} equal parts.",
-                hint='Give a spec that divides it, leave it open, or take padded parts with uneven="keep".',
+                hint="Give a spec that divides it, leave it open, or pad the array.",
             )

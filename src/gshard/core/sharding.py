@@ -136,3 +136,27 @@ def common_prefix(a: Atoms, b: Atoms) -> Atoms:
             break
         k += 1
     return a[:k]
+
+
+def cut_evenly(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> Sharding:
+    """The sharding reduced to the leading atoms of each dimension that split it into equal parts.
+
+    >>> cut_evenly(Sharding((("x", "y"), ("z",))), (6, 5), Mesh.abstract(x=2, y=2, z=2)).dims
+    (('x',), ())
+    """
+    dims = []
+    for n, atoms in zip(shape, sharding.dims, strict=True):
+        while n % mesh.count(atoms):
+            atoms = atoms[:-1]
+        dims.append(atoms)
+    return Sharding(tuple(dims))
+
+
+def padded_shape(sharding: Sharding, mesh: Mesh, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an array with every dimension rounded up to equal parts.
+
+    >>> padded_shape(Sharding((("x",), ())), Mesh.abstract(x=2), (5, 3))
+    (6, 3)
+    """
+    parts = zip(sharding.local_shape(mesh, shape), sharding.dims, strict=True)
+    return tuple(n * mesh.count(atoms) for n, atoms in parts)

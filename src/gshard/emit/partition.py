@@ -29,9 +29,8 @@ from gshard.core.plan import ManualAxes, Plan, Ring, entering, leaving, manual_a
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import NO_CONTEXT, Block, Constant, Equation, Value, itemsize, type_text
 from gshard.core.rule import operand_sharding, result_sharding
-from gshard.core.sharding import Sharding
+from gshard.core.sharding import Sharding, padded_shape
 from gshard.core.spmd import Collective, SpmdProgram
-from gshard.core.uneven import padded_shape
 from gshard.core.xla_workarounds import ppermute
 from gshard.language.per_device import apart, moved_over
 from gshard.language.region import REGIONS, Interpreter

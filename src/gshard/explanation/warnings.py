@@ -15,8 +15,7 @@ from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan, local_bytes
 from gshard.core.program import Block, Equation, Program, Value, format_bytes
 from gshard.core.rule import Split, operand_sharding, parts, result_sharding
-from gshard.core.sharding import Sharding
-from gshard.core.uneven import cut_evenly
+from gshard.core.sharding import Sharding, cut_evenly
 from gshard.device.fusion_model import is_product
 from gshard.naming.array_names import ArrayNames
 from gshard.planning.propagated import Arrays, arrays_of, candidates
@@ -93,7 +92,7 @@ def _rows(plan: Plan, names: ArrayNames | None) -> Iterator[str]:
         shown = [s.format(mesh, v.shape, v.dtype_name) for s in (inside, leave)]
         sizes = [format_bytes(local_bytes(v, s, mesh)) for s in (inside, leave)]
         way = (
-            'uneven="keep" returns the uneven shards'
+            "to keep the shards, pad the array to a size that divides"
             if even != inside
             else "to keep the shards, make this part of the axis an axis of the mesh"
         )

@@ -22,8 +22,7 @@ from gshard.core.plan import Plan, local_bytes
 from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Equation, Program, Value, short_dtype
 from gshard.core.rule import PARALLEL, REDUCE, Rule, Split, operand_sharding, result_sharding
-from gshard.core.sharding import Sharding
-from gshard.core.uneven import padded_shape
+from gshard.core.sharding import Sharding, padded_shape
 from gshard.device.cost import kernel_cost
 from gshard.device.fusion_model import (
     Kernel,

@@ -10,8 +10,7 @@ from gshard.core.mark import Demand, Mark, resolve
 from gshard.core.mesh import Mesh
 from gshard.core.plan import AS_MARKED, Boundary, Plan, Reason, manual_axes
 from gshard.core.program import MESH, Constant, Equation, Program, Value
-from gshard.core.sharding import Sharding
-from gshard.core.uneven import cut_evenly
+from gshard.core.sharding import Sharding, cut_evenly
 
 
 def _demand_of(e: Equation, mesh: Mesh, program: Program) -> Demand:
