@@ -80,7 +80,6 @@ def main() -> None:
         "gather": {"dispatch": "gather"},
         "ragged_all_to_all": {"dispatch": "ragged_all_to_all"},
         "gather, all": {"dispatch": "gather", "capacity_factor": math.inf},
-        "ragged, all": {"dispatch": "ragged"},
         "ragged_all_to_all, all": {"dispatch": "ragged_all_to_all", "capacity_factor": math.inf},
     }
     for name, change in rows.items():

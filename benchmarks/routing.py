@@ -3,7 +3,7 @@
 A token that visits k experts of H hidden units takes the products of a dense layer of k * H, whatever E. What is above
 the dense layer is routing, moving rows, empty slots, and products that a form makes for nothing. Rows: the dense layer,
 ``einsum`` and ``gather`` with slots for 1.25 times an even load (they drop tokens), ``gather`` with slots for all,
-``blocks`` and ``ragged``, which drop nothing, and ``ragged_all_to_all`` with room for 1.25 times an even load and for
+``blocks``, which drops nothing, and ``ragged_all_to_all`` with room for 1.25 times an even load and for
 all.
 
 Columns: FLOPs a token that XLA counts in the compiled program (a scan's body counts once there, so ``blocks`` has none;
@@ -35,7 +35,6 @@ ROWS = {
     "gather, 1.25": {"dispatch": "gather", "capacity_factor": 1.25},
     "gather, all": {"dispatch": "gather", "capacity_factor": math.inf},
     "blocks": {"dispatch": "blocks"},
-    "ragged": {"dispatch": "ragged"},
     "all-to-all, 1.25": {"dispatch": "ragged_all_to_all", "capacity_factor": 1.25},
     "all-to-all, all": {"dispatch": "ragged_all_to_all", "capacity_factor": math.inf},
 }
@@ -101,7 +100,7 @@ def main() -> None:
     rows = layers(options)
     x_BLM = jax.random.normal(jax.random.key(2), (1, options.tokens, options.model))
     with jax.default_matmul_precision("highest"):  # on a GPU the default is TF32
-        dropless = ("gather, all", "blocks", "ragged", "all-to-all, all")
+        dropless = ("gather, all", "blocks", "all-to-all, all")
         full = [f(params, x_BLM) for name, (f, params) in rows.items() if name in dropless]
     assert all(jnp.allclose(full[0], other, rtol=1e-3, atol=1e-4) for other in full[1:]), "dropless forms disagree"
     print(f"{options.tokens} tokens, M={options.model}, H={options.hidden}, E={options.experts}, k={options.top_k}, "

@@ -13,6 +13,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import builtins
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -81,8 +82,8 @@ print(f"\n{told}")
 # Each layer: to the experts and back, forward, and the same again for the gradients; and one for the table's gradient.
 assert sum(row.times for row in told.collectives if row.kind == "all_to_all") >= 4 * CONFIG.moe_layers
 
-dropless = dataclasses.replace(CONFIG, dispatch="ragged")
+dropless = dataclasses.replace(CONFIG, dispatch="ragged_all_to_all", capacity_factor=math.inf)
 sent = gshard.explain(lambda p, b: loss(dropless, p, b)[0], params, first, mesh=8).bytes_by_kind
 print(f"\nwithout a capacity, forward: {sent}")
-# Tokens are gathered and sums scattered; what else is sent are places and weights, a few numbers a token.
-assert sent["all_gather"] + sent["reduce_scatter"] > 0.95 * sum(sent.values())
+# Tokens go to their experts and back; what else is sent are places and counts, a few numbers a token.
+assert sent["all_to_all"] > 0.9 * sum(sent.values())

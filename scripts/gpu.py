@@ -30,7 +30,7 @@ from gpu_page import page, put
 from resumable import AGAIN, FAILED, ROOT, Part, State, run
 
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
-DISPATCHES = ("gather", "einsum", "blocks", "ragged")
+DISPATCHES = ("gather", "einsum", "blocks")
 PROGRAMS = ("fsdp", "tensor", "steps", "moe")
 LONG = 480  # seconds of a part that does as much as it can
 EIGHT = "--xla_force_host_platform_device_count=8"

@@ -256,7 +256,7 @@ def steps(found: Sequence[Found]) -> str:
         kinds.append(f"- {name}: " + ", ".join(f"{count} {kind}" for kind, count in most))
     return (
         f"One device, {found[0]['tokens']:,} tokens a side without padding; medians of steps of both in turns. Experts "
-        "have twice the slots of an even load with `einsum` and `gather`; `blocks` and `ragged` drop no token. FLOPs "
+        "have twice the slots of an even load with `einsum` and `gather`; `blocks` drops no token. FLOPs "
         "are those of gshard's model of the program, products and all else; its modelled time stands where the device "
         "is one that it knows.\n\n"
         + "\n".join([table(SPEED, speed), table(MEMORY, memory), "Kernels of a step under `gshard.jit`, by kind:\n"])

@@ -41,7 +41,6 @@ from priced_hlo import FREE, kernels
 
 from gshard.xla.hlo_parser import Instruction, read_module
 
-DROPLESS = ("blocks", "ragged")
 WORDS, TOKENS, LENGTH, GROUP = 32_000, 16_384, 64, 1024
 PAIRS = 15
 

@@ -22,7 +22,6 @@ from gshard.moe import (
 )
 
 MOE = TransformerConfig(9, 9, experts=8, group_size=64)
-CHOOSING = {"routing": "expert_choice", "decoder_routing": "top_k"}
 
 
 @pytest.mark.parametrize("name, experts, weights", [
@@ -105,7 +104,6 @@ def test_capacity(tokens, factor, expected):
     ({"dense_hidden_dim": 0}, "dense_hidden_dim must be at least 1"),
     ({"shared_experts": -1}, "shared_experts must not be negative"),
     ({"encoder_layers": 0}, "an encoder and a source vocabulary come together"),
-    ({"second_expert": "never"}, "second_expert 'never' is not known"),
     ({"dispatch": "onehot"}, "dispatch 'onehot' is not known"),
     ({"dispatch": "blocks", "partitions": 2}, "cannot be split over experts"),
     ({"dropout": 1.0}, "dropout must be a rate"), ({"partitions": 0}, "partitions must be at least 1"),
@@ -117,10 +115,6 @@ def test_capacity(tokens, factor, expected):
     ({"expert_axis": ("a", "b"), "data_axis": "a"}, "a mesh axis is named twice"),
     ({"expert_axis": 4}, "expert_axis is a mesh axis"),
     ({"replicas": 2, "data_axis": "data", "dispatch": "blocks"}, "cannot be split over experts or replicas"),
-    # Experts that choose.
-    ({**CHOOSING, "decoder_routing": None}, "a decoder would see what it is to predict"),
-    ({**CHOOSING, "dispatch": "ragged"}, "have equal loads"),
-    ({**CHOOSING, "balance": "bias"}, "balanced without a bias"),
 ])  # fmt: skip
 def test_refused(change, message):
     with pytest.raises(ModelError, match=message) as error:

@@ -31,15 +31,13 @@ def case(config, rows=8):
 
 @pytest.mark.parametrize("dispatch, data, expert, changes", [
     ("ragged_all_to_all", 2, 4, {"capacity_factor": 1.5, "shared_experts": 1}),  # 6 groups on 8 devices
-    ("ragged", 4, 2, {"top_k": 3}),
+    ("ragged_all_to_all", 4, 2, {"top_k": 3}),
     ("einsum", 1, 8, {"capacity_factor": 2.0, "routing": "paper"}),
     *(pytest.param(*rest, marks=pytest.mark.slow) for rest in [
         ("ragged_all_to_all", 4, 2, {"gates": "sigmoid", "balance": "bias"}),
-        ("ragged", 1, 8, {}), ("ragged_all_to_all", 1, 8, {}),
+        ("ragged_all_to_all", 1, 8, {}),
         ("gather", 2, 4, {"capacity_factor": 4.0, "shared_experts": 1}),
         ("einsum", 4, 2, {"capacity_factor": 4.0}),
-        ("gather", 2, 4, {"routing": "expert_choice", "capacity_factor": 4.0, "encoder_layers": 2,
-            "source_vocabulary": 9, "decoder_routing": "top_k"}),
     ]),
 ])  # fmt: skip
 def test_devices_compute_what_one_does(dispatch, data, expert, changes):
@@ -55,10 +53,10 @@ def test_devices_compute_what_one_does(dispatch, data, expert, changes):
         naive.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("dispatch, factor", [("ragged_all_to_all", 1.5), ("ragged", math.inf)])
-def test_replicas_are_layers_beside_each_other(dispatch, factor):
+@pytest.mark.parametrize("factor", [1.5, math.inf])
+def test_replicas_are_layers_beside_each_other(factor):
     """Outputs and gradients are those of each part of the batch alone, and each replica has room of its own."""
-    config = dataclasses.replace(BASE, dispatch=dispatch, capacity_factor=factor, partitions=4)
+    config = dataclasses.replace(BASE, dispatch="ragged_all_to_all", capacity_factor=factor, partitions=4)
     params, x_BLM, valid_BL = case(config)
     x_BLM[:4] *= 3  # other experts are full
 
@@ -98,7 +96,7 @@ def explained(config, mesh, *, backward):
 
 @pytest.mark.parametrize("dispatch, shared", [
     ("gather", 1), *(pytest.param(*rest, marks=pytest.mark.slow) for rest in [
-        ("ragged_all_to_all", 0), ("einsum", 0), ("ragged", 1),
+        ("ragged_all_to_all", 0), ("einsum", 0),
     ]),
 ])  # fmt: skip
 def test_a_replica_sends_and_computes_what_it_would_alone(dispatch, shared):
@@ -145,12 +143,12 @@ def test_other_axes_split_the_weights(dispatch):
 
 
 def test_replicas_have_equal_numbers_of_groups():
-    config = on_axes(BASE, 4, 2, dispatch="ragged")
+    config = on_axes(BASE, 4, 2, dispatch="ragged_all_to_all")
     with pytest.raises(ModelError, match="gives each replica of the experts as many groups") as caught:
         config.tokens_of_a_group(12)
     assert "3 groups of 4 tokens; replicas=2" in str(caught.value)
     assert dataclasses.replace(config, dispatch="gather").tokens_of_a_group(12) == 4
     assert dataclasses.replace(config, group_size=None).tokens_of_a_group(64) == 8
     assert config.room(64) == 32 * 2
-    assert dataclasses.replace(config, dispatch="ragged_all_to_all", capacity_factor=1.0).room(64) == 8
+    assert dataclasses.replace(config, capacity_factor=1.0).room(64) == 8
     assert on_axes(BASE, 1, 2).dropless().dispatch == "gather"

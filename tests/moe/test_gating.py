@@ -11,9 +11,7 @@ from gshard.moe import top_k_gating
 from moe import naive
 from sampled import crossed
 
-gate = jax.jit(
-    top_k_gating, static_argnums=1, static_argnames=("routing", "second_expert"), compiler_options=naive.FAST
-)
+gate = jax.jit(top_k_gating, static_argnums=1, static_argnames="routing", compiler_options=naive.FAST)
 
 SIZES = [(1, 1, 2, 1), (3, 8, 2, 3), (2, 16, 4, 8), (2, 33, 8, 5), (4, 16, 16, 2), (1, 64, 5, 64)]
 
@@ -27,18 +25,16 @@ def random_case(seed, size, skew):
     return logits.astype(np.float32), ~padding
 
 
-@pytest.mark.parametrize(
-    "routing, second_expert, size", crossed(["paper", "lingvo"], ["random", "all"], SIZES, one_in=4)
-)
+@pytest.mark.parametrize("routing, has_coin, size", crossed(["paper", "lingvo"], [True, False], SIZES, one_in=4))
 @pytest.mark.one_in(2)
-def test_equals_algorithm_1(routing, second_expert, size):
+def test_equals_algorithm_1(routing, has_coin, size):
     G, S, E, capacity = size
     for seed in range(8):
         logits, valid = random_case(seed, size, skew=seed % 3)
         key = jax.random.key(seed)
-        gating = gate(logits, capacity, routing=routing, second_expert=second_expert, key=key, valid_GS=valid)
+        gating = gate(logits, capacity, routing=routing, key=key if has_coin else None, valid_GS=valid)
         gating = jax.tree.map(np.asarray, gating)
-        rnd = np.asarray(jax.random.uniform(key, (G, S))) if second_expert == "random" else -np.ones((G, S))
+        rnd = np.asarray(jax.random.uniform(key, (G, S))) if has_coin else -np.ones((G, S))
         expected_aux, tokens = 0.0, max(valid.sum(), 1)
         for g in range(G):
             expected = algorithm_1(logits[g], capacity, rnd[g], valid[g], routing)
@@ -66,7 +62,7 @@ def test_routers_that_know_nothing_are_balanced_or_collapsed():
     for real in (24, 8):  # however much of the batch is padding
         valid = np.tile(np.arange(24) < real, (2, 1))
         assert float(gate(jnp.asarray(logits), 6, valid_GS=valid).aux_loss) == pytest.approx(1.0, abs=1e-5)
-    collapsed = gate(jnp.zeros((2, 16, 8)).at[:, :, 3].set(30.0), 16, second_expert="all")
+    collapsed = gate(jnp.zeros((2, 16, 8)).at[:, :, 3].set(30.0), 16)
     assert (float(collapsed.aux_loss), float(collapsed.metrics["dead_experts"])) == (pytest.approx(8.0, abs=1e-4), 6)
     assert float(collapsed.metrics["load_entropy"]) == pytest.approx(np.log(2) / np.log(8), abs=1e-5)
 
@@ -102,7 +98,7 @@ def test_gates_of_extreme_logits_are_finite():
     assert bool(jnp.isfinite(gradient).all())
 
 
-OPTIONS = ("k", "routing", "second_expert", "gates", "normalise", "scale")
+OPTIONS = ("k", "routing", "gates", "normalise", "scale")
 gate_k = jax.jit(top_k_gating, static_argnums=1, static_argnames=OPTIONS, compiler_options=naive.FAST)
 
 

@@ -29,10 +29,8 @@ from gshard.moe.decoding import project_memory as project_memory
 from gshard.moe.experts import expert_layer as expert_layer
 from gshard.moe.experts import expert_specs as expert_specs
 from gshard.moe.gating import Choice as Choice
-from gshard.moe.gating import ExpertChoice as ExpertChoice
 from gshard.moe.gating import Gating as Gating
 from gshard.moe.gating import balanced as balanced
-from gshard.moe.gating import expert_choice_gating as expert_choice_gating
 from gshard.moe.gating import top_k_gating as top_k_gating
 from gshard.moe.models import MODELS as MODELS
 from gshard.moe.models import model as model

@@ -16,12 +16,10 @@ from gshard.core.number_text import significant
 
 CHOICES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
     {
-        "routing": ("paper", "lingvo", "top_k", "expert_choice"),
-        "decoder_routing": ("paper", "lingvo", "top_k"),
-        "second_expert": ("random", "all"),
+        "routing": ("paper", "lingvo", "top_k"),
         "gates": ("softmax", "sigmoid"),
         "balance": ("loss", "bias"),
-        "dispatch": ("einsum", "gather", "blocks", "ragged", "ragged_all_to_all"),
+        "dispatch": ("einsum", "gather", "blocks", "ragged_all_to_all"),
         "activation": ("relu", "swiglu"),
         "positions": ("sinusoidal", "rotary"),
     }
@@ -57,9 +55,8 @@ def check(config: TransformerConfig) -> None:
         require(0.0 <= rate < 1.0, f"{name} must be a rate from 0 up to, not including, 1.", f"{name}={rate}")
     for name, known in CHOICES.items():
         value = getattr(config, name)
-        if value is not None or name != "decoder_routing":
-            hint = known_names(str(value), known, "Use one of")
-            require(value in known, f"{name} {value!r} is not known.", f"{name}={value!r}", hint)
+        hint = known_names(str(value), known, "Use one of")
+        require(value in known, f"{name} {value!r} is not known.", f"{name}={value!r}", hint)
     for name in ("dense_hidden_dim", "kv_heads"):
         value = getattr(config, name)
         require(value is None or value >= 1, f"{name} must be at least 1.", f"{name}={value}")
@@ -151,10 +148,10 @@ def _check_experts(config: TransformerConfig) -> None:
         "dispatch 'blocks' reads the weights of one expert after the other and cannot be split over experts"
         " or replicas.",
         f"dispatch='blocks', partitions={config.partitions}, replicas={config.replicas}",
-        "Use dispatch='ragged', or 'ragged_all_to_all' or 'gather' with capacity_factor=math.inf, which drop nothing.",
+        "Use dispatch='ragged_all_to_all' or 'gather' with capacity_factor=math.inf, which drop nothing.",
     )
     require(
-        config.dispatch not in ("ragged", "ragged_all_to_all") or config.experts % config.partitions == 0,
+        config.dispatch != "ragged_all_to_all" or config.experts % config.partitions == 0,
         f"dispatch {config.dispatch!r} gives each partition as many experts as the others.",
         f"experts={config.experts}, partitions={config.partitions}",
         "Use a number of partitions that divides the experts, or dispatch='gather'.",
@@ -177,21 +174,12 @@ def _check_experts(config: TransformerConfig) -> None:
 
 
 def _check_routing(config: TransformerConfig) -> None:
-    decoder = config.decoder_routing or config.routing
     require(
-        decoder != "expert_choice",
-        "experts that choose among the tokens of a group see later ones: a decoder would see what it is to predict.",
-        "routing='expert_choice'",
-        "Leave it to the encoder: decoder_routing='top_k'.",
+        config.routing == "top_k" or config.top_k == 2,
+        f"routing {config.routing!r} sends a token to two experts.",
+        f"top_k={config.top_k}",
+        "Use routing='top_k'.",
     )
-    kinds = {decoder, config.routing} if config.encoder_layers else {decoder}
-    for kind in kinds & {"paper", "lingvo"}:
-        require(
-            config.top_k == 2,
-            f"routing {kind!r} sends a token to two experts.",
-            f"top_k={config.top_k}",
-            "Use routing='top_k'.",
-        )
     require(
         config.top_k <= config.experts,
         "a token cannot go to more experts than there are.",
@@ -202,18 +190,6 @@ def _check_routing(config: TransformerConfig) -> None:
         "the weight of a token's only expert would always be 1, and the router would learn nothing.",
         "top_k=1, normalise_gates=True",
         "Use normalise_gates=False.",
-    )
-    require(
-        "expert_choice" not in kinds or config.has_slots,
-        f"experts that choose have equal loads: dispatch {config.dispatch!r} has nothing to do.",
-        f"routing='expert_choice', dispatch={config.dispatch!r}",
-        "Use dispatch='gather'.",
-    )
-    require(
-        "expert_choice" not in kinds or config.balance == "loss",
-        "experts that choose are balanced without a bias.",
-        "routing='expert_choice', balance='bias'",
-        "Leave balance as it is.",
     )
 
 
@@ -238,15 +214,13 @@ class TransformerConfig:
             just enough for an even load.
         routing: ``paper`` is Algorithm 1 as printed, where a second choice that the coin rejects still uses up its
             slot; ``lingvo`` throws the coin before slots are counted, as did the code behind the paper's numbers. Both
-            send a token to two experts. ``top_k`` sends it to any number of them without a coin. With
-            ``expert_choice`` each expert chooses C tokens, so that all have the same load.
-        second_expert: of ``paper`` and ``lingvo``: ``random`` sends a token to its second expert with probability
-            2*g2, ``all`` always.
+            send a token to its second expert with probability 2*g2. ``top_k`` sends it to any number of them without a
+            coin.
         dispatch: ``einsum`` (one-hot matrices, Algorithm 2) and ``gather`` (index tables) have slots for each expert.
-            ``blocks`` (small products one after the other; for one partition) and ``ragged`` (``jax.lax.ragged_dot``,
-            each partition with experts of its own, which gathers all tokens) drop nothing.
-            ``ragged_all_to_all`` sends tokens to the partitions of their experts. Of T tokens of a replica, a partition
-            has room for ``capacity_factor`` * T / ``partitions`` rows; ``math.inf`` drops nothing.
+            ``blocks`` (small products one after the other; for one partition) drops nothing.
+            ``ragged_all_to_all`` sends tokens to the partitions of their experts, and multiplies them by
+            ``jax.lax.ragged_dot``. Of T tokens of a replica, a partition has room for
+            ``capacity_factor`` * T / ``partitions`` rows; ``math.inf`` drops nothing.
         dropout: rate for embeddings and residual branches. The paper has 0.1.
         attention_dropout: rate for attention weights. The paper has 0.1; its random bits grow with the square
             of the length, so it is off unless asked for.
@@ -257,14 +231,12 @@ class TransformerConfig:
             dimensions whole, which is right on a mesh of one axis.
         data_axis: the mesh axis, or axes, over which the batch is split into parts that have all experts each. Groups
             are split over these axes and those of the experts.
-        replicas: the number of these parts: the devices along ``data_axis``. In the ragged dispatches each has rows,
+        replicas: the number of these parts: the devices along ``data_axis``. With ``ragged_all_to_all`` each has rows,
             and room for them, of its own.
         remat: recompute each pair of layers in the backward pass instead of keeping its activations; ``"branches"``
             recomputes each attention and feed-forward by itself and keeps what experts are sent and send back.
         dtype: dtype of activations; parameters, the router, softmaxes and losses are float32 always.
         top_k: k, the experts of a token with ``routing="top_k"``.
-        decoder_routing: ``routing`` of the decoder, if it is another: ``expert_choice`` sees later tokens and is
-            refused there.
         gates: what becomes of logits: a ``softmax`` over all experts, or a ``sigmoid`` of each.
         normalise_gates: whether the weights of a token's experts are made to add up to 1; the paper's are.
         gate_scale: what all weights are multiplied by.
@@ -298,7 +270,6 @@ class TransformerConfig:
     groups: int | None = None
     capacity_factor: float = 2.0
     routing: str = "paper"
-    second_expert: str = "random"
     dispatch: str = "gather"
     dropout: float = 0.1
     attention_dropout: float = 0.0
@@ -310,7 +281,6 @@ class TransformerConfig:
     remat: bool | str = False
     dtype: str = "float32"
     top_k: int = 2
-    decoder_routing: str | None = None
     gates: str = "softmax"
     normalise_gates: bool = True
     gate_scale: float = 1.0
@@ -377,15 +347,6 @@ class TransformerConfig:
         """Whether the dispatch gives each expert a number of slots for each group."""
         return self.dispatch in ("einsum", "gather")
 
-    def of_decoder(self) -> TransformerConfig:
-        """The same model with the decoder's routing.
-
-        >>> config = TransformerConfig(9, 9, experts=8, routing="expert_choice", decoder_routing="top_k")
-        >>> config.of_decoder().routing
-        'top_k'
-        """
-        return dataclasses.replace(self, routing=self.decoder_routing) if self.decoder_routing else self
-
     def tokens_of_a_group(self, tokens: int) -> int:
         """S for a batch of ``tokens`` tokens.
 
@@ -446,7 +407,7 @@ class TransformerConfig:
         return math.floor(slots + 1e-9)
 
     def room(self, tokens: int) -> int:
-        """X, the rows that a partition of a replica has room for in a dispatch with ragged products.
+        """X, the rows that a partition of a replica has room for with ``ragged_all_to_all``.
 
         Args:
             tokens: T, all tokens.
@@ -459,8 +420,6 @@ class TransformerConfig:
         (40, 128)
         """
         most = tokens // self.replicas * min(self.top_k, self.experts // self.partitions)
-        if self.dispatch == "ragged":
-            return most
         rows = min(self.capacity_factor * tokens / (self.partitions * self.replicas), float(most))
         require(
             rows >= 1,
@@ -483,8 +442,6 @@ class TransformerConfig:
         """
         if not self.experts:
             return self
-        if self.routing == "expert_choice":  # the model of experts that choose has a capacity, and batch mates matter
-            return dataclasses.replace(self, group_size=None)
         dispatch = "blocks" if self.partitions * self.replicas == 1 else "gather"
         return dataclasses.replace(self, capacity_factor=math.inf, group_size=None, groups=None, dispatch=dispatch)
 

@@ -35,8 +35,7 @@ def encode(
         config: the model.
         params: see ``transformer.param_specs``.
         source_BL: int32 ids, 0 for padding.
-        dropless: False keeps the groups and the capacity of ``config``, as in training. Experts that choose their
-            tokens keep the capacity in any case, for one group of all tokens.
+        dropless: False keeps the groups and the capacity of ``config``, as in training.
 
     Returns:
         memory_BLM in the dtype of activations.
@@ -159,7 +158,7 @@ def decode_flat_step(
     Returns:
         logits_BQV in float32, and the cache with this position filled in.
     """
-    config = config.of_decoder().dropless() if dropless else config.of_decoder()
+    config = config.dropless() if dropless else config
     require(
         (memory is None) == (config.encoder_layers == 0) == (source_valid_BL is None),
         "a decoder has a memory if the model has an encoder.",

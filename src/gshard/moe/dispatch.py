@@ -17,10 +17,10 @@ import operator
 import jax
 import jax.numpy as jnp
 
-from gshard.moe.gating import Choice, ExpertChoice, Gating
+from gshard.moe.gating import Choice, Gating
 
 
-def one_hot_weights(gating: Gating | ExpertChoice, experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:
+def one_hot_weights(gating: Gating, experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:
     """The matrices of Algorithm 2, line 2: combine weights and the mask of their slots.
 
     The mask has the kept choices. The paper's ``weights != 0`` would lose those whose weight underflows.
@@ -30,10 +30,6 @@ def one_hot_weights(gating: Gating | ExpertChoice, experts: int, capacity: int) 
     >>> one_hot_weights(gating, 3, 1)[1][0, 0, :, 0].tolist()
     [True, True, False]
     """
-    if isinstance(gating, ExpertChoice):
-        token_S = jnp.arange(gating.chosen_GS.shape[1], dtype=jnp.int32)
-        held_GSEC = gating.token_GEC[:, None, :, :] == token_S[None, :, None, None]
-        return jnp.where(held_GSEC, gating.weight_GEC[:, None, :, :], 0.0), held_GSEC
     slots = [_slots(choice, experts, capacity) for choice in gating.choices]
     weighted = [
         jnp.where(slots_GSEC, choice.weight_GS[:, :, None, None], 0.0)
@@ -59,7 +55,7 @@ def combine_einsum(combine_GSEC: jax.Array, outputs_EGCM: jax.Array) -> jax.Arra
     return jnp.einsum("GSEC,EGCM->GSM", weights_GSEC, outputs_EGCM, preferred_element_type=jnp.float32)
 
 
-def token_of_slot(gating: Gating | ExpertChoice, experts: int, capacity: int) -> jax.Array:
+def token_of_slot(gating: Gating, experts: int, capacity: int) -> jax.Array:
     """The inverse of the choices: the token in each slot.
 
     >>> from gshard.moe.gating import top_k_gating
@@ -67,8 +63,6 @@ def token_of_slot(gating: Gating | ExpertChoice, experts: int, capacity: int) ->
     >>> token_of_slot(gating, 3, 1).tolist()
     [[[0], [0], [1]]]
     """
-    if isinstance(gating, ExpertChoice):
-        return gating.token_GEC
     S = gating.choices[0].expert_GS.shape[1]
 
     def of_group(choices: tuple[Choice, ...]) -> jax.Array:
@@ -93,18 +87,9 @@ def dispatch_gather(table_GEC: jax.Array, inputs_GSM: jax.Array) -> jax.Array:
     return jnp.transpose(jax.vmap(of_group)(table_GEC, inputs_GSM), (1, 0, 2, 3))
 
 
-def combine_gather(gating: Gating | ExpertChoice, outputs_EGCM: jax.Array) -> jax.Array:
-    """Each token's experts' outputs, weighted and added in float32: k rows are read, or each slot adds its own."""
+def combine_gather(gating: Gating, outputs_EGCM: jax.Array) -> jax.Array:
+    """Each token's experts' outputs, weighted and added in float32."""
     outputs_GECM = jnp.transpose(outputs_EGCM, (1, 0, 2, 3))
-    if isinstance(gating, ExpertChoice):
-        S = gating.chosen_GS.shape[1]
-
-        def added(token_EC: jax.Array, weight_EC: jax.Array, outputs_ECM: jax.Array) -> jax.Array:
-            rows_ECM = weight_EC[:, :, None] * outputs_ECM.astype(jnp.float32)
-            zeros_SM = jnp.zeros((S, rows_ECM.shape[-1]), jnp.float32)
-            return zeros_SM.at[token_EC].add(rows_ECM, mode="drop", wrap_negative_indices=False)
-
-        return jax.vmap(added)(gating.token_GEC, gating.weight_GEC, outputs_GECM)
 
     def of_group(choice: Choice, outputs_ECM: jax.Array) -> jax.Array:
         position_S = jnp.where(choice.kept_GS, choice.position_GS, outputs_ECM.shape[1])

@@ -29,7 +29,7 @@ from gshard.moe.dispatch import (
     token_of_slot,
 )
 from gshard.moe.feed_forward import feed_forward, feed_forward_specs, hidden
-from gshard.moe.gating import ExpertChoice, Gating, expert_choice_gating, top_k_gating
+from gshard.moe.gating import Gating, top_k_gating
 from gshard.moe.param import Param
 from gshard.moe.ragged import blocks_expert_layer, ragged_expert_layer, within_room
 
@@ -102,30 +102,23 @@ def expert_layer(
     # The router computes in float32: a rounded logit could change the route of a token.
     logits_GSE = jnp.einsum("GSM,ME->GSE", inputs_GSM.astype(jnp.float32), wg_ME)
     valid_GS = None if valid_BL is None else valid_BL.reshape(G, S)
-    gating: Gating | ExpertChoice
-    if config.routing == "expert_choice":
-        gating = expert_choice_gating(
-            logits_GSE, capacity, gates=config.gates, scale=config.gate_scale, valid_GS=valid_GS
-        )
-    else:
-        gating = top_k_gating(
-            logits_GSE,
-            capacity,
-            k=config.top_k,
-            routing=config.routing,
-            second_expert=config.second_expert,
-            gates=config.gates,
-            normalise=config.normalise_gates,
-            scale=config.gate_scale,
-            bias_E=params.get("bias"),
-            key=key,
-            valid_GS=valid_GS,
-        )
-        if config.dispatch == "ragged_all_to_all":
-            any_number, replicas = config.routing == "top_k", config.replicas
-            gating = within_room(
-                gating, config.partitions, config.room(B * L), valid_GS, replicas=replicas, any_number=any_number
-            )
+    gating = top_k_gating(
+        logits_GSE,
+        capacity,
+        k=config.top_k,
+        routing=config.routing,
+        gates=config.gates,
+        normalise=config.normalise_gates,
+        scale=config.gate_scale,
+        bias_E=params.get("bias"),
+        key=key,
+        valid_GS=valid_GS,
+    )
+    if config.dispatch == "ragged_all_to_all":
+        gating = within_room(
+            gating, config.partitions, config.room(B * L), valid_GS, replicas=config.replicas,
+            any_number=config.routing == "top_k",
+        )  # fmt: skip
     outputs_GSM = _run_experts(config, params, inputs_GSM, gating, capacity)
     outputs_BLM = outputs_GSM.astype(inputs_BLM.dtype).reshape(B, L, M)
     if config.shared_experts:
@@ -138,7 +131,7 @@ def _run_experts(
     config: TransformerConfig,
     params: dict[str, Any],
     inputs_GSM: jax.Array,
-    gating: Gating | ExpertChoice,
+    gating: Gating,
     capacity: int,
 ) -> jax.Array:
     """Dispatch, the two or three products of the experts and combine: outputs_GSM in float32."""
@@ -147,16 +140,14 @@ def _run_experts(
         for name, dims in (("wi", "model hidden"), ("wi_gate", "model hidden"), ("wo", "hidden model"))
         if name in params
     }
-    if isinstance(gating, Gating) and config.dispatch == "blocks":
+    if config.dispatch == "blocks":
         return blocks_expert_layer(gating, inputs_GSM, weights, config.activation)
-    if isinstance(gating, Gating) and config.dispatch in ("ragged", "ragged_all_to_all"):
+    if config.dispatch == "ragged_all_to_all":
         tokens = inputs_GSM.shape[0] * inputs_GSM.shape[1]
         outputs_GSM = ragged_expert_layer(
             gating, inputs_GSM, weights, activation=config.activation, partitions=config.partitions,
             replicas=config.replicas, room=config.room(tokens), mark=functools.partial(_split, config),
-            sends_rows=config.dispatch == "ragged_all_to_all",
         )  # fmt: skip
-        # The mark makes the sum over partitions a reduce-scatter to the groups, not an all-reduce.
         return _split(config, outputs_GSM, "groups tokens model")
 
     if config.dispatch == "einsum":

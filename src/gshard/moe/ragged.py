@@ -141,48 +141,27 @@ def blocks_expert_layer(
 
 # Ragged products: the rows of each partition are one product, whose parts are those of its experts.
 
-Mark = Callable[[jax.Array, str], jax.Array]
-
 
 class _Rows(NamedTuple):
-    """Which row each choice has in the partition of its expert."""
+    """The row of each token and choice among the rows of all partitions."""
 
-    row_KT: list[jax.Array]  # int32, of each of the k choices; X if it is not kept
-    part_KT: list[jax.Array]  # int32, the partition of its expert
-    weight_KT: list[jax.Array]  # float32, its combine weight
+    row_TK: jax.Array  # int32; P * X if it is not kept
+    weight_TK: jax.Array  # float32, the combine weight
     sizes_PE: jax.Array  # int32, the rows of each expert of each partition
 
-    def in_part(self, part: jax.Array, room: int) -> list[jax.Array]:
-        """The row of each token and choice in this partition; ``room`` if it is in another."""
-        each = zip(self.part_KT, self.row_KT, strict=True)
-        return [jnp.where(part_T == part, row_T, room) for part_T, row_T in each]
 
-    def in_all(self, room: int) -> jax.Array:
-        """The row of each token and choice in the rows of all partitions: row_TK, P * ``room`` if it is not kept."""
-        none = len(self.sizes_PE) * room
-        each = zip(self.part_KT, self.row_KT, strict=True)
-        return jnp.stack([jnp.where(row_T < room, part_T * room + row_T, none) for part_T, row_T in each], axis=1)
-
-    def combined(self, rows_KTM: list[jax.Array]) -> jax.Array:
-        """The weighted sum of the rows of a token's choices, in float32."""
-        each = zip(self.weight_KT, rows_KTM, strict=True)
-        return functools.reduce(
-            operator.add, [weight_T[:, None] * rows_TM.astype(jnp.float32) for weight_T, rows_TM in each]
-        )
-
-
-def _rows_of(gating: Gating, experts: int, partitions: int, room: int) -> _Rows:
-    G, S = gating.first.expert_GS.shape
-    own_experts = experts // partitions
+def _rows_of(gating: Gating, partitions: int, room: int) -> _Rows:
+    own_experts = gating.slots_GE.shape[1] // partitions
     sizes_PE = rows_of_experts(gating, partitions, room).reshape(partitions, own_experts)
     starts_PE = jnp.cumsum(sizes_PE, axis=1) - sizes_PE
-    offset_GE = first_rows(gating, starts_PE.reshape(experts))
-    return _Rows(
-        [row_of(choice, offset_GE, room) for choice in gating.choices],
-        [(choice.expert_GS // own_experts).reshape(G * S) for choice in gating.choices],
-        [choice.weight_GS.reshape(G * S) for choice in gating.choices],
-        sizes_PE,
-    )
+    offset_GE = first_rows(gating, starts_PE.reshape(-1))
+
+    def among_all(choice: Choice) -> jax.Array:
+        row_T, part_T = row_of(choice, offset_GE, room), choice.expert_GS.reshape(-1) // own_experts
+        return jnp.where(row_T < room, part_T * room + row_T, partitions * room)
+
+    weight_KT = [choice.weight_GS.reshape(-1) for choice in gating.choices]
+    return _Rows(jnp.stack([*map(among_all, gating.choices)], axis=1), jnp.stack(weight_KT, axis=1), sizes_PE)
 
 
 def ragged_expert_layer(
@@ -192,24 +171,22 @@ def ragged_expert_layer(
     *,
     activation: str,
     partitions: int,
-    replicas: int = 1,
+    replicas: int,
     room: int,
-    mark: Mark = lambda x, names: x,
-    sends_rows: bool,
+    mark: Callable[[jax.Array, str], jax.Array],
 ) -> jax.Array:
     """Dispatch, experts and combine."""
-    M, E, P, X = inputs_GSM.shape[2], weights["wi"].shape[0], partitions, room
+    M, P, X = inputs_GSM.shape[2], partitions, room
 
     def rows_of(choices: tuple[Choice, ...], slots_GE: jax.Array) -> _Rows:
-        return _rows_of(gating._replace(choices=choices, slots_GE=slots_GE), E, P, X)
+        return _rows_of(gating._replace(choices=choices, slots_GE=slots_GE), P, X)
 
     def put(row_TK: jax.Array, inputs_GSM: jax.Array) -> jax.Array:
         return put_rows(inputs_GSM.reshape(-1, M), row_TK, P * X).reshape(P, X, M)
 
-    def take(row_TK: jax.Array, rows: _Rows, outputs_PXM: jax.Array) -> jax.Array:
-        returned_TKM = take_rows(outputs_PXM.reshape(P * X, M), row_TK)
-        weight_TK = jnp.stack(rows.weight_KT, axis=1)
-        return jnp.sum(weight_TK[:, :, None] * returned_TKM.astype(jnp.float32), axis=1)
+    def take(rows: _Rows, outputs_PXM: jax.Array) -> jax.Array:
+        returned_TKM = take_rows(outputs_PXM.reshape(P * X, M), rows.row_TK)
+        return jnp.sum(rows.weight_TK[:, :, None] * returned_TKM.astype(jnp.float32), axis=1)
 
     def answered(inputs_XM: jax.Array, sizes_E: jax.Array, own: dict[str, jax.Array]) -> jax.Array:
         hidden_XH = hidden(activation, lambda name: jax.lax.ragged_dot(inputs_XM, own[name], sizes_E))
@@ -221,41 +198,9 @@ def ragged_expert_layer(
     # Replicas and partitions are one dimension: JAX compiles ragged products with one dimension of batches at most. The
     # replicas are the major part, so that a split over the experts alone, with several batches on a device (which XLA
     # for TPU does not compile), is no sharding of it.
-    experts = jax.vmap(answered)
-    names = "partitions _ model"
-    row_TK = each(lambda rows: rows.in_all(X), rows)
-    if sends_rows:
-        outputs_PXM = mark(experts(mark(each(put, row_TK, inputs_GSM), names), rows.sizes_PE, own), names)
-        return each(take, row_TK, rows, outputs_PXM).reshape(inputs_GSM.shape)
-    outputs_PXM = experts(mark(each(functools.partial(_taken, X), rows, inputs_GSM), names), rows.sizes_PE, own)
-    # Split by part, so that one sum is sent and not the rows of each choice.
-    returned_PTM = mark(each(functools.partial(_returned, X), rows, outputs_PXM), names)
-    return each(lambda x_PTM: jnp.sum(x_PTM, axis=0), returned_PTM).reshape(inputs_GSM.shape)
-
-
-def _taken(room: int, rows: _Rows, inputs_GSM: jax.Array) -> jax.Array:
-    """The rows of each partition, of all tokens: inputs_PXM."""
-    inputs_TM = inputs_GSM.reshape(-1, inputs_GSM.shape[2])
-
-    def of_part(part: jax.Array) -> jax.Array:
-        table_X = table_of_tokens(rows.in_part(part, room), room)
-        return inputs_TM.at[table_X].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-
-    return jax.vmap(of_part)(jnp.arange(len(rows.sizes_PE), dtype=jnp.int32))
-
-
-def _returned(room: int, rows: _Rows, outputs_PXM: jax.Array) -> jax.Array:
-    """The part of each partition in the results of all tokens."""
-
-    def of_part(part: jax.Array, outputs_XM: jax.Array) -> jax.Array:
-        return rows.combined(
-            [
-                outputs_XM.at[row_T].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-                for row_T in rows.in_part(part, room)
-            ]
-        )
-
-    return jax.vmap(of_part)(jnp.arange(len(outputs_PXM), dtype=jnp.int32), outputs_PXM)
+    inputs_PXM = mark(each(put, rows.row_TK, inputs_GSM), "partitions _ model")
+    outputs_PXM = mark(jax.vmap(answered)(inputs_PXM, rows.sizes_PE, own), "partitions _ model")
+    return each(take, rows, outputs_PXM).reshape(inputs_GSM.shape)
 
 
 def _of_parts(x: jax.Array, partitions: int, replicas: int) -> jax.Array:

@@ -315,7 +315,7 @@ def forward(
     x_BLM = embed(config, params["target_embedding"], input_BL, _encodings(config, position_BL), embed_key)
     same_BLL = sentence_BL[:, :, None] == sentence_BL[:, None, :]
     x_BLM, of_stacks["decoder"] = _stacks(
-        config.of_decoder(),
+        config,
         params["decoder"],
         config.decoder_layers,
         x_BLM,
@@ -329,11 +329,10 @@ def forward(
 
 
 def _means(of_stacks: dict[str, Metrics]) -> Metrics:
-    """Means over all MoE layers of the metrics that every stack has; loads stay as they are."""
-    shared = [name for name in of_stacks["decoder"] if all(name in of_stack for of_stack in of_stacks.values())]
+    """Means of the metrics over all MoE layers; loads stay as they are."""
     means = {
         name: jnp.mean(jnp.concatenate([of_stack[name] for of_stack in of_stacks.values()]))
-        for name in shared
+        for name in of_stacks["decoder"]
         if name != "load"
     }
     loads = {half: of_stack["load"] for half, of_stack in of_stacks.items() if "load" in of_stack}
