@@ -120,6 +120,50 @@ class Marks:
         return f"{format_ms(plan.cost.seconds)}{size}"
 
 
+@dataclasses.dataclass(frozen=True)
+class _Trials:
+    """Prices the program of a plan with marks, and compares it with the plan."""
+
+    goal: PricedPlan  # the plan to reproduce
+    limit: float  # bytes that a device may hold
+    price: Callable[[Program], PricedPlan]  # plans a program and prices it
+    budget: TimeBudget
+    tolerance: float  # the share of the plan's time and memory that counts as none
+
+    def priced(self, marks: Sequence[FoundMark]) -> PricedPlan | None:
+        """The plan with these marks; None if they do not fit the program, or if the time is over."""
+        doing = f"{marks[-1].text} {marks[-1].at}" if marks else "the program without further marks"
+        program, mesh = self.goal.plan.program, self.goal.plan.mesh
+        marked = with_marks(program, {v: mark_of_cut(s.dims, mesh) for c in marks for v, s in c.shardings.items()})
+
+        def planned() -> PricedPlan | None:
+            with contextlib.suppress(GShardError):
+                return None if marked is None else self.price(marked)
+            return None
+
+        return self.budget.attempt(doing, planned, always=not marks, raises=True)
+
+    def is_near(self, now: PricedPlan) -> bool:
+        """Whether a plan takes about as long as the goal, and about its memory."""
+        goal, most = self.goal.cost, 1 + self.tolerance
+        fits = now.cost.peak <= self.limit or goal.peak > self.limit
+        return now.cost.seconds <= goal.seconds * most and now.cost.peak <= goal.peak * most and fits
+
+    def is_better(self, now: PricedPlan, best: PricedPlan) -> bool:
+        """Whether a plan is better than another one."""
+        return now.rank(self.limit) < best.rank(self.limit)
+
+    def needed(self, kept: Sequence[tuple[FoundMark, PricedPlan]]) -> tuple[list[FoundMark], PricedPlan]:
+        """The marks without those that the others make superfluous, and the plan with them."""
+        needed, current = [c for c, _ in kept], kept[-1][1]
+        for candidate in list(needed) if len(kept) > 1 else ():
+            others = [c for c in needed if c is not candidate]
+            now = self.priced(others)
+            if now is not None and (self.is_near(now) or not self.is_better(current, now)):
+                needed, current = others, now
+        return needed, current
+
+
 def marks_of(
     goal: PricedPlan,
     limit: float,
@@ -134,33 +178,14 @@ def marks_of(
     It tries the values whose sharding differs from the plan: arguments alone, ``most`` of them. If none is enough, it
     marks all arguments, then others that still differ, ``most`` of them.
     """
-    program, mesh = goal.plan.program, goal.plan.mesh
-    near = goal.cost.seconds * (1 + tolerance)
-
-    def priced(marks: Sequence[FoundMark], doing: str, *, always: bool = False) -> PricedPlan | None:
-        marked = with_marks(program, {v: mark_of_cut(s.dims, mesh) for c in marks for v, s in c.shardings.items()})
-
-        def planned() -> PricedPlan | None:
-            with contextlib.suppress(GShardError):
-                return None if marked is None else price(marked)
-            return None
-
-        return budget.attempt(doing, planned, always=always, raises=True)
-
-    def is_near(now: PricedPlan) -> bool:
-        fits = now.cost.peak <= limit or goal.cost.peak > limit
-        return now.cost.seconds <= near and now.cost.peak <= goal.cost.peak * (1 + tolerance) and fits
-
-    def is_better(now: PricedPlan, best: PricedPlan) -> bool:
-        return now.rank(limit) < best.rank(limit)
-
-    without = priced([], "the program without further marks", always=True)
+    trials, program = _Trials(goal, limit, price, budget, tolerance), goal.plan.program
+    without = trials.priced([])
     assert without is not None
-    kept, seen = list[tuple[FoundMark, PricedPlan]](), set[tuple[str, str]]()
     arguments = {*program.block.inputs}
     of_arguments = [m for m in _candidates(goal.plan, without.plan) if not arguments.isdisjoint(m.shardings)]
     targets = {v: s for m in of_arguments for v, s in m.shardings.items() if without.plan.shardings[v].dims != s.dims}
     every = [FoundMark(_ARGUMENTS, "in_shardings=found.in_shardings", 0.0, targets)] if len(targets) > 1 else []
+    seen = set[tuple[str, str]]()
 
     def more(best: PricedPlan) -> Iterator[FoundMark]:
         for mark in (*every, *_candidates(goal.plan, best.plan)):
@@ -168,19 +193,12 @@ def marks_of(
                 seen.add((mark.at, mark.text))
                 yield mark
 
-    def together(marks: Sequence[FoundMark]) -> PricedPlan | None:
-        return priced(marks, f"{marks[-1].text} {marks[-1].at}")
-
-    if not is_near(without):
-        alone = ((mark, together([mark])) for mark in of_arguments[:most])
-        enough = next(((mark, now) for mark, now in alone if now is not None and is_near(now)), None)
-        kept = improve(without, more, together, is_better, is_near) if enough is None else [enough]
-    needed, current = [c for c, _ in kept], kept[-1][1] if kept else without
-    for candidate in list(needed) if len(kept) > 1 else ():
-        others = [c for c in needed if c is not candidate]
-        now = priced(others, f"without {candidate.text} {candidate.at}")
-        if now is not None and (is_near(now) or now.rank(limit) <= current.rank(limit)):
-            needed, current = others, now
+    kept = list[tuple[FoundMark, PricedPlan]]()
+    if not trials.is_near(without):
+        alone = ((mark, trials.priced([mark])) for mark in of_arguments[:most])
+        enough = next(((mark, now) for mark, now in alone if now is not None and trials.is_near(now)), None)
+        kept = improve(without, more, trials.priced, trials.is_better, trials.is_near) if enough is None else [enough]
+    needed, current = trials.needed(kept) if kept else ([], without)
     before = [without, *(now for _, now in kept)]
     marks = [
         dataclasses.replace(c, saved=then.cost.seconds - now.cost.seconds)

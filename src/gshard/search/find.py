@@ -187,22 +187,21 @@ def on_finer(plan: Plan, mesh: Mesh) -> Plan:
     return Plan(plan.program, mesh, shardings, splits, {})
 
 
-def in_two(mesh: Mesh, axes: tuple[Atoms, ...], shardings: Sequence[Sharding]) -> list[tuple[Atoms, ...]]:
-    """As ``joined``, but the axes that no sharding uses become two, in each way to join neighbours, if there are few.
+def in_two(mesh: Mesh, axes: tuple[Atoms, ...], shardings: Sequence[Sharding]) -> tuple[Atoms, ...]:
+    """As ``joined``, but the axes that no sharding uses become two of about the same size, if there are few axes.
 
     >>> mesh = Mesh.abstract(a=2, b=2, c=2, d=2)
-    >>> for some in in_two(mesh, axes_of(mesh), []):
-    ...     print(some)
-    (('a',), ('b', 'c', 'd'))
+    >>> in_two(mesh, axes_of(mesh), [])
     (('a', 'b'), ('c', 'd'))
-    (('a', 'b', 'c'), ('d',))
     """
     joined_axes = joined(mesh, axes, shardings)
+    *others, last = joined_axes
     used = {a for sharding in shardings for a in sharding.atoms}
-    if not has_many(mesh, axes) or len(joined_axes) >= FEW or not used.isdisjoint(joined_axes[-1]):
-        return [joined_axes]
-    ends = list(itertools.accumulate(len(axis) for axis in axes if axis[0] in joined_axes[-1]))
-    return [(*joined_axes[:-1], joined_axes[-1][:end], joined_axes[-1][end:]) for end in ends[:-1]]
+    if not has_many(mesh, axes) or len(joined_axes) >= FEW or not used.isdisjoint(last):
+        return joined_axes
+    ends = list(itertools.accumulate(len(axis) for axis in axes if axis[0] in last))[:-1]
+    end = min(ends, key=lambda end: max(mesh.count(last[:end]), mesh.count(last[end:])))
+    return (*others, last[:end], last[end:])
 
 
 ENOUGH = 0.01  # of a plan's time in the model: where no plan saves more, the solver ends
@@ -242,19 +241,15 @@ class MeshSearch:
         self._priced: dict[PricedPlan, Solution] = {}
         self.always_prices = True  # the plans of solutions, even if the time is over
         self.name = "searched"  # of these plans
-        self._others_bound = math.inf if near is None else 0.0  # the bound of plans that the problem does not have
         self.is_limited = near is not None  # whether plans over whole axes exist that were not compared
         self._mesh_text = axes_text(mesh)
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
         """Orders searches on several meshes, the most promising one first."""
-        return self._rank_of(self._solved)
-
-    def _rank_of(self, solved: Sequence[Solution]) -> tuple[bool, bool, float]:
-        if not solved:
+        if not self._solved:
             return True, True, 0.0
-        last = solved[-1]
+        last = self._solved[-1]
         fits = last.fits and last.peak <= self.limit
         return False, not fits, float(f"{last.value:.9g}") if fits else last.peak
 
@@ -341,34 +336,21 @@ class MeshSearch:
         ``effort`` is as in ``solver.solve``.
         """
         axes = axes_of(self.timed, self._demands)
-        axis_groups = in_two(self.timed, axes, self._demands)
-        problems: list[tuple[Graph, list[Solution]]] = []
+        searched = in_two(self.timed, axes, self._demands)
 
-        def solved_over(group: tuple[Atoms, ...], budget: TimeBudget) -> None:
-            graph, solved = self._posed(group), list[Solution]()
-            problems.append((graph, solved))
+        def solved() -> None:
+            budget, graph = self.budget, self._posed(searched)
             budget.progress.step(f"solving for mesh ({self._mesh_text}): {len(graph.problem.costs):,} choices")
-            solved.append(self._solution(graph.problem, budget.part(), effort))
-            self.graph, self._solved = graph, solved
-            if solved[0].peak > self.limit and not solved[0].interrupted:
+            solutions = [self._solution(graph.problem, budget.part(), effort)]
+            self.graph, self._solved = graph, solutions
+            self.is_limited = self.is_limited or searched != axes or graph.is_limited
+            if solutions[0].peak > self.limit and not solutions[0].interrupted:
                 limited = dataclasses.replace(graph.problem, limit=float(int(self.limit)))
-                solved.append(self._solution(limited, budget.part(), effort))
-            if solved[-1].interrupted:
+                solutions.append(self._solution(limited, budget.part(), effort))
+            if solutions[-1].interrupted:
                 raise KeyboardInterrupt
 
-        for i, group in enumerate(axis_groups):
-            budget = self.budget.part(len(axis_groups) - i)
-            budget.attempt(f"the problem of mesh ({self._mesh_text})", functools.partial(solved_over, group, budget))
-        problems = [(graph, solved) for graph, solved in problems if solved]
-        if not problems:
-            self.graph = None
-            return
-        self.is_limited = axis_groups != [axes] or any(graph.is_limited for graph, _ in problems)
-        self.graph, self._solved = min(problems, key=lambda pair: self._rank_of(pair[1]))
-        other_bounds = [self._bound(solved) for graph, solved in problems if graph is not self.graph]
-        if len(problems) < len(axis_groups):
-            self._others_bound = 0.0
-        self._others_bound = min([self._others_bound, *other_bounds])
+        self.budget.attempt(f"the problem of mesh ({self._mesh_text})", solved)
 
     def _posed(self, axes: tuple[Atoms, ...]) -> Graph:
         boundary = self.pricing.boundary(self.program)
@@ -385,16 +367,11 @@ class MeshSearch:
             self.budget.left_out.append(f"further steps of solving for mesh ({self._mesh_text})")
         return found
 
-    def _bound(self, solved: Iterable[Solution]) -> float:
-        applicable = (
-            solution for solution in solved if solution.problem.limit is None or solution.problem.limit >= self.limit
-        )
-        return max((solution.bound for solution in applicable), default=0.0)
-
     @property
     def bound(self) -> float:
         """Seconds that every plan that was compared takes at least within the limit of memory, in the model."""
-        return min(self._bound(self._solved), self._others_bound)
+        limits = ((solution, solution.problem.limit) for solution in self._solved if self.near is None)
+        return max((found.bound for found, limit in limits if limit is None or limit >= self.limit), default=0.0)
 
     @property
     def least_seconds(self) -> float:
