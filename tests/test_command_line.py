@@ -272,7 +272,7 @@ SESSIONS = {
     "configure": [
         (
             f"configure {BUILD} --choice micro_batches=1,2 --json found.json --save best.json --html page.html", 0,
-            ["examples/s", "wrote best.json: gshard.stages.Configuration.load('best.json', build) reads it"],
+            ["examples/s", "wrote best.json: gshard.jit(f, mesh=..., plan=gshard.SavedPlan.load('best.json')) runs it"],
         ),
         (f"configure {BUILD} --choice micro_batches=1 --memory-limit 1KiB", 3, ["no configuration fits in 1.0 KiB"]),
         (f"configure {BUILD} --choice micro_batches=3", 1, ["not divided evenly by 3"]),

@@ -153,7 +153,7 @@ def _add_configure(command: argparse.ArgumentParser) -> None:
     add("--budget-seconds", type=float, help="how long everything may take (default: 300)")
     add("--html", type=Path, metavar="page.html", help="write the report of the best plan as one page")
     add("--json", type=Path, metavar="found.json", help="write the table and the bounds")
-    add("--save", type=Path, metavar="best.json", help="write the best, for Configuration.load")
+    add("--save", type=Path, metavar="best.json", help="write the best plan, for gshard.jit(plan=...)")
     _static_and_donated(command)
 
 

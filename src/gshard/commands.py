@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from gshard.api.compiled_programs import GSHARD, STAGES, XLA, is_from_jax_jit
+from gshard.api.configuration import Configuration
 from gshard.api.configure import configure
 from gshard.api.explained import Planned, explain
 from gshard.api.export import export_plan
@@ -41,6 +42,7 @@ from gshard.explanation.difference import Difference, difference
 from gshard.explanation.explain import Explanation
 from gshard.explanation.report.data import NO_MACHINE
 from gshard.explanation.report.page import page
+from gshard.explanation.search_result import SearchResult
 from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 from gshard.tracing.by_jax import name_of
@@ -364,10 +366,14 @@ def run_configure(options: argparse.Namespace) -> None:
         options.json.write_text(json.dumps(found.data()), "utf-8")
         print(f"wrote {options.json}")
     if options.save:
-        found.best.save(options.save)
-        builder_name = options.target.rpartition(":")[2]
-        print(f"wrote {options.save}: gshard.stages.Configuration.load({str(options.save)!r}, {builder_name}) reads it")
+        save_plan(found.best, options.save)
     end_search(found.stopped, found.best.cost.peak, found.limit)
+
+
+def save_plan(found: SearchResult | Configuration, path: Path) -> None:
+    """Writes the plan that was found."""
+    found.save(path)
+    print(f"wrote {path}: gshard.jit(f, mesh=..., plan=gshard.SavedPlan.load({str(path)!r})) runs it")
 
 
 def choices_of_options(texts: list[str]) -> dict[str, list[Any]]:
@@ -549,10 +555,7 @@ def _search(options: argparse.Namespace) -> None:
     if options.export:
         print(f"\n{export_plan(found)}")
     if options.save:
-        found.save(options.save)
-        print(
-            f"wrote {options.save}: gshard.jit(f, mesh=..., plan=gshard.SavedPlan.load({str(options.save)!r})) runs it"
-        )
+        save_plan(found, options.save)
     end_search(found.stopped, found.cost.peak, found.best.limit)
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from gshard.api.jit import Jitted, jit
 from gshard.core.errors import ArgumentError
-from gshard.core.jax_adapter import put_all, user_line
+from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.number_text import format_seconds, significant
@@ -22,7 +19,6 @@ from gshard.device.cost import Cost
 from gshard.device.machine import Machine
 from gshard.explanation.search_result import SearchResult
 from gshard.explanation.verdict import headline
-from gshard.planning.saved_plan import SavedPlan
 from gshard.search.find import ended, how_near
 from gshard.tracing.by_jax import name_of
 
@@ -41,15 +37,9 @@ class BuiltStep:
     """A step with its arguments."""
 
     keywords: Mapping[str, Any]  # the keywords that were chosen
-    fixed: Mapping[str, Any]  # other keywords, which every call of the builder gets
     step: Callable[..., Any]  # the function
     arguments: tuple[Any, ...]  # its arguments
     own: Mapping[str, Any]  # static and donated arguments and ``finite``, as ``gshard.jit`` takes them
-
-    @property
-    def text(self) -> str:
-        """The keywords as text."""
-        return text_of(self.keywords)
 
 
 def built_by(
@@ -72,11 +62,7 @@ def built_by(
             text_of(keywords),
             "A builder returns (step, *arguments), or None if there is no step for these keywords.",
         )
-    return BuiltStep(dict(keywords), dict(fixed), made[0], made[1:], own)
-
-
-_FORMAT = 2
-_FIELDS = tuple("format keywords fixed machine axes memory_limit global_batch own plan".split())
+    return BuiltStep(dict(keywords), made[0], made[1:], own)
 
 
 @without_our_frames_in_methods
@@ -86,21 +72,15 @@ class Configuration:
 
     Attributes:
         built: the step, as the builder returned it, and its arguments.
-        mesh: the mesh of the plan.
-        plan: the plan.
+        found: the search that found the plan.
         machine: as ``gshard.jit`` takes it.
-        memory_limit: bytes that a device may hold, if values are recomputed to keep to it; None if nothing is.
         global_batch: examples of a step; None if unknown.
-        found: the search that found the plan; None for a configuration that was loaded.
     """
 
     built: BuiltStep
-    mesh: Mesh
-    plan: Plan | SavedPlan
+    found: SearchResult
     machine: str | Machine | None
-    memory_limit: int | None = None
-    global_batch: int | None = None
-    found: SearchResult | None = None
+    global_batch: int | None
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -118,18 +98,24 @@ class Configuration:
         return self.built.arguments
 
     @property
-    def recomputes(self) -> bool:
-        """Whether gshard recomputes values so that the step fits, besides what the builder's step recomputes."""
-        return self.memory_limit is not None
+    def mesh(self) -> Mesh:
+        """The mesh of the plan."""
+        return self.found.mesh
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.found.plan
+
+    @property
+    def memory_limit(self) -> int | None:
+        """Bytes that a device may hold, if gshard recomputes values to keep to it; None if it recomputes nothing."""
+        return int(self.found.best.limit) if self.found.best.chosen.recomputed else None
 
     @property
     def cost(self) -> Cost:
-        """The modelled cost of a step on each device.
-
-        Raises:
-            ArgumentError: the configuration was loaded.
-        """
-        return self.search_result.cost
+        """The modelled cost of a step on each device."""
+        return self.found.cost
 
     @property
     def seconds(self) -> float:
@@ -152,130 +138,20 @@ class Configuration:
             ArgumentError: a framework jits the step.
             MeshError: the mesh has other axes.
         """
-        if self.found is not None:
-            self.found.refuse_framework()
+        self.found.refuse_framework()
         made = self.step if isinstance(self.step, Jitted) else jit(self.step, **self.built.own)
         return made.running(self.plan, self.mesh if mesh is None else mesh, self.machine, self.memory_limit)
 
-    def place(self, *args: Any, mesh: MeshLike = None) -> tuple[Any, ...]:
-        """Moves the parts of arguments to the devices on which the plan has them.
-
-        Args:
-            args: arrays in the structure of ``arguments``.
-            mesh: as for ``jit``.
-
-        Returns:
-            the arguments. What is in place already is not copied.
-
-        Raises:
-            ArgumentError: they have another structure, or the mesh has no devices.
-        """
-        jitted = self.jit(mesh)
-        if Mesh.of(jitted.options.mesh).devices is None:
-            raise ArgumentError(
-                "there are no devices to place arguments on.",
-                user_line(),
-                f"mesh: {self.mesh}",
-                f"Give a mesh of {self.mesh.size} devices: mesh={dict(self.mesh.axes)}.",
-            )
-        lowered, static = jitted.lower(*self.arguments), jitted.static_positions(len(args))
-        leaves, tree = jax.tree.flatten((tuple(x for i, x in enumerate(args) if i not in static), {}))
-        if tree != lowered.in_tree:
-            raise ArgumentError(
-                "these are not the arguments of the step.",
-                user_line(),
-                f"their structure: {tree}"[:300],
-                f"Give arrays in the structure of configuration.arguments: {lowered.in_tree}"[:300],
-            )
-        placed = iter(jax.tree.unflatten(tree, put_all(leaves, lowered.argument_shardings))[0])
-        return tuple(x if i in static else next(placed) for i, x in enumerate(args))
-
     def save(self, path: str | Path) -> None:
-        """Writes the configuration, for ``Configuration.load`` in any process.
-
-        Raises:
-            ArgumentError: a keyword has a value that JSON cannot hold.
-        """
-        machine = self.machine if isinstance(self.machine, str) else None
-        saved = SavedPlan.checked(self.plan)
-        assert saved is not None
-        data = {
-            "format": _FORMAT, "keywords": self.keywords, "machine": machine, "axes": list(self.mesh.axes),
-            "memory_limit": self.memory_limit, "global_batch": self.global_batch, "own": dict(self.built.own),
-            "fixed": dict(self.built.fixed), "plan": json.loads(saved.as_json()),
-        }  # fmt: skip
-        try:
-            text = json.dumps(data)
-        except TypeError as error:
-            raise ArgumentError(
-                f"this configuration cannot be saved: {error}.",
-                user_line(),
-                text_of(self.keywords),
-                "Let the builder take numbers and names, and look up the objects itself.",
-            ) from None
-        Path(path).write_text(text + "\n", "utf-8")
-
-    @staticmethod
-    def load(path: str | Path, step_builder: Callable[..., Any], machine: str | Machine | None = None) -> Configuration:
-        """Reads a configuration that ``save`` wrote, and builds its step again.
-
-        Args:
-            path: the file.
-            step_builder: the builder that ``gshard.configure`` was given. It is called with the saved keywords.
-            machine: by default the machine that the file names, or that of the devices.
-
-        Raises:
-            ArgumentError: the file is of another kind, or the builder returns no step.
-
-        ``jit`` of the result raises a PlanError if the builder makes another program than the saved one.
-        """
-        data = _read(Path(path))
-        made = built_by(step_builder, data["keywords"], data["fixed"], data["own"])
-        if made is None:
-            what = f"{name_of(step_builder)} returns None for the saved keywords."
-            raise ArgumentError(what, user_line(), text_of(data["keywords"]))
-        mesh = Mesh.abstract(**{name: int(size) for name, size in data["axes"]})
-        available = tuple(jax.devices())
-        if len(available) >= mesh.size:
-            mesh = dataclasses.replace(mesh, devices=available[: mesh.size])
-        plan = SavedPlan.of_json(json.dumps(data["plan"]))
-        return Configuration(made, mesh, plan, machine or data["machine"], data["memory_limit"], data["global_batch"])
-
-    @property
-    def search_result(self) -> SearchResult:
-        """The search that found the plan.
-
-        Raises:
-            ArgumentError: the configuration was loaded.
-        """
-        if self.found is None:
-            raise ArgumentError(
-                "a configuration that was loaded has no costs.",
-                user_line(),
-                hint="gshard.explain(configuration.jit(), *configuration.arguments).cost() prices it.",
-            )
-        return self.found
+        """Writes the plan, for ``gshard.jit(plan=gshard.SavedPlan.load(path))`` of the step with these keywords."""
+        self.found.save(path)
 
     def __str__(self) -> str:
         axes = " ".join(f"{name}={size}" for name, size in self.mesh.axes)
-        if self.found is None:
-            return f"{self.built.text}; mesh {axes}"
         memory = f"peak {format_bytes(self.cost.peak)}, {format_bytes(self.cost.sent)} sent by each device"
-        return f"{format_seconds(self.seconds)} a step: {self.built.text}; mesh {axes}; {memory}"
+        return f"{format_seconds(self.seconds)} a step: {text_of(self.keywords)}; mesh {axes}; {memory}"
 
     __repr__ = __str__
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The data of a saved configuration."""
-    hint = "Give a file that Configuration.save wrote."
-    try:
-        data = json.loads(path.read_text("utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"{path} is no saved configuration: {error}.", user_line(), hint=hint) from None
-    if not isinstance(data, dict) or any(name not in data for name in _FIELDS) or data["format"] != _FORMAT:
-        raise ArgumentError(f"{path} is no saved configuration of this version.", user_line(), hint=hint)
-    return data
 
 
 _SHOWN = 5  # rows of the table
@@ -327,8 +203,8 @@ class Configurations:
                 format_bytes(row.cost.sent),
                 " ".join(f"{name}={size}" for name, size in row.mesh.axes),
                 *(str(row.keywords[key]) if key in row.keywords else "" for key in keywords),
-                "yes" if row.recomputes else "-",
-                _percent(row.search_result.gap),
+                "-" if row.memory_limit is None else "yes",
+                _percent(row.found.gap),
             ])  # fmt: skip
         return "\n".join(_columns(lines))
 
@@ -339,8 +215,8 @@ class Configurations:
                 "keywords": {key: _plain(value) for key, value in row.keywords.items()},
                 "seconds": row.seconds, "examples_per_second": row.examples_per_second, "peak": row.cost.peak,
                 "fits": row.cost.peak <= self.limit, "sent": row.cost.sent, "flops": row.cost.flops,
-                "mesh": dict(row.mesh.axes), "recomputes": row.recomputes,
-                "gap": row.search_result.gap, "by_bound": row.cost.by_bound,
+                "mesh": dict(row.mesh.axes), "recomputes": row.memory_limit is not None,
+                "gap": row.found.gap, "by_bound": row.cost.by_bound,
             }
             for row in self.rows
         ]  # fmt: skip
@@ -352,7 +228,7 @@ class Configurations:
 
     def html(self, path: str | Path) -> Path:
         """Writes the report of the best plan as one page, as ``gshard.search`` does. Returns the path."""
-        return self.best.search_result.html(path)
+        return self.best.found.html(path)
 
     def __str__(self) -> str:
         best = self.best
@@ -363,8 +239,8 @@ class Configurations:
             self._table(),
             headline(best.cost),
         ]
-        lines.append(f"the best: {how_near(best.search_result.best)}")
-        if best.recomputes:
+        lines.append(f"the best: {how_near(best.found.best)}")
+        if best.memory_limit is not None:
             lines.append("gshard recomputes some of its values to fit: best.jit() has the memory limit for that")
         lines += _folded(self.not_searched)
         return "\n".join(lines + ended(self.seconds, self.left_out, self.stopped, self.failed))

@@ -307,7 +307,7 @@ class ConfigureRun:
                 least = format_bytes(int(candidate.least_bytes))
                 candidate.why = f"for which a device holds at least {least} of arguments and results"
             elif self.fastest is not None and self.budget.is_over:
-                self.budget.left_out.append(candidate.built.text)
+                self.budget.left_out.append(text_of(candidate.built.keywords))
             elif not self._is_slower(candidate):
                 self._search_one(candidate)
 
@@ -347,7 +347,7 @@ class ConfigureRun:
 
     def _within(self, candidate: EstimatedStep, search: Callable[[SearchRun], None]) -> None:
         """Searches for one configuration in half of the time that is left; what it leaves out gets its name."""
-        text, budget = candidate.built.text, self.budget.part()
+        text, budget = text_of(candidate.built.keywords), self.budget.part()
         budget.progress.step(f"searching: {text}")
         own = dataclasses.replace(
             budget, progress=dataclasses.replace(budget.progress, part=text), left_out=[], failed={}
@@ -392,16 +392,13 @@ class ConfigureRun:
         known = None if self.fastest is None else self.fastest.chosen
         if known is None or chosen.rank(limit) < known.rank(limit):
             self.fastest = candidate
-            self.budget.progress.better(f"{candidate.built.text}: {chosen.cost}")
+            self.budget.progress.better(f"{text_of(candidate.built.keywords)}: {chosen.cost}")
 
     def _configuration(self, candidate: EstimatedStep, stopped: int | None) -> Configuration | None:
         found = None if candidate.run is None else candidate.run.result(stopped)
         if found is None:
             return None
-        limit = int(self.limit) if found.best.chosen.recomputed else None
-        return Configuration(
-            candidate.built, found.mesh, found.plan, self.given_machine, limit, self.global_batch, found
-        )
+        return Configuration(candidate.built, found, self.given_machine, self.global_batch)
 
     def result(self, stopped: int | None) -> Configurations | None:
         """What was found; None if a signal ended the search before it had a plan."""
@@ -410,12 +407,12 @@ class ConfigureRun:
         rows = [row for _, row in made if row is not None]
         if stopped is not None and not rows:
             return None
-        rows.sort(key=lambda row: row.search_result.best.chosen.rank(limit))
+        rows.sort(key=lambda row: row.found.best.chosen.rank(limit))
         if not rows and self.error is not None:
             raise self.error
         if not rows or rows[0].cost.peak > limit:
             raise self._fits_nowhere(rows)
-        others = self.others | {c.built.text: c.why for c, row in made if row is None}
+        others = self.others | {text_of(c.built.keywords): c.why for c, row in made if row is None}
         return Configurations(
             tuple(rows), others, self.machine, limit, tuple(self.budget.left_out),
             self.budget.failed_lines, self.budget.spent, stopped,
@@ -426,11 +423,11 @@ class ConfigureRun:
         if rows:
             needed = rows[0].cost.peak
             mesh = " ".join(f"{name}={size}" for name, size in rows[0].mesh.axes)
-            text = f"nearest: {rows[0].built.text}, mesh {mesh}: a device needs {format_bytes(needed)}"
+            text = f"nearest: {text_of(rows[0].keywords)}, mesh {mesh}: a device needs {format_bytes(needed)}"
         else:
             nearest = min(self.candidates, key=lambda one: one.least_bytes)
             needed = int(nearest.least_bytes)
-            text = f"nearest: {nearest.built.text}: a device holds at least {format_bytes(needed)}"
+            text = f"nearest: {text_of(nearest.built.keywords)}: a device holds at least {format_bytes(needed)}"
         cut = " Not everything was tried in the time: raise budget_seconds." if self.budget.left_out else ""
         error = MemoryLimitError(
             f"no configuration fits in {format_bytes(int(limit))}.",
@@ -486,8 +483,8 @@ def configure(
 
     Returns:
         the configurations, the best first; print them. ``found.best.jit()`` is the partitioned step,
-        ``found.best.save(path)`` writes the configuration for ``gshard.stages.Configuration.load``. Ctrl-C and SIGTERM
-        end the search early, as they end ``gshard.search``.
+        ``found.best.save(path)`` writes its plan for ``gshard.SavedPlan.load``. Ctrl-C and SIGTERM end the search, as
+        they end ``gshard.search``.
 
     Raises:
         ArgumentError: the builder has no keyword to choose, or returns no step; a keyword has no values;

@@ -424,7 +424,7 @@ class Jitted(Generic[P, R]):
         that a first call returned. A plan is for one program, so a function that does not need the types is traced
         without them for ``search`` and for a plan that is given.
         """
-        static = self.static_positions(len(args))
+        static = self._static_positions(len(args))
         arrays = [a for i, a in enumerate(args) if i not in static]
         named = {k: v for k, v in kwargs.items() if k not in self._static_names}
         leaves, tree = jax.tree.flatten((tuple(arrays), named))
@@ -469,7 +469,7 @@ class Jitted(Generic[P, R]):
     def _is_traced_without_types(self, is_searched: bool) -> bool:
         return (is_searched or self.options.recorded is not None) and not self._needs_types
 
-    def static_positions(self, count: int) -> set[int]:
+    def _static_positions(self, count: int) -> set[int]:
         return {i % count if -count <= i < 0 else i for i in self._static_numbers}
 
     @functools.cached_property
