@@ -19,8 +19,8 @@ from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
 from gshard.device.network import StepTimes
-from gshard.simulator.simulate import simulate_function
 from laws.test_reshard_any import move, parts, shardings
+from simulated import simulate_function
 
 MESHES = Mesh.abstract(a=2, b=2, c=2), Mesh.abstract(a=4, b=2), Mesh.abstract(a=4, b=3)
 

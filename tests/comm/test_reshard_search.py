@@ -20,8 +20,8 @@ from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
 from gshard.device.network import StepTimes
-from gshard.simulator.simulate import simulate_function
 from laws.test_reshard_any import shardings
+from simulated import simulate_function
 
 CUBE, SHAPE, BYTES = Mesh.abstract(a=2, b=2, c=2), (64, 64, 64), 4
 EVERY = shardings(CUBE, len(SHAPE))

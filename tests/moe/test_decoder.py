@@ -38,7 +38,7 @@ def models(*fast):
 
 run = jax.jit(forward, static_argnums=0, compiler_options=naive.FAST)
 run_loss = jax.jit(loss, static_argnums=0, static_argnames="label_smoothing", compiler_options=naive.FAST)
-step = jax.jit(decode_step, static_argnums=0, static_argnames="dropless", compiler_options=naive.FAST)
+step = jax.jit(decode_step, static_argnums=0, compiler_options=naive.FAST)
 
 
 def case(config, rows=3, length=7):
@@ -97,7 +97,7 @@ MOE = TransformerConfig(20, 18, model_dim=16, hidden_dim=24, heads=2, head_dim=8
     experts=4, group_size=4, capacity_factor=1.0)  # fmt: skip
 MARKED = dataclasses.replace(MOE, partitions=2)
 
-run_encoder = jax.jit(encode, static_argnums=0, static_argnames="dropless", compiler_options=naive.FAST)
+run_encoder = jax.jit(encode, static_argnums=0, compiler_options=naive.FAST)
 
 
 def translation(config, sentences=4):

@@ -11,10 +11,10 @@ from gshard.core.jax_adapter import bind
 from gshard.core.mesh import Mesh
 from gshard.core.rule import COMMUNICATE, REPLICATE, place
 from gshard.rules.shape import elements, index_of
-from gshard.simulator.simulate import local_jaxpr
 from gshard.tracing.trace import trace
 from harness import rows
 from laws.test_rules_sound import the_equation
+from simulated import local_jaxpr
 
 OPERATORS = ("concatenate", "concatenate_slices", "pad", "slice", "split")
 ROWS = [row for row in rows() if row.primitive in OPERATORS]

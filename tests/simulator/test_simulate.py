@@ -11,7 +11,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from gshard.core.errors import RuleError, TraceError
-from gshard.simulator.simulate import device_groups, local_jaxpr, simulate, simulate_function
+from gshard.simulator.simulate import device_groups, simulate
+from simulated import local_jaxpr, simulate_function
 
 CUBE = {"a": 2, "b": 2, "c": 2}
 ORDERS = [axes for n in (1, 2, 3) for axes in itertools.permutations(CUBE, n)]

@@ -7,7 +7,7 @@
 `decode_flat_step` does the same for several hypotheses of each sentence, which share one cache (appendix A.1 of the
 paper). Only the mask differs between hypotheses: it has the slots of the cache that belong to each.
 
-Routing drops nothing here unless ``dropless=False``. With the capacities of training, a small batch would lose experts
+Routing drops nothing here. With the capacities of training, a small batch would lose experts
 for many of its tokens, and the result for a sentence would depend on the other sentences of its batch.
 """
 
@@ -26,21 +26,18 @@ from gshard.moe.transformer import embed, encoder, feed_forward_branch, logits, 
 Cache = dict[str, KeysValues]
 
 
-def encode(
-    config: TransformerConfig, params: dict[str, Any], source_BL: jax.Array, *, dropless: bool = True
-) -> jax.Array:
+def encode(config: TransformerConfig, params: dict[str, Any], source_BL: jax.Array) -> jax.Array:
     """The encoder's result for a batch of sources.
 
     Args:
         config: the model.
         params: see ``transformer.param_specs``.
         source_BL: int32 ids, 0 for padding.
-        dropless: False keeps the groups and the capacity of ``config``, as in training.
 
     Returns:
         memory_BLM in the dtype of activations.
     """
-    return encoder(config.dropless() if dropless else config, params, source_BL)[0]
+    return encoder(config.dropless(), params, source_BL)[0]
 
 
 def project_memory(config: TransformerConfig, params: dict[str, Any], memory_BLM: jax.Array) -> Cache:
@@ -98,8 +95,6 @@ def decode_step(
     position: jax.Array | int,
     memory: jax.Array | Cache | None = None,
     source_valid_BL: jax.Array | None = None,
-    *,
-    dropless: bool = True,
 ) -> tuple[jax.Array, Cache]:
     """Logits of the token after ``tokens_B``.
 
@@ -113,7 +108,6 @@ def decode_step(
         position: int scalar, the same for all sentences, below the cache's length.
         memory: the result of ``encode``, or, faster, of ``project_memory``; None for a decoder alone.
         source_valid_BL: bool, False where the source is padding; None for a decoder alone.
-        dropless: False keeps the groups and the capacity of ``config``, as in training.
 
     Returns:
         logits_BV in float32, and the cache with this position filled in.
@@ -121,7 +115,7 @@ def decode_step(
     length = jax.tree.leaves(cache)[0].shape[2]
     seen_BQK = jnp.broadcast_to(jnp.arange(length) <= position, (tokens_B.shape[0], 1, length))
     logits_BQV, cache = decode_flat_step(
-        config, params, cache, tokens_B[:, None], position, memory, source_valid_BL, seen_BQK, dropless=dropless
+        config, params, cache, tokens_B[:, None], position, memory, source_valid_BL, seen_BQK
     )
     return logits_BQV[:, 0, :], cache
 
@@ -135,8 +129,6 @@ def decode_flat_step(
     memory: jax.Array | Cache | None,
     source_valid_BL: jax.Array | None,
     seen_BQK: jax.Array,
-    *,
-    dropless: bool = True,
 ) -> tuple[jax.Array, Cache]:
     """Logits of the token after each of Q hypotheses of each sentence, in one flat sequence (appendix A.1).
 
@@ -153,12 +145,11 @@ def decode_flat_step(
         memory: the result of ``encode``, or, faster, of ``project_memory``; None for a decoder alone.
         source_valid_BL: bool, False where the source is padding; None for a decoder alone.
         seen_BQK: bool, the slots each hypothesis attends to: those of its ancestors and its own, t*Q + q.
-        dropless: False keeps the groups and the capacity of ``config``, as in training.
 
     Returns:
         logits_BQV in float32, and the cache with this position filled in.
     """
-    config = config.dropless() if dropless else config
+    config = config.dropless()
     require(
         (memory is None) == (config.encoder_layers == 0) == (source_valid_BL is None),
         "a decoder has a memory if the model has an encoder.",

@@ -428,28 +428,6 @@ def simulate(
     return [_stack(value) for value in _interpret(jaxpr, sizes, devices, [*held, *arguments])]
 
 
-@with_tables
-def simulate_function(
-    function: Callable[..., Any], axis_sizes: Mapping[str, int], *stacked_args: Any
-) -> list[np.ndarray]:
-    """Traces a function of one device's arrays, and simulates it."""
-    jaxpr, constants = local_jaxpr(function, axis_sizes, *(x[0] for x in stacked_args))
-    devices = math.prod(axis_sizes.values())
-    return simulate(jaxpr, (), axis_sizes, [*([c] * devices for c in constants), *stacked_args])
-
-
-def local_jaxpr(
-    function: Callable[..., Any], axis_sizes: Mapping[str, int], *local_args: Any
-) -> tuple[Any, tuple[Any, ...]]:
-    """Traces the program of one device. The devices of the mesh need not exist."""
-    mesh = jax.sharding.AbstractMesh(tuple(axis_sizes.values()), tuple(axis_sizes))
-    replicated = jax.sharding.PartitionSpec()
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False)
-    outer, consts = jax_adapter.closed(jax.make_jaxpr(mapped)(*local_args))
-    (eqn,) = outer.eqns
-    return eqn.params["jaxpr"], consts
-
-
 def _on_host(x: Any) -> Any:
     """A NumPy array. Random keys stay JAX arrays, because NumPy has no dtype for them."""
     is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended)
