@@ -53,7 +53,7 @@ def test_axes_that_are_one_move_as_several():
 
 
 @pytest.mark.parametrize(("marked", "found"), [
-    ((), ("ab", "cd")), (("c",), ("c", "a", "bd")), (("c", "a"), ("a", "c", "bd")),
+    ((), ("ab", "cd")), (("c",), ("c", "ab", "d")), (("c", "a"), ("a", "c", "bd")),
 ])  # fmt: skip
 def test_axes_without_a_mark_are_searched_as_two(marked, found):
     mesh = Mesh.abstract(a=2, b=3, c=2, d=5)

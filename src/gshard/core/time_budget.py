@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
@@ -10,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from gshard.core.deadline import OutOfTime, until
@@ -171,54 +170,38 @@ def in_a_line(error: Exception) -> str:
 # Lets Ctrl-C and SIGTERM end a search, which then returns the best plan so far.
 
 
-class Stop:
-    """The signal that ended a search."""
-
-    def __init__(self) -> None:
-        self.number: int | None = None  # the number of the signal; None if there was none
-
-
 def until_stopped(search: Callable[[], None], result: Callable[[int | None], T | None]) -> T:
     """Runs a search to its end, or to a signal, and returns its result, which is given the number of the signal.
 
-    If the search has nothing to return, the signal has its usual effect.
+    SIGTERM raises ``KeyboardInterrupt`` in the search, as Ctrl-C does, after a handler of the user's own. In other
+    threads than the main one, or if the process ignores SIGTERM or handles it outside of Python, nothing changes. If
+    the search has nothing to return, the signal has its usual effect.
     """
-    with stoppable() as stop:
-        try:
-            with tables():
-                search()
-        except KeyboardInterrupt:
-            stop.number = stop.number or signal.SIGINT
-        # What a signal left half done may be in the tables: from here on there are new ones.
-        if (found := result(stop.number)) is not None:
-            return found
-    if stop.number == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.raise_signal(signal.SIGTERM)
-    raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def stoppable() -> Iterator[Stop]:
-    """Makes SIGTERM raise ``KeyboardInterrupt`` inside, as Ctrl-C does, and restores the former handler afterwards.
-
-    A handler of the user's own is called first. Python handles signals in the main thread. In other threads, or if the
-    process ignores SIGTERM or handles it outside of Python, nothing changes.
-    """
-    stop = Stop()
+    numbers: list[int] = []  # of signals
     former: Any = signal.getsignal(signal.SIGTERM)
-    in_main_thread = threading.current_thread() is threading.main_thread()
 
     def on_term(number: int, frame: Any) -> None:
-        stop.number = number
+        numbers.append(number)
         if callable(former):
             former(number, frame)
         raise KeyboardInterrupt
 
+    in_main_thread = threading.current_thread() is threading.main_thread()
     installs = in_main_thread and former is not None and former is not signal.SIG_IGN
     if installs:
         signal.signal(signal.SIGTERM, on_term)
     try:
-        yield stop
+        try:
+            with tables():
+                search()
+        except KeyboardInterrupt:
+            numbers.append(signal.SIGINT)
+        # What a signal left half done may be in the tables: from here on there are new ones.
+        if (found := result(numbers[0] if numbers else None)) is not None:
+            return found
     finally:
         if installs:
             signal.signal(signal.SIGTERM, former)
+    if numbers[:1] == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.raise_signal(signal.SIGTERM)
+    raise KeyboardInterrupt
