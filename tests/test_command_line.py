@@ -153,7 +153,7 @@ SESSIONS = {
         ),
     ],
     "an argument to donate that is not there": [
-        (f"search {LOSS} --donate-argnums 5", 1, ["--donate-argnums 5: loss has 2 arguments, x and w."]),
+        (f"search {LOSS} --donate-argnums 5", 1, ["donate_argnums=(5,), but only accepts 2 positional arguments."]),
     ],
     "a traceback if asked for": [
         ("--traceback explain model.py:loss --arg f32[8,4] --arg f32[5,2] --mesh data=4", 1, ["Traceback"]),

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from gshard.api.search import search
 from gshard.core.errors import ArgumentError, GShardError, counted
 from gshard.core.jax_adapter import line_of_exception
 from gshard.core.mesh import Mesh
-from gshard.core.paths import parameters_of
 from gshard.core.program import format_bytes
 from gshard.device.machine import Machine
 from gshard.explanation.compiled_source import CompiledSource
@@ -45,7 +44,6 @@ from gshard.explanation.report.page import page
 from gshard.explanation.search_result import SearchResult
 from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
-from gshard.tracing.by_jax import name_of
 from gshard.xla.calibrate import calibrate
 
 # Named target: what a command line names: a function, its arguments and its mesh.
@@ -166,18 +164,9 @@ def need_folder(path: Path, option: str) -> None:
 TOLD = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 
 
-def told_by(f: Callable[..., Any], given: int, options: argparse.Namespace) -> dict[str, Any]:
+def told_by(options: argparse.Namespace) -> dict[str, Any]:
     """The static and donated arguments of a command line, as ``jit`` takes them."""
-    made = {name: getattr(options, name) for name in TOLD}
-    for option, number in ((f"--{name.replace('_', '-')}", n) for name in TOLD[::2] for n in made[name] or ()):
-        if not 0 <= number < given:
-            names = list(parameters_of(f))
-            told = f", {' and '.join([', '.join(names[:-1]), names[-1]] if len(names) > 1 else names)}" if names else ""
-            raise TargetError(
-                f"{option} {number}: {name_of(f)} has {counted(given, 'argument')}{told}.",
-                hint="Arguments are counted from 0.",
-            )
-    return made
+    return {name: getattr(options, name) for name in TOLD}
 
 
 def _module(name: str) -> Any:
@@ -353,7 +342,7 @@ def run_configure(options: argparse.Namespace) -> None:
             budget_seconds=options.budget_seconds,
             finite=options.finite,
             progress=True,
-            **{name: getattr(options, name) for name in TOLD},
+            **told_by(options),
         )
     except MemoryLimitError as error:
         if not error.needed:
@@ -478,8 +467,6 @@ def _explained(options: argparse.Namespace, with_xla: bool) -> tuple[Explanation
     if options.target.endswith(".py") or not f.is_file():
         # XLA compiles for devices that exist.
         f, arguments = _load(options, options.target, options.machine, force=with_xla, stages=STAGES)
-        if not isinstance(f, STAGES):
-            told_by(f, len(arguments), options)
     elif options.arg:
         raise ArgumentError("a compiled program takes no --arg.", got=options.target)
     if options.mesh:
@@ -535,7 +522,7 @@ def _search(options: argparse.Namespace) -> None:
         "budget_seconds": options.budget_seconds,
         "finite": options.finite,
         "progress": True,
-        **told_by(f, len(arguments), options),
+        **told_by(options),
     }
     found = search(f, *arguments, **asked)
     print(found)
