@@ -108,7 +108,7 @@ def test_capacity(tokens, factor, expected):
     ({"dispatch": "blocks", "partitions": 2}, "cannot be split over experts"),
     ({"dropout": 1.0}, "dropout must be a rate"), ({"partitions": 0}, "partitions must be at least 1"),
     ({"model_dim": 7}, "even model_dim"), ({"hidden_dim": 0}, "hidden_dim must be at least 1"),
-    ({"group_size": 0}, "a group needs a token"),
+    ({"group_size": 0}, "group_size must be at least 1"),
     # Axes of meshes.
     ({"replicas": 2}, "replicas of the experts have a mesh axis"), ({"replicas": 0}, "replicas must be at least 1"),
     ({"partitions": 4, "data_axis": "data"}, "the marks of the experts name a mesh axis too"),

@@ -57,9 +57,11 @@ def check(config: TransformerConfig) -> None:
         value = getattr(config, name)
         hint = known_names(str(value), known, "Use one of")
         require(value in known, f"{name} {value!r} is not known.", f"{name}={value!r}", hint)
-    for name in ("dense_hidden_dim", "kv_heads"):
+    for name in ("dense_hidden_dim", "kv_heads", "group_size", "groups"):
         value = getattr(config, name)
         require(value is None or value >= 1, f"{name} must be at least 1.", f"{name}={value}")
+    for name in ("rotary_base", "capacity_factor"):
+        require(getattr(config, name) > 0, f"{name} must be positive.", f"{name}={getattr(config, name)}")
     require(
         config.remat in (False, True, "branches"),
         f"remat {config.remat!r} is not known.",
@@ -121,7 +123,6 @@ def _check_positions(config: TransformerConfig) -> None:
         )
     else:
         require(config.head_dim % 2 == 0, "rotary positions need an even head_dim.", f"head_dim={config.head_dim}")
-        require(config.rotary_base > 0, "rotary_base must be positive.", f"rotary_base={config.rotary_base}")
 
 
 def _check_experts(config: TransformerConfig) -> None:
@@ -157,17 +158,10 @@ def _check_experts(config: TransformerConfig) -> None:
         "Use a number of partitions that divides the experts, or dispatch='gather'.",
     )
     require(
-        config.group_size is None or config.group_size >= 1, "a group needs a token.", f"group_size={config.group_size}"
-    )
-    require(config.groups is None or config.groups >= 1, "a batch needs a group.", f"groups={config.groups}")
-    require(
         config.groups is None or config.group_size is None,
         "the groups of a batch are given by their size or by their number.",
         f"group_size={config.group_size}, groups={config.groups}",
         "Give group_size=None with a number of groups.",
-    )
-    require(
-        config.capacity_factor > 0, "capacity_factor must be positive.", f"capacity_factor={config.capacity_factor}"
     )
     if config.group_size is not None and config.has_slots:
         config.capacity(config.group_size)
