@@ -10,7 +10,7 @@ import ast
 import difflib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jax.sharding import PartitionSpec
@@ -34,14 +34,15 @@ def patch_of(
     notes: Sequence[str] = (),
 ) -> str:
     """The diff; in front of it, in lines that begin with ``#``, notes and the marks that it leaves out."""
-    patch, inputs, left = Patch(), program.block.inputs[len(program.captured) :], [*notes]
+    inputs, left = program.block.inputs[len(program.captured) :], [*notes]
     cuts = {v: s for mark in marks for v, s in mark.shardings.items() if v in inputs}
     specs = {v: spec_of_cut(s, mesh) if s.atoms else PartitionSpec() for v, s in cuts.items()}
     texts = {v: f"shard(x, jax.{text_of_spec(spec)})" for v, spec in specs.items() if spec is not None}
     stages = {inputs[i]: str(schedule) for i, schedule in schedules_of(program).items()}
     (staged, by_hand), (marked, unsaid) = (argument_statements(of, inputs, paths) for of in (stages, texts))
     rows = [row for name in {**staged, **marked} for of in (staged, marked) for row in of.get(name, ())]
-    if rows and not (defined and patch.begin(*defined, {*staged, *marked}, rows)):
+    diff = _diff(*defined, {*staged, *marked}, rows) if rows and defined else None
+    if rows and diff is None:
         left.append(f"{program.name} is in no file, or not in this form: write in front of its first statement")
         left += [f"  {row}" for row in rows]
     names = dict(zip(program.block.inputs, program.names, strict=True))
@@ -49,49 +50,31 @@ def patch_of(
     for mark in marks:
         if any(v not in texts or v in unsaid for v in mark.shardings):
             left.append(f"{mark.text} {mark.at}: not written, do it by hand")
-    return "\n".join([*(f"# {line}" for line in left), *patch.diff()]) + "\n"
+    return "\n".join([*(f"# {line}" for line in left), *(diff or ())]) + "\n"
 
 
-class Patch:
-    """Lines that are added to the source files of a program."""
-
-    def __init__(self) -> None:
-        self._files: dict[str, tuple[list[str], ast.Module, dict[int, list[str]]]] = {}  # lines, tree, lines to add
-
-    def begin(self, path: str, line: int, parameters: set[str], rows: Sequence[str]) -> bool:
-        """Adds statements in front of the first of the function at a line; False if it is in another form."""
-        lines, tree, _ = self._file(path)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef) and _first_line(node) == line:
-                arguments = {a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
-                first = node.body[1 if ast.get_docstring(node) is not None and len(node.body) > 1 else 0]
-                number, indent = _first_line(first) - 1, first.col_offset
-                if parameters <= arguments and not lines[number].encode()[:indent].strip():
-                    self._add(path, number, indent, rows)
-                    return True
-        return False
-
-    def diff(self) -> Iterator[str]:
-        """The added lines of all files as a unified diff."""
-        for path, (lines, tree, added) in self._files.items():
-            imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-            bound = {a.asname or a.name.partition(".")[0] for node in imports for a in node.names}
-            needed = [f"import {name}" for name in ("gshard", "jax") if f"{name}." in str(added) and name not in bound]
-            before = [*(tree.body[:1] if ast.get_docstring(tree) else ()), *imports]
-            place = max((node.end_lineno or 0 for node in before if node.lineno <= min(added, default=0)), default=0)
-            rows = [*lines[:place], *needed, *added.get(place, ())]
-            rows += [row for i, line in enumerate(lines[place:], place + 1) for row in (line, *added.get(i, ()))]
-            shown = path.lstrip("/") if (near := os.path.relpath(path)).startswith("..") else near
-            yield from difflib.unified_diff(lines, rows, f"a/{shown}", f"b/{shown}", lineterm="")
-
-    def _add(self, path: str, line: int, indent: int, rows: Sequence[str]) -> None:
-        self._file(path)[2].setdefault(line, []).extend(" " * indent + row for row in rows)
-
-    def _file(self, path: str) -> tuple[list[str], ast.Module, dict[int, list[str]]]:
-        if path not in self._files:
-            text = Path(path).read_text("utf-8") if Path(path).is_file() else ""
-            self._files[path] = text.splitlines(), ast.parse(text), {}
-        return self._files[path]
+def _diff(path: str, line: int, parameters: set[str], rows: Sequence[str]) -> list[str] | None:
+    """The diff of a file: statements in front of the first of the function at a line; None if it is in another form."""
+    text = Path(path).read_text("utf-8") if Path(path).is_file() else ""
+    lines, tree = text.splitlines(), ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and _first_line(node) == line:
+            arguments = {a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+            first = node.body[1 if ast.get_docstring(node) is not None and len(node.body) > 1 else 0]
+            number, indent = _first_line(first) - 1, first.col_offset
+            if parameters <= arguments and not lines[number].encode()[:indent].strip():
+                break
+    else:
+        return None
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    bound = {a.asname or a.name.partition(".")[0] for node in imports for a in node.names}
+    needed = [f"import {name}" for name in ("gshard", "jax") if f"{name}." in str(rows) and name not in bound]
+    before = [*(tree.body[:1] if ast.get_docstring(tree) else ()), *imports]
+    place = max((node.end_lineno or 0 for node in before if node.lineno <= number), default=0)
+    added = [" " * indent + row for row in rows]
+    changed = [*lines[:place], *needed, *lines[place:number], *added, *lines[number:]]
+    shown = path.lstrip("/") if (near := os.path.relpath(path)).startswith("..") else near
+    return list(difflib.unified_diff(lines, changed, f"a/{shown}", f"b/{shown}", lineterm=""))
 
 
 def _first_line(node: ast.stmt) -> int:
