@@ -66,24 +66,7 @@ def runs_on_shards(
             first = jax.make_jaxpr(emitted, axis_env=list(mesh.atom_sizes.items()))(*shapes)
     except (NotProven, GShardError):
         return False
-    (one, some), (other, others) = map(closed, (first, local))
-    return (
-        len(some) == len(others)
-        and all(map(_same_array, some, others))
-        and same(*(_constants_as_inputs(jaxpr_without_dead_code(jaxpr)) for jaxpr in (one, other)))
-    )
-
-
-def _constants_as_inputs(jaxpr: Any) -> Any:
-    """A jaxpr whose constants, which are compared by value, are inputs."""
-    own: dict[str, Any] = {"consts": []} if getattr(jaxpr, "consts", ()) else {}
-    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], **own)
-
-
-def _same_array(x: Any, y: Any) -> bool:
-    if x is y or not hasattr(x, "dtype") or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
-        return x is y
-    return (x.shape, x.dtype) == (y.shape, y.dtype) and np.asarray(x).tobytes() == np.asarray(y).tobytes()
+    return same(*map(jaxpr_without_dead_code, (first, local)))
 
 
 # Jaxprs as one list of equations: calls are opened.
