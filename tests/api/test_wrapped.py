@@ -116,8 +116,6 @@ def test_a_mesh_that_is_set_is_meant_by_bare_specs():
 
 
 def test_explain_takes_the_mesh_that_is_meant():
-    inside = gshard.explain(lambda x: jax.lax.scan(lambda c, _: (jax.jit(step, out_shardings=D)(c), c), x, None, 2), X)
-    assert (inside.mesh.size, inside.argument_bytes) == (8, (1024, 128))
     with pytest.raises(gshard.MeshError, match="no mesh was given"):
         gshard.explain(lambda x: jax.jit(step)(x), X)
     found = gshard.explain(jax.jit(lambda x: x.sum()), jax.device_put(X, D), partitioner="gshard")

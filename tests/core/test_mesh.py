@@ -181,13 +181,13 @@ ENUM = enum.Enum("ENUM", "data model")
     (
         lambda: Mesh.of({"data": 8, "model": 2}),
         r"a mesh of 16 devices was asked for, and there are 8(.|\n)*device_count=16(.|\n)*"
-        r"or plan without devices: mesh=gshard.Mesh.abstract\(data=8, model=2\).",
+        r"or plan without devices: mesh=gshard.Mesh.abstract\(\*\*{'data': 8, 'model': 2}\).",
     ),
     (lambda: Mesh.of(jax.sharding.Mesh(np.array(jax.devices()), (0,))), "0 cannot be the name of an axis"),
     (lambda: Mesh.of(jax.sharding.Mesh(np.array(jax.devices()), (ENUM["data"],))), "cannot be the name of an axis"),
     (lambda: Mesh.of([device(0), device(1), device(0)]), "stands twice in the mesh"),
-    (lambda: Mesh.of((4, 2)), 'mesh={"data": 4, "model": 2}'),
-    (lambda: Mesh.of(np.array([2, 2, 2])), 'mesh={"data": 2, "model": 2, "expert": 2}'),
+    (lambda: Mesh.of((4, 2)), "4 is of type int(.|\n)*axes with their sizes"),
+    (lambda: Mesh.of(np.array([2, 2, 2])), "of type int64"),
     (lambda: Mesh.of(np.array(jax.devices()).reshape(4, 2)), "2 dimensions(.|\n)*jax.sharding.Mesh\\(devices"),
     (lambda: Mesh.of([device(0), "cpu:1"]), "'cpu:1' is of type str"),
     (lambda: Mesh.of([None]), "None is of type NoneType"),

@@ -16,10 +16,10 @@ from jax.sharding import NamedSharding
 from gshard.api.instead_of_jit import instead_of_jit
 from gshard.api.jit import Jitted
 from gshard.api.lowered import Compiled, Lowered, Traced
-from gshard.api.wrapped import mesh_of_shardings
+from gshard.api.wrapped import mesh_of_arguments
 from gshard.core.errors import ArgumentError, MeshError
-from gshard.core.jax_adapter import mesh_of_context, user_line
-from gshard.core.jax_adapter_jit import arguments_of_call, axes_of_exported, calls_of_jit, given_to_jit
+from gshard.core.jax_adapter import user_line
+from gshard.core.jax_adapter_jit import arguments_of_call, calls_of_jit, given_to_jit
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.paths import leaf_names
 from gshard.device.machine import Machine
@@ -28,7 +28,7 @@ from gshard.explanation.compiled_source import CompiledSource
 from gshard.explanation.explain import Explanation, read_compiled
 from gshard.tracing.by_jax import name_of
 
-CompiledLike = jax.stages.Compiled | jax.stages.Lowered | jax.stages.Traced | jax.export.Exported | str | Path
+CompiledLike = jax.stages.Compiled | jax.stages.Lowered | jax.stages.Traced | str | Path
 STAGES = (
     jax.stages.Traced,
     jax.stages.Lowered,
@@ -66,8 +66,6 @@ def explain_compiled(
     if isinstance(f, str | Path):
         source = CompiledSource(read_program(_text_of(f), None if mesh is None else Mesh.of(mesh)))
         return Explanation(source, None if machine is None else Machine.read(machine, source.mesh.size))
-    if isinstance(f, jax.export.Exported):
-        f = _of_exported(f, mesh)
     f = f.lower() if isinstance(f, jax.stages.Traced) else f
     compiled = f.compile() if isinstance(f, jax.stages.Lowered) else f
     return read_compiled(compiled, None if mesh is None else Mesh.of(mesh), machine, names=names)
@@ -126,25 +124,6 @@ def _text_of(given: str | Path) -> str:
         ) from error
 
 
-def _of_exported(exported: Any, mesh: MeshLike) -> jax.stages.Lowered:
-    n = exported.nr_devices
-    on = Mesh.of(axes_of_exported(exported) or n if mesh is None else mesh)
-    if on.size != n or on.devices is None:
-        raise MeshError(
-            f"the function was exported for {n} devices.",
-            user_line(),
-            got=f"mesh: {on}",
-            hint=f"Give mesh={n}, or {n} devices with the axes that it was exported with.",
-        )
-    shardings = exported.in_shardings_jax(on.user_jax_mesh)
-    leaves = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-        for aval, sharding in zip(exported.in_avals, shardings, strict=True)
-    ]
-    args, kwargs = jax.tree.unflatten(exported.in_tree, leaves)
-    return jax.jit(exported.call).lower(*args, **kwargs)
-
-
 def _on_devices(leaf: Any) -> Any:
     """An argument whose sharding is on an abstract mesh, on a mesh of the first devices."""
     sharding = getattr(leaf, "sharding", None)
@@ -195,13 +174,6 @@ def names_of_arrays(f: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     calls = calls_of_jit(traced)
     found = arguments_of_call(traced, calls[0]) if len(calls) == 1 else {}
     return {name: names[arrays[i]] for name, i in found.items()}
-
-
-def mesh_of_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> MeshLike:
-    """The mesh that the arguments are on; None where ``jax.set_mesh`` has set one, or they are on none."""
-    if mesh_of_context() is not None:
-        return None
-    return mesh_of_shardings(getattr(x, "sharding", None) for x in jax.tree.leaves((args, dict(kwargs))))
 
 
 def lowered_instead_of_jit(

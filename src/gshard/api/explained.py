@@ -29,7 +29,7 @@ from gshard.api.function_again import compiled_again, with_bound_arguments
 from gshard.api.jit import Jitted, jit
 from gshard.api.lowered import Compiled, Lowered, Traced
 from gshard.api.specs import told
-from gshard.api.wrapped import mesh_that_is_meant
+from gshard.api.wrapped import mesh_of_arguments
 from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.jax_adapter import mesh_of_context, user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
@@ -69,12 +69,12 @@ def explain(
     Args:
         f: a marked function, or one that ``gshard.jit`` or ``jax.jit`` returned, or what ``.trace(...)``,
             ``.lower(...)`` and ``.lower(...).compile()`` of one of these returned. Or another compiled program: a
-            ``jax.export.Exported``, the text of a compiled program, or the path of a file with it.
+            text of a compiled program, or the path of a file with it.
         args, kwargs: its arguments: arrays or ``jax.ShapeDtypeStruct``, and values for static ones. An argument that
             has the name of an option here is bound before: ``functools.partial(f, mesh=...)``.
         mesh: as for ``jit``, or an abstract mesh of any size (``gshard.Mesh.abstract(data=64, expert=32)``). None takes
             the mesh that ``gshard.jit`` was given, that of the shardings that ``jax.jit`` was given, the one that
-            ``jax.set_mesh`` has set, the one on which an argument is placed, or that of a sharding inside the function.
+            ``jax.set_mesh`` has set, or the one on which an argument is placed.
         machine: as for ``jit``: what the plan is made for. None takes that of a function from ``gshard.jit``, or the
             devices of the mesh; by bytes if there is no model of them, and for CPUs and abstract meshes.
         memory_limit, plan: as for ``jit``. None takes those of a function from ``gshard.jit``.
@@ -134,7 +134,7 @@ def explain(
     else:
         jitted = jit(f, mesh=mesh, machine=machine, memory_limit=limit, plan=plan, finite=finite, **own)
     if jitted.options.mesh is None and not isinstance(f, Jitted):
-        meant = mesh_that_is_meant(args, kwargs, lambda: jitted.trace(*args, **kwargs).jaxpr)
+        meant = mesh_of_arguments(args, kwargs)
         if meant is None and is_from_jax_jit(f) and mesh_of_context() is None:
             raise _on_one_device(f)
         jitted = jitted if meant is None else jitted.on(meant)

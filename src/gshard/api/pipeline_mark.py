@@ -7,14 +7,12 @@ x, _ = jax.lax.scan(layer, x, stacked)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from gshard.api.marks import arrays_of, listed, marked, partitions_of, unused_pattern
-from gshard.api.specs import describe
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
@@ -25,30 +23,15 @@ T = TypeVar("T")  # an array or a pytree of arrays
 _HINT = "Write pipeline(stacked, 'stage', micro_batches=8)."
 
 
-@overload
-def pipeline(
-    x: Sequence[T], over: int | str | Sequence[str], *, micro_batches: int, rounds: int = 1,
-    stack: Literal[True], paths: str | Sequence[str] | None = None,
-) -> T: ...  # fmt: skip
-
-
-@overload
-def pipeline(
-    x: T, over: int | str | Sequence[str], *, micro_batches: int, rounds: int = 1,
-    stack: Literal[False] = False, paths: str | Sequence[str] | None = None,
-) -> T: ...  # fmt: skip
-
-
 @without_our_frames
 def pipeline(
-    x: Any,
+    x: T,
     over: int | str | Sequence[str],
     *,
     micro_batches: int,
     rounds: int = 1,
-    stack: bool = False,
     paths: str | Sequence[str] | None = None,
-) -> Any:
+) -> T:
     """Marks layers as the stages of a pipeline.
 
     A loop ``jax.lax.scan(layer, x, stacked)`` over the marked stack runs as a pipeline on a mesh: each stage has
@@ -60,68 +43,45 @@ def pipeline(
     are independent, and otherwise the next dimension along which they are.
 
     Args:
-        x: array ``[layers, ...]``, or pytree of such arrays, any dtypes. With ``stack`` a list of layers.
+        x: array ``[layers, ...]``, or pytree of such arrays, any dtypes. Of separate layers, equal pytrees, make one by
+            ``jax.tree.map(lambda *w: jnp.stack(w), *layers)``: on a mesh one all-to-all moves the weights to their
+            stages, and one moves the gradients back.
         over: the mesh axis of the stages, a tuple of axes, or a number of stages.
         micro_batches: their number. It divides the batch. A stage waits in ``stages - 1`` of
             ``micro_batches * rounds + stages - 1`` turns.
         rounds: how often each micro-batch passes all stages. The first stage has the first layers of each round, and
             so on. The mark leaves the stack open then, since a stage has layers that are apart.
-        stack: whether to stack ``x`` first, a list or tuple of separate layers: equal pytrees, with arrays of equal
-            shapes and dtypes. On a mesh one all-to-all moves the weights to their stages, and one moves the gradients
-            back.
         paths: patterns of paths as of ``shard_by_path``: only what they match is marked. None marks all of ``x``.
 
     Returns:
-        the same values; with ``stack`` one pytree of arrays ``[layers, ...]``.
+        the same values.
 
     Raises:
-        ShardingError: an array has no layers, or the arrays have different numbers of them; layers to stack differ; a
-            number is no positive integer; or a pattern matches nothing. When a program is planned: layers or rows
+        ShardingError: an array has no layers, or the arrays have different numbers of them; a number is no positive
+            integer; or a pattern matches nothing. When a program is planned: layers or rows
             are not divisible, or a layer mixes the rows of the batch.
 
     >>> import jax, jax.numpy as jnp
-    >>> layers = [jnp.eye(3), 2 * jnp.eye(3)]
-    >>> stacked = pipeline(layers, "stage", micro_batches=2, stack=True)
+    >>> stacked = pipeline(jnp.stack([jnp.eye(3), 2 * jnp.eye(3)]), "stage", micro_batches=2)
     >>> jax.lax.scan(lambda x, w: (x @ w, None), jnp.ones((8, 3)), stacked)[0].sum().tolist()
     48.0
     """
-    call = f"pipeline(x, {over!r}, micro_batches={micro_batches!r}{', stack=True' if stack else ''})"
+    call = f"pipeline(x, {over!r}, micro_batches={micro_batches!r})"
     for word, number in (("micro_batches", micro_batches), ("rounds", rounds)):
         if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < 1:
             raise ShardingError(f"{word} is a positive integer, not {number!r}.", user_line(), call, _HINT)
     schedule = Schedule(partitions_of(over, call), int(micro_batches), int(rounds))
-    x = _stacked(x, call) if stack else x
     leaves = _matching(x, call, (paths,) if isinstance(paths, str) else paths)
     of_count = {array.shape[:1]: (name, array) for name, array in leaves if array is not None}
     if len(of_count) > 1 or () in of_count:
         what = "the arrays of a pipeline have one dimension of layers, and it comes first."
         hint = (
-            "Mark only the stacks that one loop scans over, each with as many layers. Give a list of separate layers "
-            "with stack=True."
+            "Mark only the stacks that one loop scans over, each with as many layers. Stack separate layers: "
+            "jax.tree.map(lambda *w: jnp.stack(w), *layers)."
         )
         raise ShardingError(what, user_line(), f"{listed([*of_count.values()])}; {call}", hint)
     marks = [None if x is None else mark_of_stack(schedule, x.ndim, name) for name, x in leaves]
-    return marked(x, leaves, marks, None)
-
-
-def _stacked(layers: Any, call: str) -> Any:
-    """The stack of separate layers."""
-    if not isinstance(layers, Sequence) or len(layers) == 0:
-        what = "stack=True takes a list of one or more layers."
-        hint = "Give the layers in their order, as in pipeline([params['0'], params['1']], ..., stack=True)."
-        raise ShardingError(what, user_line(), f"x is of type {type(layers).__name__}; {call}", hint)
-    trees: list[Any] = [jax.tree.structure(layer) for layer in layers]
-    types = [{name: describe(x) for name, x in arrays_of(layer, call) if x is not None} for layer in layers]
-    for i, (own, tree) in enumerate(zip(types, trees, strict=True)):
-        if own == types[0] and tree == trees[0]:
-            continue
-        name = next((name for name in types[0] | own if types[0].get(name) != own.get(name)), "")
-        both = [f"x[{j}]{name[1:]}: {types[j].get(name, 'no array')}" for j in (0, i)]
-        what = "layers that are stacked have equal pytrees, and arrays of equal shapes and dtypes."
-        got = ", ".join(both) if own != types[0] else f"x[0]: {trees[0]}, x[{i}]: {tree}"[:400]
-        hint = "Stack only equal layers, and call the others before or after the loop."
-        raise ShardingError(what, user_line(), f"{got}; {call}", hint)
-    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
+    return marked(x, leaves, marks, None)  # type: ignore[no-any-return]
 
 
 def _matching(x: Any, call: str, patterns: Sequence[str] | None) -> list[tuple[str, Any]]:

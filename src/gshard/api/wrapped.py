@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
 from gshard.core.errors import ArgumentError
-from gshard.core.jax_adapter import closed, mesh_of_context, sub_jaxprs, user_line
+from gshard.core.jax_adapter import mesh_of_context, user_line
 from gshard.core.jax_adapter_jit import given_to_jit
 from gshard.core.paths import parameters_of
 from gshard.tracing.by_jax import name_of
@@ -17,11 +17,11 @@ from gshard.tracing.by_jax import name_of
 
 def unwrapped(
     f: Callable[..., Any], options: dict[str, Any], given: dict[str, Any]
-) -> tuple[Any, dict[str, Any], jax.sharding.Mesh | None]:
+) -> tuple[Any, dict[str, Any], jax.sharding.Mesh | AbstractMesh | None]:
     """Adds what ``jax.jit`` was given with a function to what ``gshard.jit`` is given.
 
     Returns the function from ``jax.jit`` with its static and donated arguments, the options that ``jax.jit`` has too,
-    and the mesh of the first sharding that ``jax.jit`` was given and that names devices.
+    and the mesh of the first sharding that ``jax.jit`` was given.
     """
     before = given_to_jit(f)
     if before is None:
@@ -60,35 +60,17 @@ def _jitted(f: Callable[..., Any], given: dict[str, Any]) -> Any:
         ) from None
 
 
-def mesh_of_shardings(shardings: Iterable[Any]) -> jax.sharding.Mesh | None:
-    """The mesh of the first ``NamedSharding`` over devices that exist; None if there is none."""
-    return next((mesh for mesh in _meshes(shardings) if isinstance(mesh, jax.sharding.Mesh)), None)
+def mesh_of_shardings(shardings: Iterable[Any]) -> jax.sharding.Mesh | AbstractMesh | None:
+    """The mesh of the first ``NamedSharding``, over devices if there is one; None if there is none."""
+    meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty]
+    return next((mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)), next(iter(meshes), None))
 
 
-def _meshes(shardings: Iterable[Any]) -> Iterator[jax.sharding.Mesh | AbstractMesh]:
-    return (s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty)
-
-
-def mesh_that_is_meant(args: Any, kwargs: Any, traced: Callable[[], Any]) -> jax.sharding.Mesh | AbstractMesh | None:
-    """The mesh on which an argument is placed, or else that of a sharding inside a function; None if a mesh is set.
-
-    A mesh of devices counts before an abstract one.
-    """
+def mesh_of_arguments(args: Any, kwargs: Any) -> jax.sharding.Mesh | AbstractMesh | None:
+    """The mesh that the arguments are on; None where ``jax.set_mesh`` has set one, or they are on none."""
     if mesh_of_context() is not None:
         return None
-    placed = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs))]
-    if (mesh := mesh_of_shardings(placed)) is not None:
-        return mesh
-    inside = list(_shardings_inside(traced()))
-    return mesh_of_shardings(inside) or next(_meshes([*placed, *inside]), None)
-
-
-def _shardings_inside(jaxpr: Any) -> Iterator[Any]:
-    for e in closed(jaxpr)[0].eqns:
-        for value in e.params.values():
-            yield from value if isinstance(value, tuple | list) else (value,)
-        for body in sub_jaxprs(e.params):
-            yield from _shardings_inside(body)
+    return mesh_of_shardings(getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs)))
 
 
 def refuse_device(by: str, device: Any) -> None:

@@ -276,13 +276,6 @@ def bound_without_shardings(primitive: Any, params: Mapping[str, Any], arrays: S
     return results
 
 
-def axes_of_exported(exported: Any) -> dict[str, int] | None:
-    """The axes of the mesh for which a function was exported; None if its shardings name no axes."""
-    shardings = getattr(exported, "_in_named_shardings", None) or ()
-    mesh = next((s.mesh for s in shardings if s is not None and s.mesh.axis_names), None)
-    return None if mesh is None else dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-
-
 def calls_of_jit(traced: Any) -> list[Any]:
     """The equations of the jitted functions that a traced function calls."""
     return [e for e in traced.jaxpr.eqns if e.primitive.name in ("jit", "pjit")]

@@ -355,30 +355,15 @@ def _first_devices(axes: tuple[tuple[str, int], ...]) -> tuple[Any, ...]:
         f"a mesh of {count} devices was asked for, and there are {len(available)}.",
         got=f"devices: {', '.join(map(str, available[:8]))}{', ...' if len(available) > 8 else ''}",
         hint=f"On CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={count} before JAX starts; or plan without "
-        f"devices: mesh=gshard.Mesh.abstract({_keywords(axes)})."
+        f"devices: mesh=gshard.Mesh.abstract(**{dict(axes)})."
         if count > 0
         else f"Give a number from 1 to {len(available)}.",
     )
 
 
-def _keywords(axes: tuple[tuple[str, int], ...]) -> str:
-    """The axes as keyword arguments of a call."""
-    words = all(name.isidentifier() for name, _ in axes)
-    return ", ".join(f"{name}={n}" for name, n in axes) if words else f"**{dict(axes)}"
-
-
 def _listed(devices: Sequence[Any] | np.ndarray) -> tuple[Any, ...]:
     """Checks a list of devices."""
     elements = tuple(devices)
-    if elements and all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in elements):
-        names = ("data", "model", "expert", "stage")
-        axes = {names[i] if i < len(names) else f"axis{i}": int(n) for i, n in enumerate(elements)}
-        raise MeshError(
-            "a mesh is made of devices, and these are numbers.",
-            got=f"mesh={devices!r}"[:200],
-            hint="If they are the sizes of its axes, name the axes: "
-            f"mesh={{{', '.join(f'{k!r}: {v}' for k, v in axes.items())}}}.".replace("'", '"'),
-        )
     if isinstance(devices, np.ndarray) and devices.ndim != 1:
         raise MeshError(
             f"an array of devices of {devices.ndim} dimensions does not say how its axes are called.",
@@ -389,7 +374,7 @@ def _listed(devices: Sequence[Any] | np.ndarray) -> tuple[Any, ...]:
     if wrong is not None or None in elements:
         raise MeshError(
             f"a mesh is made of devices, and {wrong!r} is of type {type(wrong).__name__}.",
-            hint="Give some of jax.devices(), or a number of them.",
+            hint='Give some of jax.devices(), or a number of them; or axes with their sizes: {"data": 4, "model": 2}.',
         )
     return elements
 

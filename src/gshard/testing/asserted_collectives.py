@@ -244,7 +244,7 @@ def assert_collectives(
     Args:
         f: a function from ``jax.jit`` whose arguments have shardings, which XLA's partitioner splits; a function
             from ``gshard.jit``, which gshard splits before XLA compiles it; a stage of either (``f.lower(...)``,
-            ``.compile()``); a ``jax.export.Exported``; the text of a compiled program, or the path of a file with it;
+            ``.compile()``); the text of a compiled program, or the path of a file with it;
             or what this function returned, which is not compiled again.
         args, kwargs: the arguments of the function: arrays, or ``jax.ShapeDtypeStruct`` with shardings. A sharding on a
             ``jax.sharding.AbstractMesh`` takes the first devices.
