@@ -49,22 +49,15 @@ class AlongAxis:
         """The atoms over which the dimension is split."""
         return shards.atoms(self.dim[0])
 
-    def parts(self, mesh: Mesh, split: Split) -> int:
-        """The number of parts of the dimension."""
-        return mesh.count(split.get(self.dim[0], ()))
-
-    def others(self, mesh: Mesh, split: Split) -> int:
-        """The number of elements of one device's part for each position along the dimension."""
-        atoms_of = place(tuple(self.dims), split)
-        sizes = (-(-n // mesh.count(atoms)) for n, atoms in zip(self.shape, atoms_of, strict=True))
-        return math.prod(n for d, n in enumerate(sizes) if d != self.axis)
-
     def route_bytes(self, dtype: Any, route: Callable[[int], Route]) -> Callable[[Mesh, Split], int]:
         """The value of ``sends`` for a rule that sends chunks along the dimension; ``route(parts)`` is their route."""
 
         def sends(mesh: Mesh, split: Split) -> int:
-            parts = self.parts(mesh, split)
-            return self.others(mesh, split) * itemsize(dtype) * sum(route(parts).messages) if parts > 1 else 0
+            parts = [mesh.count(atoms) for atoms in place(tuple(self.dims), split)]
+            if parts[self.axis] == 1:
+                return 0
+            others = math.prod(-(-n // p) for d, (n, p) in enumerate(zip(self.shape, parts)) if d != self.axis)
+            return others * itemsize(dtype) * sum(route(parts[self.axis]).messages)
 
         return sends
 

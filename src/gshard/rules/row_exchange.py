@@ -191,7 +191,7 @@ def put_rows(call: Call) -> Rule:
     make = RuleMaker()
     rows = _Rows(make, call, places=call.params["size"])
     each, *row_shape = call.in_shapes[0][len(rows.batch) + 1 :]
-    row = rows.row(row_shape)
+    row = make.parallel(row_shape)
 
     def local(shards: Shards, x: Any, numbers: Any) -> list[Any]:
         if not rows.exchanges(shards):
@@ -219,7 +219,7 @@ def take_rows(call: Call) -> Rule:
     batches = len(call.in_shapes[1]) - 2
     rows = _Rows(make, call, places=call.in_shapes[0][batches], reads=True)
     row_shape = call.in_shapes[0][batches + 1 :]
-    row = rows.row(row_shape)
+    row = make.parallel(row_shape)
 
     def local(shards: Shards, x: Any, numbers: Any) -> list[Any]:
         if not rows.exchanges(shards):
@@ -242,20 +242,16 @@ class _Rows:
     """The factors of tokens and their places."""
 
     def __init__(self, make: RuleMaker, call: Call, places: int, *, reads: bool = False) -> None:
-        self._make, self._call, self._places = make, call, places
-        *self._batches, self._tokens, self.choices = call.in_shapes[1]  # how many places each token has
+        self._call, self._places = call, places
+        *batches, self._tokens, self.choices = call.in_shapes[1]  # how many places each token has
         on_keys = jax.dtypes.issubdtype(call.in_dtypes[0], jax.dtypes.prng_key)
         size = max(self._tokens, places)
         is_whole = on_keys or 0 in call.in_shapes[1] or not places
-        self.batch = make.parallel(self._batches)  # the dimensions of the batches, each with places of its own
+        self.batch = make.parallel(batches)  # the dimensions of the batches, each with places of its own
         # the dimension of tokens and of places
         self.factor = make.replicate(size) if is_whole else make.communicate(size)
         copies = make.factor(self.choices) if reads else make.replicate(self.choices)
         self.numbers = [*self.batch, self.factor, copies]  # the dimensions of the numbers of places
-
-    def row(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
-        """The dimensions of a row."""
-        return self._make.parallel(shape)
 
     def exchanges(self, shards: Shards) -> bool:
         """Whether devices exchange rows."""
