@@ -264,17 +264,21 @@ class HaloWindows:
                 windows[d] = self.window(d, parts)
         return windows
 
-    def sent_bytes(
-        self, shape: Sequence[int], dtype: Any, mesh: Mesh, split: Split, length: Callable[[int, Window], int]
-    ) -> int:
-        """The bytes that each device sends if devices fetch the windows of one dimension after the other.
+    def sends(
+        self, shape: Sequence[int], dtype: Any, length: Callable[[int, Window], int]
+    ) -> Callable[[Mesh, Split], int]:
+        """The value of ``Rule.sends`` if devices fetch the windows of one dimension after the other.
 
-        A fetched window changes the size of the part whose windows are fetched next.
+        A fetched window changes the size of the part whose windows are fetched next, to ``length(d, window)``.
         """
-        sizes = [-(-n // mesh.count(atoms)) for n, atoms in zip(shape, place(tuple(self.dims), split), strict=True)]
-        total = 0
-        for d, window in self.split_over(mesh, split).items():
-            others = math.prod(n for e, n in enumerate(sizes) if e != d)
-            total += window.bytes(sizes[d], others * itemsize(dtype))
-            sizes[d] = length(d, window)
-        return total
+
+        def sent(mesh: Mesh, split: Split) -> int:
+            sizes = [-(-n // mesh.count(atoms)) for n, atoms in zip(shape, place(tuple(self.dims), split), strict=True)]
+            total = 0
+            for d, window in self.split_over(mesh, split).items():
+                others = math.prod(n for e, n in enumerate(sizes) if e != d)
+                total += window.bytes(sizes[d], others * itemsize(dtype))
+                sizes[d] = length(d, window)
+            return total
+
+        return sent

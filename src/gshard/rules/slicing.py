@@ -148,7 +148,7 @@ def slice_(call: Call) -> Rule:
     def sends(mesh: Mesh, split: Split) -> int:
         windows = halos.split_over(mesh, split)
         shape = [n if d in windows else m for d, (n, m) in enumerate(zip(source, target, strict=True))]
-        return halos.sent_bytes(shape, call.in_dtypes[0], mesh, split, lambda d, w: -(-target[d] // w.parts))
+        return halos.sends(shape, call.in_dtypes[0], lambda d, w: -(-target[d] // w.parts))(mesh, split)
 
     spans = zip(source, starts, target, strides, strict=True)
     index = tuple(taken_spans(n, int(start), m, int(stride)) for n, start, m, stride in spans)
@@ -198,9 +198,7 @@ def pad(call: Call) -> Rule:
             remaining[d] = (0, 0, 0)
         return [lax.pad(x, value, remaining)]
 
-    def sends(mesh: Mesh, split: Split) -> int:
-        return halos.sent_bytes(source, call.in_dtypes[0], mesh, split, lambda d, w: w.extent)
-
+    sends = halos.sends(source, call.in_dtypes[0], lambda d, w: w.extent)
     kept = [n + min(low, 0) + min(high, 0) for n, (low, high, _) in zip(source, config, strict=True)]
     in_order = min(kept, default=0) >= 0 and not any(interior for _, _, interior in config)
     index = tuple(_padded_spans(low, high, n) for (low, high, _), n in zip(config, source, strict=True))

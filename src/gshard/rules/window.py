@@ -81,9 +81,7 @@ def pooling(call: Call) -> Rule:
     if not monoid:
         return make.rule(operands, results, flops=flops)
 
-    def sends(mesh: Mesh, split: Split) -> int:
-        return halos.sent_bytes(shape, call.in_dtypes[0], mesh, split, lambda d, window: reached_length(window))
-
+    sends = halos.sends(shape, call.in_dtypes[0], lambda d, window: reached_length(window))
     linear = combined(MONOIDS[call.name], call.in_dtypes[0], 0) if call.name in MONOIDS else []
     finite = if_finite(call.in_dtypes[0], (0,)) if MONOIDS.get(call.name) == "add" else []
     return make.rule(operands, results, local=local, flops=flops, sends=sends, linear=linear, finite=finite)
@@ -148,7 +146,7 @@ def select_and_scatter_add(call: Call) -> Rule:
 
     def sends(mesh: Mesh, split: Split) -> int:
         """Devices fetch the elements, and return as many sums."""
-        return 2 * halos.sent_bytes(shape, call.in_dtypes[1], mesh, split, lambda d, window: window.extent)
+        return 2 * halos.sends(shape, call.in_dtypes[1], lambda d, window: window.extent)(mesh, split)
 
     flops = math.prod(sources) * math.prod(sizes)
     return make.rule([dims, dims], [dims], local=local, flops=flops, sends=sends)
@@ -258,9 +256,7 @@ def conv_general_dilated(call: Call) -> Rule:
             convolve = _without_kernel_padding(shards, convolve, rhs_dim, lhs_dim, dilation)
         return convolve(x, kernel)
 
-    def sends(mesh: Mesh, split: Split) -> int:
-        return halos.sent_bytes(lhs_shape, call.in_dtypes[0], mesh, split, lambda d, window: reached_length(window))
-
+    sends = halos.sends(lhs_shape, call.in_dtypes[0], lambda d, window: reached_length(window))
     flops = 2 * math.prod(out_shape) * math.prod(rhs_shape[d] for d in rhs_spec[1:]) // math.prod(p["lhs_dilation"])
     return make.rule(
         [lhs, rhs], [out], local=local, flops=flops, masks_itself=True, sends=sends,
