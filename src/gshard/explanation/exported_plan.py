@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
-from gshard.core.mark import axes_of_entry, mark_of_cut, resolve, text_of_spec
+from gshard.core.mark import mark_of_cut, resolve, text_of_spec
 from gshard.core.memory_kinds import in_memory, shape_in_memory
 from gshard.core.mesh import Mesh
 from gshard.core.paths import path_inside
@@ -30,7 +30,7 @@ from gshard.core.spmd import SpmdProgram
 from gshard.device.fusion_model import PRODUCT
 from gshard.emit.compile import named_sharding
 from gshard.explanation.compiled_source import CompiledCost
-from gshard.explanation.difference import LineChange
+from gshard.explanation.difference import Difference, LineChange
 from gshard.explanation.explain import Explanation, read_compiled
 from gshard.explanation.search_result import SearchResult
 from gshard.language.mark_primitive import mark_p
@@ -44,8 +44,7 @@ from gshard.xla.tpu import topology_mesh
 _ALONE, _OWN, _FEW = "shardings alone", "the function's marks", "few constraints"
 NEAR = 1.05  # of the plan's bytes, and of its products: what XLA may take and is taken to follow the plan
 _NO_HELP = frozenset(row.name for row in TRACE if not row.helps_xla)
-_WORSE_LINES = 8  # lines at which XLA sends more that are printed
-_WIDE, _SHOWN = 600, 24  # characters of shardings, and arguments, that are printed
+_LINES = 8  # of the source that are printed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -192,6 +191,11 @@ class ExportedPlan:
         return on(self.in_shardings, [a.memory for a in self.arguments]), on(self.out_shardings, leaving)
 
     @functools.cached_property
+    def difference(self) -> Difference:
+        """What XLA's program takes more and less than the plan, by line of the source."""
+        return self.compiled.difference(self.found.explain(), self.found.cost.machine)
+
+    @property
     def worse(self) -> tuple[LineChange, ...]:
         """The lines at which XLA sends more (``after``) than the plan (``before``), the largest difference first.
 
@@ -199,7 +203,7 @@ class ExportedPlan:
         """
         if self.compiled.total_bytes <= self.planned:
             return ()
-        return self.compiled.difference(self.found.explain(), self.found.cost.machine).worse
+        return self.difference.worse
 
     # JAX has no name for a part of an axis: what is exported, and compiled, is split over whole axes.
     @functools.cached_property
@@ -273,16 +277,6 @@ class ExportedPlan:
         others = [one for one in self.program.fired if one.rewrite not in _NO_HELP]
         return list(dict.fromkeys(f"{one.rewrite}{' at ' * bool(one.line)}{one.line}" for one in others))
 
-    def _shown(self) -> list[str]:
-        """The shardings as Python prints them; of many arguments the rows of those that are split."""
-        specs = [f"in_shardings = {self.in_shardings}", f"out_shardings = {self.out_shardings}"]
-        if max(map(len, specs)) <= _WIDE and "\n" not in "".join(specs):
-            return specs
-        split = [argument for argument in self.arguments if any(argument.axes)]
-        title = f"in_shardings split {len(split)} of {len(self.arguments)} arrays"
-        more = [f"  and {len(split) - _SHOWN} more"] * (len(split) > _SHOWN)
-        return [title, *(f"  {argument}" for argument in split[:_SHOWN]), *more]
-
     def __str__(self) -> str:
         sent, planned, products = self.compiled.total_bytes, self.planned, self._best.products
         times = f"XLA sends {format_bytes(sent)}, {self.ratio:.2f} times the plan's {format_bytes(planned)}"
@@ -290,8 +284,9 @@ class ExportedPlan:
         lines = [
             f"for jax.jit on mesh ({self.plan.mesh}): {times}{more}",
             "tried: " + ", ".join(f"{what} {format_bytes(n)}" for what, n in self.tried.items()),
+            f"in_shardings = {self.in_shardings}",
+            f"out_shardings = {self.out_shardings}",
         ]
-        lines += self._shown()
         if self.keywords:
             lines.append(f"by keyword, which have no in_shardings: {dict(self.keywords)}")
         if on_host := [a.path for a in self.arguments if a.memory != "device"]:
@@ -305,10 +300,7 @@ class ExportedPlan:
             lines.append(f"compiled with rewrites of gshard's, without which jax.jit may send more: {fired}")
         lines += [f"split less than by the plan: {line}" for line in self.less_split]
         lines += [f"  {_constraint_text(mark)}  {mark.at}" for mark in self.constraints]
-        lines += ["lines at which XLA sends more than the plan"] * bool(self.worse)
-        for line in self.worse[:_WORSE_LINES]:
-            both = f"{format_bytes(line.after.sent):>10} instead of {format_bytes(line.before.sent)}"
-            lines.append(f"  {both}  {line.place}  {line.text.strip()[:60]}".rstrip())
+        lines += [self.difference.format(_LINES)] if self.worse else []
         return "\n".join(lines)
 
 
@@ -409,11 +401,6 @@ class ExportedArgument:
     value: Value  # its shape and dtype
     spec: PartitionSpec  # its sharding, an entry for each dimension
     memory: str  # the memory kind in which it is
-
-    @property
-    def axes(self) -> tuple[tuple[str, ...], ...]:
-        """For each dimension the mesh axes that split it."""
-        return tuple(map(axes_of_entry, self.spec))
 
     def __str__(self) -> str:
         shape = ",".join(map(str, self.value.shape))
