@@ -12,7 +12,7 @@ from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import format_bytes
 from gshard.device.cost import MOST, WORTH, CallTotals, Cost, cost_of_kernels
-from gshard.device.fusion_model import COLLECTIVE, PRODUCT, kernels_of, products_of
+from gshard.device.fusion_model import PRODUCT, kernels_of, products_of
 from gshard.device.machine import Machine
 from gshard.device.roofline import dtype_of, repeats
 from gshard.explanation.rows import HIDDEN, CollectiveRow
@@ -28,6 +28,14 @@ NAMES = {
     "launch": "kernel launches",
     "latency": "network latency",
     "host": "transfers to and from the host",
+}
+_HELPS = {
+    "compute": "Fewer operations and narrower dtypes help, and more devices.",
+    "memory": "Narrower dtypes (bfloat16) and operations that XLA can fuse help.",
+    "network": "Fewer bytes help, and a larger batch on each device if the bytes are those of weights or gradients.",
+    "launch": "Fewer and larger operations help, and a larger batch on each device; more devices do not.",
+    "latency": "Fewer and larger collectives help, and fewer devices along an axis; fewer bytes do not.",
+    "host": "Fewer bytes in the memory of the host help, and more devices, because each moves its own part.",
 }
 
 
@@ -100,7 +108,10 @@ def sentences_of(
     """What follows the headline, around what one kind of program alone tells of its work and of how it is split."""
     says = "it fits" if found.fits else "it does not fit"
     held = f"Peak memory of a device: {format_bytes(found.peak)} of {format_bytes(found.machine.memory)}, {says}."
-    remedies = tuple(_remedy(what, found) for what in found.bounds) if found.seconds else ()
+    remedies = [
+        f"{NAMES[what].capitalize()}: {format_seconds(found.by_bound[what])} of it. {_HELPS[what]}"
+        for what in (found.bounds if found.seconds else ())
+    ]
     return tuple(filter(None, (*remedies, *of_work, _network(found, rows), *of_choice, held)))
 
 
@@ -123,40 +134,6 @@ def _named(row: CollectiveRow) -> str:
     times = f", {row.times} times" if row.times > 1 else ""
     what = f"{row.kind} of {row.array or 'an array'} ({row.shape}) over {row.axes}{times}"
     return f"{what}, {format_seconds(row.seconds)}, caused at {row.line or row.module or 'no known line'}"
-
-
-def _remedy(what: str, found: CallTotals) -> str:
-    spent = format_seconds(found.by_bound.get(what, 0.0))
-    if what == "launch":
-        count = sum(k.times for k in found.kernels if any(part == "launch" and s for part, s in k.parts))
-        return (
-            f"Kernel launches: {count:,} kernels take {spent} to start, however little each computes. Fewer and larger "
-            "operations help, and a larger batch on each device; more devices do not."
-        )
-    if what == "latency":
-        count = sum(k.times for k in found.kernels if k.sent)
-        return (
-            f"Network latency: the first bytes of {count:,} collective{'s' * (count != 1)} take {spent} to arrive, "
-            "however few follow. "
-            "Fewer and larger collectives help, and fewer devices along an axis; fewer bytes do not."
-        )
-    if what == "memory":
-        moved = sum(k.moved * k.times for k in found.kernels if k.kind != COLLECTIVE)
-        return (
-            f"Memory traffic: each device reads and writes {format_bytes(moved)} of its memory. "
-            "Narrower dtypes (bfloat16) and operations that XLA can fuse help."
-        )
-    if what == "network":
-        return (
-            f"Bytes on links: each device sends {format_bytes(found.sent)}. Fewer bytes help, and a larger batch on "
-            "each device if the bytes are those of weights or gradients."
-        )
-    if what == "host":
-        return (
-            f"Transfers to and from the host: {spent} of it. Fewer bytes in the memory of the host help, and more "
-            "devices, because each moves its own part."
-        )
-    return f"Arithmetic: {spent} of it. Fewer operations and narrower dtypes help, and more devices."
 
 
 @with_tables
