@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +48,7 @@ from gshard.explanation.tried_changes import SECONDS, Tried
 from gshard.explanation.verdict import Verdict
 
 _Kind = TypeVar("_Kind", PlanSource, CompiledSource)
+_Found = TypeVar("_Found")
 _HELD = 3  # arrays that the text shows of what a device holds
 
 
@@ -119,14 +120,21 @@ class Explanation:
 
     def _rows(self, found: Any) -> tuple[CollectiveRow, ...]:
         """The collectives with the seconds of a cost; without seconds for None."""
-        on = None if found is None else found.machine
-        if on not in self._rows_on:
-            spent = {} if found is None else spent_by(self.source.kernels(found))
-            self._rows_on[on] = collective_rows(self.source.moved, spent)
-        return self._rows_on[on]
+
+        def rows() -> tuple[CollectiveRow, ...]:
+            return collective_rows(self.source.moved, {} if found is None else spent_by(self.source.kernels(found)))
+
+        return self._once(("rows", None if found is None else found.machine), rows)
+
+    def _once(self, key: Hashable, make: Callable[[], _Found]) -> _Found:
+        """What is made once for a machine, and further arguments."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: _Found = self._made[key]
+        return found
 
     @functools.cached_property
-    def _rows_on(self) -> dict[Machine | None, tuple[CollectiveRow, ...]]:
+    def _made(self) -> dict[Hashable, Any]:
         return {}
 
     @property
@@ -186,13 +194,7 @@ class Explanation:
                 "no machine is known for this compiled program, so that no times are.",
                 hint='Name one: machine="h100:1x8", on the command line --machine h100:1x8.',
             )
-        if on not in self._costs:
-            self._costs[on] = self.source.cost(on)
-        return self._costs[on]
-
-    @functools.cached_property
-    def _costs(self) -> dict[Machine, CallTotals]:
-        return {}
+        return self._once(("cost", on), lambda: self.source.cost(on))
 
     @property
     def peak(self) -> int:
@@ -215,14 +217,8 @@ class Explanation:
         'latency'
         """
         found: Any = self.cost(machine)
-        key = found.machine, seconds
-        if key not in self._verdicts:
-            self._verdicts[key] = self.source.verdict(found, self._rows(found), self.machine, seconds)
-        return self._verdicts[key]
-
-    @functools.cached_property
-    def _verdicts(self) -> dict[tuple[Machine, float], Verdict]:
-        return {}
+        make = functools.partial(self.source.verdict, found, self._rows(found), self.machine, seconds)
+        return self._once(("verdict", found.machine, seconds), make)
 
     @with_tables
     def data(
