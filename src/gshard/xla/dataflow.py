@@ -31,7 +31,8 @@ ELEMENTWISE = frozenset(
 )
 PRODUCTS = frozenset(("dot", "convolution", "ragged-dot", "gather"))
 CALLING = ("fusion", "call", "async-start", "fusion-start", "call-start")  # run a computation on their operands
-_CALLS = ("calls", "to_apply", "body", "condition", *BRANCHES)
+_TAKING = ("calls", "to_apply", "body", *BRANCHES)  # attributes that name computations of an instruction's operands
+_CALLS = (*_TAKING, "condition")
 _CARRIED = ("all-reduce", "all-reduce-start", "reduce-scatter", "dynamic-update-slice", "concatenate")
 _MOST = 4000  # arrays that are followed from one: what is further away names nothing
 
@@ -60,7 +61,6 @@ class Dataflow:
         self._callers: dict[str, list[tuple[str, Instruction]]] = {}
         self._users: dict[str, dict[str, list[Instruction]]] = {}
         self._sources: dict[Array, Array] = {}
-        self._called: dict[tuple[str, str], list[str]] = {}
         for name, computation in module.computations.items():
             users = self._users[name] = {}
             for made in computation.instructions.values():
@@ -218,20 +218,13 @@ class Dataflow:
         elif user.opcode == "tuple":
             yield from (Array(at.computation, user.name, i) for i, name in enumerate(user.operands) if name == at.name)
         elif user.opcode in (*CALLING, "while", "conditional"):
-            inners = self._inners(at.computation, user)
+            inners = [inner for a in _TAKING for inner in user.called(a)]
             for i, name in enumerate(user.operands):
                 for branch, inner in enumerate(inners):
                     number = i if user.opcode in CALLING else 0
                     is_taken = user.opcode != "conditional" or i == branch + 1
                     if name == at.name and is_taken and number in self._parameters.get(inner, {}):
                         yield Array(inner, self._parameters[inner][number], at.element)
-
-    def _inners(self, computation: str, user: Instruction) -> list[str]:
-        """The computations that take the operands of an instruction."""
-        key = computation, user.name
-        if key not in self._called:
-            self._called[key] = [inner for a in _CALLS[:3] + _CALLS[4:] for inner in user.called(a)]
-        return self._called[key]
 
     def _returned(self, at: Array) -> Iterator[Array]:
         """The result of a computation where that is called."""
