@@ -174,11 +174,8 @@ def _calls(module: Module, computation: Computation, instruction: Instruction) -
         rounds, known = (1, False) if count is None else (count, True)
         yield from ((inner, rounds + known, known) for inner in instruction.called("condition"))
         yield from ((inner, rounds, known) for inner in instruction.called("body"))
-    elif instruction.opcode == "conditional":
-        yield from ((inner, 1, False) for inner in instruction.bodies)
-    elif instruction.opcode in ("call", "fusion", "async-start", "custom-call"):
-        for attribute in ("to_apply", "calls", "called_computations"):
-            yield from ((inner, 1, True) for inner in instruction.called(attribute))
+    else:
+        yield from ((inner, 1, instruction.opcode == "call") for inner in instruction.bodies)
 
 
 def collective_of(
