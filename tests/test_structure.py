@@ -498,7 +498,7 @@ def test_both_packages_are_typed() -> None:
 
 
 # Counts of today: a change may only lower them. What it adds is paid for by what goes.
-PRIVATE_NAMES = 112  # of JAX in core/jax_adapter*.py; a number that only falls
+PRIVATE_NAMES = 93  # of JAX in core/jax_adapter*.py; a number that only falls
 BUDGET = {
     "lines of src/gshard": 56_892,
     "lines of code of src/gshard": 35_749,

@@ -23,11 +23,11 @@ from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
-from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax.lax import _convert_element_type
 from jax._src.random import prng as _prng
 from jax.extend import core as _extend_core
 from jax.extend import source_info_util as _public_source_info
+from jax.interpreters import partial_eval
 from jax.lax import all_gather_p as all_gather_p
 from jax.lax import all_to_all_p as all_to_all_p
 from jax.lax import optimization_barrier_p as optimization_barrier_p
@@ -168,7 +168,7 @@ class as_if_at:
         self._source_info, self._alone = source_info, alone
 
     def __enter__(self) -> None:
-        source, names = self._source_info, _source_info_util.current_name_stack()
+        source, names = self._source_info, _public_source_info.current_name_stack()
         if source is not None:
             names = source.name_stack if self._alone else names + source.name_stack
         self._context = _public_source_info.user_context(getattr(source, "traceback", None), name_stack=names)
@@ -277,7 +277,7 @@ def traced_together(a: Any, b: Any) -> bool:
 def jaxpr_without_dead_code(jaxpr: Any) -> Any:
     """The (closed) jaxpr without equations that no result needs; all its inputs stay."""
     body, consts = closed(jaxpr)
-    needed = _partial_eval.dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)[0]
+    needed = partial_eval.dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)[0]
     return needed if body is jaxpr else _extend_core.ClosedJaxpr(needed, consts)
 
 

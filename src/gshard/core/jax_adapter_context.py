@@ -73,19 +73,15 @@ def with_settings_of(eqn: Any) -> contextlib.AbstractContextManager[None]:
 
     ``jax.threefry_partitionable`` changes the random bits of a key.
     """
-    if eqn.ctx.threefry_partitionable == _config.threefry_partitionable.value:
+    if eqn.ctx.threefry_partitionable == jax.threefry_partitionable.value:
         return in_context(NO_CONTEXT)
     return _with_random_bits(eqn.ctx.threefry_partitionable)
 
 
 @contextlib.contextmanager
 def _with_random_bits(partitionable: bool) -> Iterator[None]:
-    previous = _config.threefry_partitionable.swap_local(partitionable)
-    try:
-        with in_context(NO_CONTEXT):
-            yield
-    finally:
-        _config.threefry_partitionable.set_local(previous)
+    with jax.threefry_partitionable(partitionable), in_context(NO_CONTEXT):
+        yield
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
@@ -35,7 +34,7 @@ def is_staging() -> bool:
 
 def logs_compilations() -> bool:
     """Whether ``jax_log_compiles`` is on."""
-    return bool(_config.log_compiles.value)
+    return bool(jax.log_compiles.value)
 
 
 def refused_by_dispatch(error: Exception) -> bool:
@@ -78,7 +77,7 @@ def put_arguments(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     placed, reuse = list(arrays), _dispatch.ArrayCopySemantics.REUSE_INPUT
     for i, (x, s) in enumerate(zip(arrays, shardings, strict=True)):
         if not isinstance(x, jax.Array) or x.sharding.device_set != s.device_set:
-            (placed[i],) = _dispatch.device_put_p.bind(x, devices=(s,), srcs=(None,), copy_semantics=(reuse,))
+            (placed[i],) = jax.lax.device_put_p.bind(x, devices=(s,), srcs=(None,), copy_semantics=(reuse,))
     return list(jax.device_put(placed, list(shardings)))
 
 
@@ -220,7 +219,7 @@ def fast_path(compiled: Any, out_tree: Any, results: Sequence[Any], captured: Se
     run = getattr(executable, "unsafe_call", None)
     if not isinstance(executable, _pxla.MeshExecutable) or not isinstance(run, _pxla.ExecuteReplicated):
         return None
-    looks_for_nans = _config.debug_nans.value or _config.debug_infs.value
+    looks_for_nans = jax.debug_nans.value or jax.debug_infs.value
     if run.ordered_effects or run.has_unordered_effects or looks_for_nans:
         return None
     flat, tree = _pxla.reflatten_outputs_for_dispatch(out_tree, list(results))

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src import core as _core
 from jax._src import custom_partitioning_sharding_rule as _sharding_rules
-from jax._src.lib.mlir import ir as _ir
 from jax.extend.core import Literal
 from jax.interpreters import mlir as _mlir
 from jax.sharding import NamedSharding, PartitionSpec
@@ -25,8 +24,8 @@ from gshard.core.jax_adapter_retracing import AsTracedHere
 
 def ir_types(avals: Sequence[Any]) -> list[Any]:
     """The MLIR types of arrays, which JAX passes to a sharding rule that is a function."""
-    with _mlir.make_ir_context(), _ir.Location.unknown():
-        return [_ir.RankedTensorType.get(a.shape, _mlir.dtype_to_ir_type(a.dtype)) for a in avals]
+    with _mlir.make_ir_context(), _mlir.ir.Location.unknown():
+        return [_mlir.ir.RankedTensorType.get(a.shape, _mlir.dtype_to_ir_type(a.dtype)) for a in avals]
 
 
 def read_sharding_rule(text: str, **details: Any) -> Any:

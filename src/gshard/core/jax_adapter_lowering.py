@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax._src import config as _config
-from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import sdy
 from jax._src.sharding_impls import ShardingContext
 from jax._src.xla_bridge import expand_platform_alias
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir as _mlir
+from jax.interpreters.mlir import ir
 
 
 def branches_on(devices: Sequence[Any], platforms: Sequence[Sequence[str] | None]) -> list[int]:

@@ -12,6 +12,7 @@ from jax._src import checkify as _checkify
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax.extend import core as _extend_core
+from jax.interpreters import batching, partial_eval
 from jax.interpreters import mlir as _mlir
 
 from gshard.core.jax_adapter import closed, no_mesh_set, shapes_of, sub_jaxprs
@@ -146,7 +147,7 @@ def with_mapping(outer: Any, run: Callable[..., Sequence[Any]], arrays: Sequence
 
 def mapped_by(primitive: Any, rule: Callable[..., Any]) -> None:
     """Registers the vmap rule of a primitive: ``rule(mapped axis, operands, dimensions, **parameters)``."""
-    _batching.fancy_primitive_batchers[primitive] = rule
+    batching.fancy_primitive_batchers[primitive] = rule
 
 
 def mapped(jaxpr: Any, axis: Any, dims: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
@@ -184,7 +185,7 @@ def rematerialised_by(primitive: Any) -> None:
         pairs = zip(e.invars, instantiated, strict=True)
         return [x for x, there in pairs if isinstance(x, _extend_core.Var) and not there]
 
-    _partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
+    partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
 
 
 def arrays_alone(jaxpr: Any) -> Any:
