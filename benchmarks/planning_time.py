@@ -199,7 +199,7 @@ def measured(name: str, program: tuple[Callable[..., Any], tuple[Any, ...], gsha
     spmd = found.spmd or partition(found.plan)
     return Row(
         name, called, sum(1 for _ in traced.block.walk()), middle - start, end - middle,
-        counts.get("emitted_alone", 0), counts.get("steps_from", 0), sum(c.total_bytes for c in spmd.collectives),
+        counts.get("emitted_alone", 0), counts.get("shortest", 0), sum(c.total_bytes for c in spmd.collectives),
     )  # fmt: skip
 
 

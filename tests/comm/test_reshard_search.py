@@ -20,7 +20,7 @@ from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
 from gshard.device.network import StepTimes
-from laws.test_reshard_any import shardings
+from laws.test_reshard_any import can_be_exchanged, can_move_in_tiles, shardings
 from simulated import simulate_function
 
 CUBE, SHAPE, BYTES = Mesh.abstract(a=2, b=2, c=2), (64, 64, 64), 4
@@ -54,9 +54,9 @@ def every_step(here):
         alike = all(CUBE.count(a) == CUBE.count(b) for a, b in zip(here.dims, after.dims, strict=True))
         if alike and after != here and after.unreduced == here.unreduced:
             yield steps.Step(steps.PERMUTE, CUBE.atoms, here, after)
-        if steps.can_be_exchanged(here, after, SHAPE, CUBE):
+        if can_move_in_tiles(here, after, SHAPE, CUBE):
             yield steps.Step(steps.ALL_TO_ALL, steps.moved(here.dims, after.dims), here, after)
-        elif steps.can_change(here, after, SHAPE, CUBE):
+        elif can_be_exchanged(here, after, SHAPE, CUBE):
             yield steps.Step(steps.PERMUTE, CUBE.atoms, here, after)
 
 
@@ -83,9 +83,9 @@ def check(sources):
                 found = reshard_bytes(source, target, SHAPE, BYTES, CUBE)
                 assert found >= least[target], "the exhaustive search is exhaustive"
                 ratios.append(1.0 if found == least[target] else found / least[target])
-    # Not found: a slice before an exchange that changes three dimensions at once.
-    assert max(ratios) <= 1.5
-    assert sum(r == 1.0 for r in ratios) >= 0.93 * len(ratios)
+    # Not found: an all-to-all of tiles after another step than a reduce-scatter.
+    assert max(ratios) <= 1.2
+    assert sum(r == 1.0 for r in ratios) >= 0.97 * len(ratios)
 
 
 def test_some_reshards_send_no_more_than_they_must():

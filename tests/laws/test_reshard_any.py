@@ -12,10 +12,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from gshard.comm.reshard import axes_of, plan_reshard, reshard_bytes, reshards_of, step_cost
-from gshard.comm.steps import run
+from gshard.comm.steps import moved, rounds_of, run
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import tables
-from gshard.core.sharding import Sharding
+from gshard.core.sharding import Sharding, common_prefix
 from gshard.device.machine import Machine
 from gshard.device.network import StepTimes
 from gshard.testing.rule_checks import parts_of
@@ -42,6 +42,32 @@ def shardings(mesh, rank):
         for orders in itertools.product(*(itertools.permutations(atoms) for atoms in on)):
             found.append(Sharding(tuple(orders)).with_unreduced(rest))
     return tuple(dict.fromkeys(found))
+
+
+def can_move_in_tiles(before, after, shape, mesh):
+    """Whether one all-to-all of tiles leads from a sharding to another one."""
+    if before.unreduced != after.unreduced:
+        return False
+    for n, have, wanted in zip(shape, before.dims, after.dims, strict=True):
+        if len(common_prefix(have, wanted)) not in (len(have), len(wanted)):
+            return False
+        if n % mesh.count(have) or n % mesh.count(wanted):
+            return False
+    moving = set(moved(before.dims, after.dims))
+    atoms_after = {a for dim in after.dims for a in dim}
+    unreduced = {a for a, _ in before.unreduced}
+    return bool(moving) and moving <= atoms_after and unreduced.isdisjoint(atoms_after)
+
+
+def can_be_exchanged(before, after, shape, mesh):
+    """Whether an exchange leads from a sharding to another with fewer messages than moving atom by atom."""
+    used = [{a for dim in s.dims for a in dim} for s in (before, after)]
+    counts = [(mesh.count(have), mesh.count(want)) for have, want in zip(before.dims, after.dims, strict=True)]
+    if before.unreduced != after.unreduced or used[0] != used[1]:
+        return False
+    if all(p == q for p, q in counts) or any(n % math.lcm(*c) for n, c in zip(shape, counts, strict=True)):
+        return False
+    return rounds_of(before.dims, after.dims, mesh) < mesh.count(moved(before.dims, after.dims)).bit_length()
 
 
 def parts(x, sharding, mesh):

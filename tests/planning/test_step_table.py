@@ -13,7 +13,6 @@ from gshard.comm.steps import (
     REDUCE_SCATTER,
     Step,
     aligned,
-    can_be_exchanged,
     is_exchange,
     is_of_tiles,
     moved,
@@ -23,6 +22,7 @@ from gshard.device.machine import Machine
 from gshard.lowering.seconds import seconds_on
 from gshard.planning.objective import bytes_on
 from gshard.planning.strategies import shardings
+from laws.test_reshard_any import can_move_in_tiles
 
 SHAPES = [((8, 16), 4), ((6, 5), 2), ((1, 3), 4), ((0, 8), 4), ((7,), 8), ((), 4), ((4, 1, 6), 1), ((12, 9, 2), 4)]
 MORE = {"a": 2, "b": 2, "c": 2}, {"a": 4, "b": 2, "c": 2}
@@ -48,24 +48,32 @@ def is_possible(step, shape, mesh):
 def one_by_one(moves, source, monoids, shape, itemsize):
     """The shortest ways from a sharding (Dijkstra), by steps that are priced for this shape, each alone."""
     mesh, atoms_of = moves._steps.coarse, moves._steps.atoms_of
-    found = {}
-    queue, order = [(0.0, 0, source)], itertools.count(1)
-    while queue:
-        cost, _, here = heapq.heappop(queue)
-        if here in found:
-            continue
-        found[here] = cost
+    places = moves._steps.table(len(shape), monoids).places
+
+    def priced(here, before):
+        """The steps from a sharding. The first one, and one after a reduce-scatter, may be an all-to-all of tiles."""
         steps = moves._steps.of(here, monoids)
-        if here == source:  # the first step may also be an all-to-all of tiles
-            others = (
-                s for s in moves._steps.table(len(shape), monoids).places if can_be_exchanged(here, s, shape, mesh)
-            )
+        if before is None or (before.kind == REDUCE_SCATTER and before.before == source):
+            others = (s for s in places if can_move_in_tiles(here, s, shape, mesh))
             steps = [*steps, *(Step(ALL_TO_ALL, moved(here.dims, s.dims), here, s) for s in others)]
         for step in steps:
             if is_possible(step, shape, mesh):
                 atoms = tuple(a for name in step.atoms for a in atoms_of[name])
-                price = step_cost(step, shape, itemsize, mesh, moves.mesh, atoms)
-                heapq.heappush(queue, (cost + price, next(order), step.after))
+                yield step, step_cost(step, shape, itemsize, mesh, moves.mesh, atoms)
+
+    found = {}
+    queue, order = [(0.0, 0, source, None)], itertools.count(1)
+    scatters = [(price, next(order), s.after, s) for s, price in priced(source, None) if s.kind == REDUCE_SCATTER]
+    for price, _, here, scatter in scatters:
+        queue += [(price + more, next(order), step.after, step) for step, more in priced(here, scatter)]
+    heapq.heapify(queue)
+    while queue:
+        cost, _, here, last = heapq.heappop(queue)
+        if here in found:
+            continue
+        found[here] = cost
+        for step, price in priced(here, last):
+            heapq.heappush(queue, (cost + price, next(order), step.after, step))
     return found
 
 

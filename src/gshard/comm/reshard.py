@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Self
@@ -32,7 +33,7 @@ from gshard.comm.steps import (
     TO_PARTIAL,
     Step,
     bytes_sent,
-    can_change,
+    is_of_tiles,
     laid_out,
     moved,
     rounds,
@@ -141,20 +142,6 @@ def _ordered(mesh: Mesh, counts: collections.Counter[Sharding]) -> list[Atoms]:
     return axes
 
 
-def _divided(mesh: Mesh, axes: tuple[Atoms, ...]) -> tuple[Atoms, ...]:
-    """The axes. One of two is divided if a part of it has the size of the other: these two can be exchanged.
-
-    >>> mesh = Mesh.abstract(data=4, model=2)
-    >>> _divided(mesh, axes_of(mesh))
-    (('data.0',), ('data.1',), ('model',))
-    """
-    for i, axis in enumerate(axes if len(axes) == 2 else ()):
-        for k in range(1, len(axis)):
-            if mesh.count(axes[1 - i]) in (mesh.count(axis[:k]), mesh.count(axis[k:])):
-                return (*axes[:i], axis[:k], axis[k:], *axes[i + 1 :])
-    return axes
-
-
 def joined(mesh: Mesh, axes: tuple[Atoms, ...], shardings: Sequence[Sharding]) -> tuple[Atoms, ...]:
     """If there are many axes, joins those that no sharding uses, and those that all shardings use in a row.
 
@@ -203,12 +190,67 @@ class Between:
     source: Sharding
     target: Sharding
 
-    def __contains__(self, dims: tuple[Atoms, ...]) -> bool:
+    def __contains__(self, here: Sharding) -> bool:
         ends = [*zip(self.source.dims, self.target.dims, strict=True)]
-        return all(a in have or a in wanted for own, (have, wanted) in zip(dims, ends, strict=True) for a in own)
+        return all(a in have or a in wanted for own, (have, wanted) in zip(here.dims, ends, strict=True) for a in own)
 
 
-Through = Between | frozenset[tuple[Atoms, ...]]
+@dataclasses.dataclass(frozen=True, slots=True)
+class Divided:
+    """The shardings between two over two axes, one of which is divided: it is whole, or would be after a swap."""
+
+    parts: Atoms  # the parts of the divided axis
+    other: str  # the other axis
+    alike: Atoms  # the parts that have its size
+
+    def __contains__(self, here: Sharding) -> bool:
+        swaps = ({a: self.other, self.other: a} for a in self.alike)
+        return self.is_whole(here) or any(self.is_whole(_renamed(here, swap)) for swap in swaps)
+
+    def is_whole(self, here: Sharding) -> bool:
+        """Whether the divided axis is whole."""
+        unreduced = tuple(a for a, _ in here.unreduced if a in self.parts)
+        held = [atoms for atoms in (*here.dims, unreduced) if not set(self.parts).isdisjoint(atoms)]
+        return not held or (
+            len(held) == 1 and any(held[0][i:][: len(self.parts)] == self.parts for i in range(len(held[0])))
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Listed:
+    """Shardings with these dimensions, reduced or not."""
+
+    dims: frozenset[tuple[Atoms, ...]]
+
+    def __contains__(self, here: Sharding) -> bool:
+        return here.dims in self.dims
+
+
+Through = Between | Divided | Listed
+
+
+def _renamed(sharding: Sharding, names: dict[str, str]) -> Sharding:
+    """The sharding with other axes in the places of some."""
+    dims = tuple(tuple(names.get(a, a) for a in atoms) for atoms in sharding.dims)
+    return Sharding(dims).with_unreduced({names.get(a, a): m for a, m in sharding.unreduced})
+
+
+def _divided(mesh: Mesh, axes: tuple[Atoms, ...]) -> tuple[tuple[Atoms, ...], Divided | None]:
+    """The axes. One of two is divided if a part of it has the size of the other: these two can be exchanged.
+
+    >>> mesh = Mesh.abstract(data=4, model=2)
+    >>> axes, divided = _divided(mesh, axes_of(mesh))
+    >>> axes, divided.parts, divided.other
+    ((('data.0',), ('data.1',), ('model',)), ('data.0', 'data.1'), 'model')
+    """
+    for i, axis in enumerate(axes if len(axes) == 2 else ()):
+        other = axes[1 - i]
+        for k in range(1, len(axis)):
+            names = {mesh.format_atoms(part): mesh.count(part) for part in (axis[:k], axis[k:])}
+            if alike := tuple(name for name, size in names.items() if size == mesh.count(other)):
+                parts = (*axes[:i], axis[:k], axis[k:], *axes[i + 1 :])
+                return parts, Divided(tuple(names), mesh.format_atoms(other), alike)
+    return axes, None
 
 
 class AxisSteps:
@@ -231,6 +273,8 @@ class AxisSteps:
             ]
         self._blocks = tuple(dict.fromkeys(blocks))
         self._steps: dict[Sharding, list[Step]] = {}
+        self._passes: dict[Sharding, bool] = {}
+        self._placements: dict[int, _Placements] = {}
         self._tables: dict[tuple[int, tuple[str, ...]], Table] = {}
         self.groups: dict[Hashable, int] = {}  # a number for each group of steps (``group``)
 
@@ -249,7 +293,7 @@ class AxisSteps:
         if here not in self._steps:
             kinds = self._cut, self._joined, self._reduced, self._permuted
             steps = itertools.chain(*(kind(here) for kind in kinds))
-            self._steps[here] = [s for s in steps if self._through is None or s.after.dims in self._through]
+            self._steps[here] = [s for s in steps if self._is_passed(s.after)]
         unused = [name for name in self.coarse.atoms if name not in here.atoms]
         partial = [
             Step(
@@ -264,6 +308,13 @@ class AxisSteps:
             for some in itertools.combinations(unused, k + 1)
         ]
         return self._steps[here] + partial
+
+    def _is_passed(self, here: Sharding) -> bool:
+        if self._through is None:
+            return True
+        if here not in self._passes:
+            self._passes[here] = here in self._through
+        return self._passes[here]
 
     def _cut(self, here: Sharding) -> Iterator[Step]:
         """Splits of a dimension over more axes: a slice over free ones, a reduce-scatter over unreduced ones."""
@@ -301,23 +352,30 @@ class AxisSteps:
                     yield Step(ALL_REDUCE, axes, here, _without(here, axes), monoid=monoid)
 
     def _permuted(self, here: Sharding) -> Iterator[Step]:
-        """Permutes and exchanges, after which other axes split the dimensions: of few axes, in any order."""
-        mesh, shape = self.coarse, (self.coarse.size,) * len(here.dims)
-        counts = [mesh.count(dim) for dim in here.dims]
-        free = [a for a in mesh.atoms if a not in dict(here.unreduced)]
-        if isinstance(self._through, Between):
-            found = [self._through.target.dims]
+        """Permutes and exchanges, after which other axes split the dimensions, or the same ones in other places."""
+        mesh, rank = self.coarse, len(here.dims)
+        if len(mesh.atoms) > FEW and self._through is None:
+            found = _Placements([*dict.fromkeys(_redistributed(here.dims, mesh.atoms))], mesh)
         else:
-            others = [{a: b, b: a} for a, b in itertools.combinations(free, 2)]
-            if len(mesh.atoms) <= FEW:
-                others = [dict(zip(free, order, strict=True)) for order in itertools.permutations(free)]
-            found = [tuple(tuple(other.get(a, a) for a in dim) for dim in here.dims) for other in others]
-            found += _redistributed(here.dims)
-        for dims in dict.fromkeys(found):
-            after = Sharding(dims, here.unreduced)
-            has_same_parts = counts == [mesh.count(dim) for dim in dims] and all(a in free for dim in dims for a in dim)
-            if dims != here.dims and (has_same_parts or can_change(here, after, shape, mesh)):
-                yield Step(PERMUTE, mesh.atoms, here, after)
+            if rank not in self._placements:
+                self._placements[rank] = _Placements(self._all_placements(rank), mesh)
+            found = self._placements[rank]
+        for dims, messages in found.near(here):
+            if messages == 1 or messages < mesh.count(moved(here.dims, dims)).bit_length():
+                yield Step(PERMUTE, mesh.atoms, here, Sharding(dims, here.unreduced))
+
+    def _all_placements(self, rank: int) -> list[tuple[Atoms, ...]]:
+        """All dimensions of shardings of a rank to which permutes and exchanges lead."""
+        if isinstance(self._through, Between):
+            return [self._through.target.dims]
+        if isinstance(self._through, Listed):
+            return [dims for dims in self._through.dims if len(dims) == rank]
+        names = self.coarse.atoms
+        rows: list[list[tuple[Atoms, ...]]] = [[((),) * rank]]
+        for _ in names:
+            unused = ((dims, a) for dims in rows[-1] for a in names if not any(a in dim for dim in dims))
+            rows.append([(*dims[:d], (*dims[d], a), *dims[d + 1 :]) for dims, a in unused for d in range(rank)])
+        return [*dict.fromkeys(itertools.chain(*rows))]
 
     def group(self, step: Step) -> Hashable:
         """A key: steps with equal keys cost the same if their parts have the same sizes."""
@@ -329,8 +387,35 @@ class AxisSteps:
         return step.kind, frozenset(changed), frozenset(step.before.atoms)
 
 
-def _redistributed(dims: tuple[Atoms, ...]) -> Iterator[tuple[Atoms, ...]]:
-    """The dimensions of a sharding after two of them share their axes in another way."""
+class _Placements:
+    """Dimensions of shardings, to which permutes and exchanges lead."""
+
+    def __init__(self, dims: Sequence[tuple[Atoms, ...]], mesh: Mesh):
+        self._dims, self._mesh, self._bits = dims, mesh, {name: 1 << i for i, name in enumerate(mesh.atoms)}
+        self._parts = np.array([[*map(mesh.count, each)] for each in dims], dtype=np.int64)
+        self._sizes = self._parts.prod(1)
+        self._used = np.array([self._bits_of(itertools.chain(*each)) for each in dims], dtype=np.int64)
+
+    def _bits_of(self, names: Iterable[str]) -> int:
+        return sum(map(self._bits.__getitem__, names))
+
+    def near(self, here: Sharding) -> Iterator[tuple[tuple[Atoms, ...], int]]:
+        """The dimensions to which few messages lead, and their number: 1 if the numbers of parts stay the same."""
+        own = np.array([*map(self._mesh.count, here.dims)], dtype=np.int64)
+        used, unreduced = self._bits_of(itertools.chain(*here.dims)), self._bits_of(a for a, _ in here.unreduced)
+        some = np.flatnonzero((self._sizes == own.prod()) & (self._used & unreduced == 0))
+        messages = (np.lcm(self._parts[some], own) // own).prod(1)
+        is_near = (messages == 1) | ((self._used[some] == used) & (messages < self._mesh.size.bit_length()))
+        for k, several in zip(some[is_near].tolist(), messages[is_near].tolist()):
+            if self._dims[k] != here.dims:
+                yield self._dims[k], several
+
+
+def _redistributed(dims: tuple[Atoms, ...], names: Atoms) -> Iterator[tuple[Atoms, ...]]:
+    """The dimensions of a sharding after two axes change places, or two dimensions share their axes in another way."""
+    for a, b in itertools.combinations(names, 2):
+        swap = {a: b, b: a}
+        yield tuple(tuple(swap.get(name, name) for name in dim) for dim in dims)
     for d, e in itertools.combinations(range(len(dims)), 2):
         both = dims[d] + dims[e]
         for order in itertools.permutations(both) if len(both) > 1 else ():
@@ -361,8 +446,9 @@ _HASH = np.random.default_rng(0).integers(1 << 62, size=10)  # factors that give
 _SOURCES = 64  # the most sources of paths at a time, which bounds the memory
 
 
-# Gets a step and numbers: steps with equal numbers cost the same for any shape.
-Price = Callable[[Step, tuple[int, ...]], float]
+# Prices rows of numbers, int64 [rows, numbers], of which the first is the group of a step. Steps with equal numbers
+# cost the same for any shape. The function returns a step with the numbers of a row.
+Price = Callable[[Ints, Callable[[int], Step]], Floats]
 
 
 class Table:
@@ -377,7 +463,7 @@ class Table:
         self.places: dict[Sharding, int] = {}
         self._shardings: list[Sharding] = []  # of each place
         self._parts_of: list[tuple[int, ...]] = []  # of each place: the parts of its dimensions
-        self._codes: tuple[Ints, Ints, Bools, Ints] | None = None
+        self._codes: tuple[Ints, Ints, Ints, Bools, Ints] | None = None
         self._steps: list[Step] = []
         self._rows: list[tuple[int, int, int]] = []  # for each step: begin, end, class
         self._classes: dict[tuple[object, ...], int] = {}
@@ -385,6 +471,8 @@ class Table:
         self._numbers: list[tuple[int, ...]] = []  # of each class: group, kind, two dimensions, devices
         self._parts: list[tuple[tuple[int, ...], ...]] = []  # of each class: the parts of dimensions before and after
         self._made: tuple[Ints, Ints, Ints, list[Step]] | None = None
+        self._arrays: tuple[Ints, Ints] | None = None  # ``_numbers`` and ``_parts``
+        self._tiles: dict[int, tuple[Ints, Ints]] = {}
 
     def add(self, shardings: Iterable[Sharding]) -> None:
         """Adds shardings and all shardings that steps reach from them."""
@@ -400,7 +488,8 @@ class Table:
                 self._rows.append((begin, end, self._class_of(step, self._parts_of[begin], self._parts_of[end])))
                 self._steps.append(step)
         if queue:
-            self._made = self._codes = None
+            self._made = self._codes = self._arrays = None
+            self._tiles.clear()
 
     def _place(self, sharding: Sharding) -> int:
         self.places[sharding] = place = len(self.places)
@@ -437,8 +526,10 @@ class Table:
         the sizes and numbers of parts of the two dimensions if these do not divide evenly.
         """
         n = np.array(shape or (1,), dtype=np.int64)
-        group, kind, dim, to, devices = np.array(self._numbers, dtype=np.int64).reshape(-1, 5).T
-        parts = np.array(self._parts, dtype=np.int64).reshape(-1, 2, n.size)
+        if self._arrays is None:
+            self._arrays = np.array(self._numbers, dtype=np.int64), np.array(self._parts, dtype=np.int64)
+        group, kind, dim, to, devices = self._arrays[0].reshape(-1, 5).T
+        parts = self._arrays[1].reshape(-1, 2, n.size)
         before, after = parts[:, 0], parts[:, 1]
         every = np.arange(len(parts))
         of_dim, of_to = (np.stack([n[d], before[every, d], after[every, d]], 1) for d in (dim, to))
@@ -459,7 +550,7 @@ class Table:
             [group, local.prod(2), copies & sends_parts, of_dim * uneven[:, None], of_to * (uneven & turned)[:, None]]
         )
         costs, chosen = np.full(len(parts), np.inf), np.flatnonzero(fits)
-        costs[chosen] = _priced(numbers[chosen], lambda k: self._ones[chosen[k]], price)
+        costs[chosen] = price(numbers[chosen], lambda k: self._ones[chosen[k]])
         return costs
 
     def in_tiles(self, sources: Ints, shape: tuple[int, ...], price: Price) -> Floats:
@@ -467,30 +558,38 @@ class Table:
 
         There are many, and only the first step of a reshard is one. So they are no edges of the graph.
         """
-        codes, sums, allowed, lost = self._coded()
-        n, parts = np.array(shape or (1,), dtype=np.int64), np.array(self._parts_of, dtype=np.int64)
+        n, every = np.array(shape or (1,), dtype=np.int64), [self._tiles_from(p) for p in sources.tolist()]
+        begin = np.repeat(np.arange(sources.size), [ends.size for ends, _ in every])
+        end, moving = (np.concatenate(found) for found in zip(*every))
+        parts = self._coded()[0]
         even = (n % parts == 0).all(1)
-        used = np.bitwise_or.reduce(lost[codes, 0], 1)  # code 0 is a whole dimension
-        ok = even[sources][:, None] & even & (sums[sources][:, None] == sums) & (used & sums == 0)
-        moving = np.zeros(ok.shape, dtype=np.int64)
-        for code in codes.T:
-            pairs = code[sources][:, None], code
-            ok &= allowed[pairs]
-            moving |= lost[pairs]
-        ok &= (moving > 0) & (moving & used == moving)
-        costs, (begin, end) = np.full(ok.shape, np.inf), np.nonzero(ok)
-        numbers = np.stack([-1 - moving[ok], (-(-n // parts)).prod(1)[end]], 1)  # negative: no group
-        costs[ok] = _priced(numbers, lambda k: self.step_in_tiles(int(sources[begin[k]]), int(end[k])), price)
+        possible = even[sources][begin] & even[end]
+        begin, end, moving = begin[possible], end[possible], moving[possible]
+        costs = np.full((sources.size, len(parts)), np.inf)
+        numbers = np.stack([-1 - moving, (-(-n // parts)).prod(1)[end]], 1)  # negative: no group
+        costs[begin, end] = price(numbers, lambda k: self.step_in_tiles(int(sources[begin[k]]), int(end[k])))
         return costs
+
+    def _tiles_from(self, source: int) -> tuple[Ints, Ints]:
+        """The places after all-to-alls of tiles from a place, for even parts, and the axes that move, as bits."""
+        if source not in self._tiles:
+            _, codes, sums, allowed, lost = self._coded()
+            used = np.bitwise_or.reduce(lost[codes, 0], 1)  # code 0 is a whole dimension
+            pairs = codes[source], codes
+            moving = np.bitwise_or.reduce(lost[pairs], 1)
+            ok = (sums[source] == sums) & (used & sums == 0) & allowed[pairs].all(1)
+            ends = np.flatnonzero(ok & (moving > 0) & (moving & used == moving))
+            self._tiles[source] = ends, moving[ends]
+        return self._tiles[source]
 
     def step_in_tiles(self, begin: int, end: int) -> Step:
         """The all-to-all of tiles between two places."""
         before, after = self._shardings[begin], self._shardings[end]
         return Step(ALL_TO_ALL, moved(before.dims, after.dims), before, after)
 
-    def _coded(self) -> tuple[Ints, Ints, Bools, Ints]:
-        """The dimensions of places as numbers, and their unreduced axes as bits; for two dimensions, whether tiles can
-        move between them, and the axes that leave as bits."""
+    def _coded(self) -> tuple[Ints, Ints, Ints, Bools, Ints]:
+        """The parts of the dimensions of places, the dimensions as numbers, and the unreduced axes as bits; for two
+        dimensions, whether tiles can move between them, and the axes that leave as bits."""
         if self._codes is None:
             bits = {name: 1 << i for i, name in enumerate(self._axis_steps.coarse.atoms)}
             numbers: dict[Atoms, int] = {(): 0}
@@ -499,16 +598,16 @@ class Table:
             kept = [[len(common_prefix(have, wanted)) for wanted in numbers] for have in numbers]
             allowed = [[k in (len(a), len(b)) for b, k in zip(numbers, row)] for a, row in zip(numbers, kept)]
             lost = [[sum(bits[name] for name in have[k:]) for k in row] for have, row in zip(numbers, kept)]
-            self._codes = np.array(codes), np.array(sums), np.array(allowed), np.array(lost)
+            parts = np.array(self._parts_of, dtype=np.int64)
+            self._codes = parts, np.array(codes), np.array(sums), np.array(allowed), np.array(lost)
         return self._codes
 
 
-def _priced(numbers: Ints, step_of: Callable[[int], Step], price: Price) -> Floats:
-    """float64 [rows]: the price of each row of numbers; ``step_of`` makes a step that has the numbers of a row."""
+def _distinct(numbers: Ints) -> tuple[Ints, Ints]:
+    """The first of equal rows, and for each row the index of its first one."""
     _, first, which = np.unique(numbers @ _HASH[: numbers.shape[1]], return_index=True, return_inverse=True)
-    keys = numbers[first]
-    assert np.array_equal(keys[which], numbers), "different numbers have different hashes"
-    return np.array([price(step_of(k), tuple(key)) for k, key in zip(first.tolist(), keys.tolist())])[which]
+    assert np.array_equal(numbers[first[which]], numbers), "different numbers have different hashes"
+    return first, which
 
 
 def _aligned(n: Ints, parts: Ints, more: Ints) -> Bools:
@@ -521,12 +620,15 @@ def shortest(begins: Ints, ends: Ints, costs: Floats, lengths: Floats) -> Floats
 
     This is the Bellman-Ford algorithm, for all sources at once. ``ends`` increases.
     """
-    first = np.flatnonzero(np.diff(ends, prepend=-1))
-    reached, changes = ends[first], bool(ends.size)
-    while changes:
-        through = np.minimum.reduceat(lengths[begins] + costs[:, None], first)
-        changes = bool((through < lengths[reached]).any())
-        lengths[reached] = np.minimum(lengths[reached], through)
+    changed: Bools = np.logical_or.reduce(np.isfinite(lengths), axis=1)
+    while (some := np.flatnonzero(changed[begins])).size:
+        first = np.flatnonzero(np.diff(ends[some], prepend=-1))
+        reached = ends[some[first]]
+        through = np.minimum.reduceat(lengths[begins[some]] + costs[some, None], first)
+        before = lengths[reached]
+        changed = np.zeros(len(lengths), dtype=np.bool_)
+        changed[reached] = (through < before).any(1)
+        lengths[reached] = np.minimum(before, through)
     return lengths
 
 
@@ -539,6 +641,7 @@ class _Graph:
         self._known = 0  # the number of places for which these are
         # where the edges begin and end, their costs, and their numbers in the table; those that are possible
         self._edges: tuple[Ints, Ints, Floats, Ints]
+        self._scatters: Ints  # the edges among them that are reduce-scatters
 
     def lengths(self, sources: Sequence[Sharding]) -> list[Floats]:
         """For each source, float64 [places]: the lengths of the shortest paths from it."""
@@ -546,36 +649,108 @@ class _Graph:
         table.add(sources)
         if new := len(table.places) - self._known:
             self._known += new
-            begins, ends, classes, _ = table.edges()
+            begins, ends, classes, steps = table.edges()
             costs = table.costs(self._shape, self._price)[classes]
             possible = np.flatnonzero(np.isfinite(costs))
             self._edges = begins[possible], ends[possible], costs[possible], possible
+            kinds = [steps[k].kind for k in possible.tolist()]
+            self._scatters = np.array([k for k, kind in enumerate(kinds) if kind == REDUCE_SCATTER], dtype=np.int64)
             self._lengths = {p: np.pad(old, (0, new), constant_values=np.inf) for p, old in self._lengths.items()}
         places = [table.places[s] for s in sources]
         missing = np.array([*dict.fromkeys(p for p in places if p not in self._lengths)], dtype=np.int64)
         for some in np.split(missing, range(_SOURCES, missing.size, _SOURCES)) if missing.size else ():
-            lengths = table.in_tiles(some, self._shape, self._price).T
+            lengths = np.full((self._known, some.size), np.inf)
+            _, column, in_tiles = self._in_tiles(some)
+            np.minimum.at(lengths.T, column, in_tiles)
             lengths[some, np.arange(some.size)] = 0.0
             self._lengths.update(zip(some.tolist(), shortest(*self._edges[:3], lengths).T, strict=True))
         return [self._lengths[p] for p in places]
+
+    def _in_tiles(self, sources: Ints) -> tuple[Ints, Ints, Floats]:
+        """Paths that end with an all-to-all of tiles, which is the first step or comes after a reduce-scatter.
+
+        These are the places before that step, the index of the source of each, and float64 [these, places]: lengths.
+        """
+        begins, ends, costs, _ = self._edges
+        index_of = np.full(self._known, -1)
+        index_of[sources] = np.arange(sources.size)
+        scatters = self._scatters[index_of[begins[self._scatters]] >= 0]
+        before = np.concatenate([sources, ends[scatters]])
+        first = np.concatenate([np.zeros(sources.size), costs[scatters]])
+        in_tiles = self.table.in_tiles(before, self._shape, self._price)
+        return before, np.concatenate([index_of[sources], index_of[begins[scatters]]]), first[:, None] + in_tiles
 
     def path(self, source: Sharding, target: Sharding) -> list[Step]:
         """The steps of a shortest path."""
         (lengths,) = self.lengths([source])
         begin, end = self.table.places[source], self.table.places[target]
-        (in_tiles,) = self.table.in_tiles(np.array([begin]), self._shape, self._price)
+        before, _, in_tiles = self._in_tiles(np.array([begin]))
         begins, ends, costs, numbers = self._edges
         steps: list[Step] = []
         while end != begin:
             first, last = np.searchsorted(ends, [end, end + 1]).tolist()
             through = lengths[begins[first:last]] + costs[first:last]
-            if in_tiles[end] < through.min(initial=np.inf):
-                steps.append(self.table.step_in_tiles(begin, end))
-                break
+            if in_tiles[:, end].min() < through.min(initial=np.inf):
+                place = int(before[in_tiles[:, end].argmin()])
+                steps.append(self.table.step_in_tiles(place, end))
+                end = place
+                continue
             k = first + int(through.argmin())
             steps.append(self.table.edges()[3][int(numbers[k])])
             end = int(begins[k])
         return steps[::-1]
+
+
+class _Prices:
+    """The prices of steps in one objective, and the graphs of arrays."""
+
+    def __init__(self, mesh: Mesh, steps: AxisSteps):
+        self._mesh, self._steps = mesh, steps
+        self._classes: dict[int, int] = {}  # of groups: steps of one class cost the same in this objective
+        self._class_numbers: dict[Hashable, int] = {}
+        self._prices: dict[tuple[int, ...], float] = {}  # of a step, by everything that it depends on
+        self._graphs: dict[tuple[tuple[str, ...], tuple[int, ...], int], _Graph] = {}
+
+    def graph(self, targets: Sequence[Sharding], shape: tuple[int, ...], itemsize: int) -> _Graph:
+        """The graph of an array that is resharded to some targets."""
+        monoids = tuple(sorted({monoid for s in targets for _, monoid in s.unreduced}))
+        key = monoids, shape, itemsize
+        if key not in self._graphs:
+            price = functools.partial(self._price, shape, itemsize)
+            self._graphs[key] = _Graph(self._steps.table(len(shape), monoids), shape, price)
+        return self._graphs[key]
+
+    def _price(self, shape: tuple[int, ...], itemsize: int, numbers: Ints, step_of: Callable[[int], Step]) -> Floats:
+        groups, first, which = np.unique(numbers[:, 0], return_index=True, return_inverse=True)
+        classes = [self._class_of(group, step_of, k) for group, k in zip(groups.tolist(), first.tolist())]
+        numbers = np.column_stack([np.array(classes, dtype=np.int64)[which], numbers[:, 1:]])
+        first, which = _distinct(numbers)
+        prices = []
+        for k, row in zip(first.tolist(), numbers[first].tolist()):
+            if (known := self._prices.get(key := (itemsize, *row))) is None:
+                step, mesh = step_of(k), self._steps.coarse
+                atoms = self._steps.over_atoms(step.atoms)
+                known = self._prices[key] = step_cost(step, shape, itemsize, mesh, self._mesh, atoms)
+            prices.append(known)
+        return np.array(prices)[which]
+
+    def _class_of(self, group: int, step_of: Callable[[int], Step], k: int) -> int:
+        if group not in self._classes:
+            step, mesh = step_of(k), self._mesh
+            atoms = self._steps.over_atoms(step.atoms)
+            if mesh.times is None:
+                outermost, messages = min(map(mesh.atoms.index, atoms), default=0), rounds(step, self._steps.coarse)
+                alike: Hashable = step.kind, mesh.count(atoms), outermost, messages, step.monoid, is_of_tiles(step)
+            else:
+                alike = mesh.times.price_class(step, self._steps.coarse, mesh, atoms)
+            self._classes[group] = self._class_numbers.setdefault(alike, len(self._class_numbers))
+        return self._classes[group]
+
+
+@tabulated(64)
+def _prices_of(mesh: Mesh, steps: AxisSteps) -> _Prices:
+    """The prices of steps. Plans that are made together, and what is emitted, share them."""
+    return _Prices(mesh, steps)
 
 
 # The number of lists of shardings that are kept.
@@ -587,15 +762,13 @@ class Reshards:
 
     def __init__(self, mesh: Mesh, axes: tuple[Atoms, ...], through: Through | None = None):
         self.mesh, self.axes = mesh, axes
-        moving = _divided(mesh, axes)
+        moving, divided = _divided(mesh, axes)
         if len(axes) <= FEW:  # steps over few axes do not depend on their order
             moving = tuple(sorted(moving, key=lambda axis: mesh.atoms.index(axis[0])))
-        self._steps = _axis_steps(dataclasses.replace(mesh, times=None), moving, through)
+        self._divided = divided
+        self._steps = _axis_steps(dataclasses.replace(mesh, times=None), moving, divided or through)
         self._names_of = {axis: name for name, axis in self._steps.atoms_of.items()}
-        self._classes: dict[int, int] = {}  # of groups: steps of one class cost the same in this objective
-        self._class_numbers: dict[Hashable, int] = {}
-        self._prices: dict[tuple[int, ...], float] = {}  # of a step, by everything that it depends on
-        self._graphs: dict[tuple[tuple[str, ...], tuple[int, ...], int], _Graph] = {}
+        self._prices = _prices_of(mesh, self._steps)
         self._known: dict[Sharding, Sharding | None] = {}  # over whole axes; None if a sharding uses a part of one
         self._lists: dict[int, tuple[Sequence[Sharding], list[Sharding | None]]] = {}
 
@@ -606,8 +779,8 @@ class Reshards:
         """
         dims = frozenset(tuple(self._names(atoms) or () for atoms in s.dims) for s in {*shardings})
         found = copy.copy(self)
-        found._steps = _axis_steps(dataclasses.replace(self.mesh, times=None), (*self._names_of,), dims)
-        found._classes, found._graphs = {}, {}
+        found._steps = _axis_steps(dataclasses.replace(self.mesh, times=None), (*self._names_of,), Listed(dims))
+        found._prices = _prices_of(self.mesh, found._steps)
         return found
 
     def move(self, source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int) -> float:
@@ -620,7 +793,7 @@ class Reshards:
         """float64 [sources, targets]: the costs to reshard an array of this global shape from each to each."""
         check_deadline()
         begins, ends = self._all_in_axes(sources), self._all_in_axes(targets)
-        graph = self._graph(targets, shape, itemsize)
+        graph = self._prices.graph(targets, shape, itemsize)
         lengths = iter(graph.lengths([s for s in begins if s is not None]))
         places = np.array([-1 if s is None else graph.table.places.get(s, -1) for s in ends])
         costs = np.array([np.full(len(ends), np.inf) if s is None else next(lengths)[places] for s in begins])
@@ -635,27 +808,7 @@ class Reshards:
         begin, end = self.in_axes(source), self.in_axes(target)
         assert begin is not None
         assert end is not None
-        return tuple(map(self._over_atoms, self._graph((target,), shape, itemsize).path(begin, end)))
-
-    def _graph(self, targets: Sequence[Sharding], shape: tuple[int, ...], itemsize: int) -> _Graph:
-        monoids = tuple(sorted({monoid for s in targets for _, monoid in s.unreduced}))
-        key = monoids, shape, itemsize
-
-        def price(step: Step, numbers: tuple[int, ...]) -> float:
-            group, *sizes = numbers
-            if group not in self._classes:
-                times, atoms = self.mesh.times, self._steps.over_atoms(step.atoms)
-                alike = group if times is None else times.price_class(step, self._steps.coarse, self.mesh, atoms)
-                self._classes[group] = self._class_numbers.setdefault(alike, len(self._class_numbers))
-            if (known := self._prices.get(key := (self._classes[group], itemsize, *sizes))) is None:
-                atoms = self._steps.over_atoms(step.atoms)
-                known = self._prices[key] = step_cost(step, shape, itemsize, self._steps.coarse, self.mesh, atoms)
-            return known
-
-        if key not in self._graphs:
-            table = self._steps.table(len(shape), monoids)
-            self._graphs[key] = _Graph(table, shape, price)
-        return self._graphs[key]
+        return tuple(map(self._over_atoms, self._prices.graph((target,), shape, itemsize).path(begin, end)))
 
     def _over_atoms(self, step: Step) -> Step:
         """A step over the atoms of the mesh instead of axes."""
@@ -689,7 +842,8 @@ class Reshards:
             unreduced = {name: monoids[atoms[0]] for name, atoms in atoms_of.items() if atoms[0] in monoids}
             whole = {a: unreduced[name] for name in unreduced for a in atoms_of[name]}
             found = Sharding(tuple(atoms or () for atoms in dims)).with_unreduced(unreduced)
-            self._known[sharding] = None if whole != monoids or any(atoms is None for atoms in dims) else found
+            is_whole = whole == monoids and None not in dims and (not self._divided or self._divided.is_whole(found))
+            self._known[sharding] = found if is_whole else None
         return self._known[sharding]
 
     def _names(self, atoms: Atoms) -> Atoms | None:

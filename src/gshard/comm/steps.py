@@ -40,21 +40,6 @@ def moved(before: Sequence[Atoms], after: Sequence[Atoms]) -> Atoms:
     return tuple(a for have, wanted in pairs for a in have[len(common_prefix(have, wanted)) :])
 
 
-def can_be_exchanged(before: Sharding, after: Sharding, shape: Sequence[int], mesh: Mesh) -> bool:
-    """Whether one all-to-all of tiles leads from a sharding to another one."""
-    if before.unreduced != after.unreduced:
-        return False
-    for n, have, wanted in zip(shape, before.dims, after.dims, strict=True):
-        if len(common_prefix(have, wanted)) not in (len(have), len(wanted)):
-            return False
-        if n % mesh.count(have) or n % mesh.count(wanted):
-            return False
-    moving = set(moved(before.dims, after.dims))
-    atoms_after = {a for dim in after.dims for a in dim}
-    unreduced = {a for a, _ in before.unreduced}
-    return bool(moving) and moving <= atoms_after and unreduced.isdisjoint(atoms_after)
-
-
 def exchanged(x: Any, before: Sequence[Atoms], after: Sequence[Atoms], mesh: Mesh) -> Any:
     """Runs the all-to-all on one device's part of an array, inside ``shard_map``."""
     sizes, moving = mesh.atom_sizes, moved(before, after)
@@ -140,20 +125,6 @@ def rounds_of(before: Sequence[Atoms], after: Sequence[Atoms], mesh: Mesh) -> in
     """The number of messages. It is the number of tiles of a part, because some device keeps none."""
     cuts = zip(map(mesh.count, before), map(mesh.count, after), strict=True)
     return math.prod(math.lcm(p, q) // p for p, q in cuts)
-
-
-def can_change(before: Sharding, after: Sharding, shape: Sequence[int], mesh: Mesh) -> bool:
-    """Whether an exchange leads from a sharding to another with fewer messages than moving atom by atom."""
-    if before.unreduced != after.unreduced or _cutting(before) != _cutting(after):
-        return False
-    counts = [(mesh.count(have), mesh.count(want)) for have, want in zip(before.dims, after.dims, strict=True)]
-    if all(p == q for p, q in counts) or any(n % math.lcm(*c) for n, c in zip(shape, counts, strict=True)):
-        return False
-    return rounds_of(before.dims, after.dims, mesh) < mesh.count(moved(before.dims, after.dims)).bit_length()
-
-
-def _cutting(sharding: Sharding) -> set[str]:
-    return {a for dim in sharding.dims for a in dim}
 
 
 @tabulated(1024)
