@@ -147,9 +147,8 @@ class Configuration:
         self.found.save(path)
 
     def __str__(self) -> str:
-        axes = " ".join(f"{name}={size}" for name, size in self.mesh.axes)
         memory = f"peak {format_bytes(self.cost.peak)}, {format_bytes(self.cost.sent)} sent by each device"
-        return f"{format_seconds(self.seconds)} a step: {text_of(self.keywords)}; mesh {axes}; {memory}"
+        return f"{format_seconds(self.seconds)} a step: {text_of(self.keywords)}; mesh {self.mesh}; {memory}"
 
     __repr__ = __str__
 
@@ -201,7 +200,7 @@ class Configurations:
                 *([significant(rate, 4) if rate is not None else ""] if batch else []),
                 f"{format_bytes(row.cost.peak)}{'' if fits else ', does not fit'}",
                 format_bytes(row.cost.sent),
-                " ".join(f"{name}={size}" for name, size in row.mesh.axes),
+                str(row.mesh),
                 *(str(row.keywords[key]) if key in row.keywords else "" for key in keywords),
                 "-" if row.memory_limit is None else "yes",
                 _percent(row.found.gap),

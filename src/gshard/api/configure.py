@@ -422,8 +422,7 @@ class ConfigureRun:
         limit, text = self.limit, ""
         if rows:
             needed = rows[0].cost.peak
-            mesh = " ".join(f"{name}={size}" for name, size in rows[0].mesh.axes)
-            text = f"nearest: {text_of(rows[0].keywords)}, mesh {mesh}: a device needs {format_bytes(needed)}"
+            text = f"nearest: {text_of(rows[0].keywords)}, mesh {rows[0].mesh}: a device needs {format_bytes(needed)}"
         else:
             nearest = min(self.candidates, key=lambda one: one.least_bytes)
             needed = int(nearest.least_bytes)

@@ -374,7 +374,8 @@ def row_lines(rows: Sequence[CollectiveRow], most: int = ROWS) -> list[str]:
 IN_ALL = "in all"
 _UNNAMED = "(not named)"
 _APART = re.compile(r"\s{2,}")
-_VERSION = re.compile(r"# jax (\S+), (\S+)")
+# The function, the version of JAX with the platform, the mesh, and the bytes at the peak.
+_HEAD = r"^# Collectives in one call of (.*?):", r"^# jax (\S+), (\S+)", r"^mesh  (.+)$", r"^peak  ([\d,]+) bytes$"
 
 Key = tuple[str, str, str, str]  # kind, axes, array, module
 Sums = Mapping[tuple[str, str], tuple[int, int]]  # of a kind over axes: how many run, and the bytes of all
@@ -442,18 +443,11 @@ class SentRecord:
         """Reads a file."""
         rows: dict[Key, tuple[int, int]] = {}
         sums: dict[tuple[str, str], tuple[int, int]] = {}
-        told: dict[str, str] = {}
-        version = _VERSION.search(text)
-        name = re.search(r"^# Collectives in one call of (.*?):", text, re.MULTILINE)
         for line in text.splitlines():
-            if not line.strip() or line.startswith("#"):
-                continue
-            kind, *cells = _APART.split(line.strip())
-            if len(cells) == 1:
-                told[kind] = cells[0]
+            if not line.strip() or line.startswith(("#", "mesh  ", "peak  ")):
                 continue
             try:
-                times, size, axes, array, *module = cells
+                kind, times, size, axes, array, *module = _APART.split(line.strip())
                 counted = int(times.removeprefix("x")), int(size.replace(",", ""))
             except ValueError:
                 raise ValueError(f"cannot read {line.strip()!r}") from None
@@ -462,11 +456,11 @@ class SentRecord:
                 rows[kind, axes, array, " ".join(module)] = counted
             elif kind != "total":
                 sums[kind, axes] = counted
-        if not {"mesh", "peak"} <= told.keys() or not told["peak"].endswith(" bytes"):
+        name, version, mesh, peak = (re.search(pattern, text, re.MULTILINE) for pattern in _HEAD)
+        if mesh is None or peak is None:
             raise ValueError("it has no line 'mesh' or no line 'peak'")
-        peak = int(told["peak"].removesuffix(" bytes").replace(",", ""))
         known = version.groups() if version else ("unknown", "unknown devices")
-        return SentRecord(name[1] if name else "", told["mesh"], peak, rows, sums, *known)
+        return SentRecord(name[1] if name else "", mesh[1], int(peak[1].replace(",", "")), rows, sums, *known)
 
     def differs(self, now: SentRecord, exact: bool, tolerance: float) -> list[str]:
         """How another record exceeds this one, or differs from it, in words; nothing if it does not."""
