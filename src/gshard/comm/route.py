@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from numpy.typing import NDArray
 
 from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh
@@ -180,22 +181,26 @@ def _slice(x: Any, dim: int, begin: Any, size: int) -> Any:
     )
 
 
+def numbered(mesh: Mesh, atoms: Atoms) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Numbers devices along some atoms.
+
+    intp [devices]: the number of each device. intp [numbers]: how far a device is from the one with number 0.
+    """
+    devices, numbers, offsets = np.arange(mesh.size), np.zeros(mesh.size, np.intp), np.zeros(1, np.intp)
+    strides = dict(zip(mesh.atoms, (mesh.size // np.cumprod([*mesh.atom_sizes.values()])).tolist(), strict=True))
+    for a in atoms:
+        n = mesh.atom_sizes[a]
+        numbers = numbers * n + devices // strides[a] % n
+        offsets = (offsets[:, None] + np.arange(n) * strides[a]).ravel()
+    return numbers, offsets
+
+
 def pairs(parts: Iterable[tuple[int, int]], atoms: Atoms, mesh: Mesh) -> list[tuple[int, int]]:
     """The pairs of devices for pairs of parts. Parts are numbered along ``atoms``; along other atoms nothing moves."""
-    sizes, device_pairs = mesh.atom_sizes, []
-    source_of = {receiver: source for source, receiver in parts}
-    for device, coordinates in enumerate(itertools.product(*(range(s) for s in sizes.values()))):
-        position = dict(zip(mesh.atoms, coordinates, strict=True))
-        part = 0
-        for a in atoms:
-            part = part * sizes[a] + position[a]
-        if part not in source_of:
-            continue
-        source = source_of[part]
-        for a in reversed(atoms):
-            source, position[a] = divmod(source, sizes[a])
-        sender = 0
-        for a in mesh.atoms:
-            sender = sender * sizes[a] + position[a]
-        device_pairs.append((sender, device))
-    return device_pairs
+    source_of, (numbers, offsets) = {receiver: source for source, receiver in parts}, numbered(mesh, atoms)
+    offset_of = offsets.tolist()
+    return [
+        (device - offset_of[part] + offset_of[source_of[part]], device)
+        for device, part in enumerate(numbers.tolist())
+        if part in source_of
+    ]

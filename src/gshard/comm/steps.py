@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from gshard.comm.route import Chunk, Route, carry, chunks_of, colored, pairs, routed
+from gshard.comm.route import Chunk, Route, carry, chunks_of, colored, numbered, pairs, routed
 from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
@@ -101,17 +101,10 @@ class Exchange:
 
     def ends(self, mesh: Mesh) -> tuple[Ints, Ints]:
         """For each tile of each device, the device of the mesh that sends it and the device that receives it."""
-        size = mesh.size
-        sizes = list(mesh.atom_sizes.values())
-        at = dict(zip(mesh.atoms, np.indices(sizes).reshape(len(sizes), size), strict=True))
-        strides = dict(zip(mesh.atoms, (size // np.cumprod(sizes)).tolist(), strict=True))
-        everyone = np.arange(size)
-        along = sum((at[a] * strides[a] for a in self.atoms), np.zeros(size, np.int64))
-        own = _ordinal(self.atoms, at, mesh, size)
-        places = np.unravel_index(self.sender[own], [mesh.atom_sizes[a] for a in self.atoms])
-        there = sum((p * strides[a] for a, p in zip(self.atoms, places, strict=True)), np.zeros(self.sender[own].shape))
-        senders = (everyone - along)[:, None] + there.astype(np.int64)
-        return senders.ravel(), np.broadcast_to(everyone[:, None], senders.shape).ravel()
+        numbers, offsets = numbered(mesh, self.atoms)
+        receivers = np.broadcast_to(np.arange(mesh.size)[:, None], self.sender[numbers].shape)
+        senders = receivers - offsets[numbers][:, None] + offsets[self.sender[numbers]]
+        return senders.ravel(), receivers.ravel()
 
 
 @tabulated(64)
@@ -131,9 +124,8 @@ def rounds_of(before: Sequence[Atoms], after: Sequence[Atoms], mesh: Mesh) -> in
 def exchange(before: tuple[Atoms, ...], after: tuple[Atoms, ...], mesh: Mesh) -> Exchange:
     """The exchange between two splits of an array."""
     atoms = moved(before, after)
-    sizes = [mesh.atom_sizes[a] for a in atoms]
-    devices = math.prod(sizes)
-    at = dict(zip(atoms, np.indices(sizes).reshape(len(atoms), devices), strict=True))
+    _, group = numbered(mesh, atoms)
+    devices = len(group)
     sender = source = np.zeros((devices, 1), np.int64)
     held, wanted, ordinals = [], [], np.zeros(devices, np.int64)
     for have, want in zip(before, after, strict=True):
@@ -141,9 +133,9 @@ def exchange(before: tuple[Atoms, ...], after: tuple[Atoms, ...], mesh: Mesh) ->
         own, other = have[same:], want[same:]
         p, q = mesh.count(own), mesh.count(other)
         fine = math.lcm(p, q)
-        ordinals = ordinals * p + _ordinal(own, at, mesh, devices)
+        ordinals = ordinals * p + numbered(mesh, own)[0][group]
         # Tiles of this dimension in a part after, and the part before that each comes from.
-        tile = _ordinal(other, at, mesh, devices)[:, None] * (fine // q) + np.arange(fine // q)
+        tile = numbered(mesh, other)[0][group][:, None] * (fine // q) + np.arange(fine // q)
 
         def further(x: Any, by: int, digit: Any) -> Any:
             return (x[:, :, None] * by + digit[:, None, :]).reshape(devices, -1)
@@ -155,13 +147,6 @@ def exchange(before: tuple[Atoms, ...], after: tuple[Atoms, ...], mesh: Mesh) ->
     who = np.empty(devices, np.int64)
     who[ordinals] = np.arange(devices)
     return Exchange(atoms, tuple(held), tuple(wanted), who[sender], source)
-
-
-def _ordinal(atoms: Atoms, at: dict[str, Any], mesh: Mesh, devices: int) -> Any:
-    ordinal = np.zeros(devices, np.int64)
-    for a in atoms:
-        ordinal = ordinal * mesh.atom_sizes[a] + at[a]
-    return ordinal
 
 
 @in_context(NO_CONTEXT)
@@ -510,28 +495,15 @@ def targets(before: Sharding, after: Sharding, mesh: Mesh) -> NDArray[np.intp]:
     Both shardings split each dimension into the same number of parts. Devices that already hold the part that they need
     keep it. The other holders of each part before and after are paired in order.
     """
-    positions = _positions(mesh)
-
-    def part(sharding: Sharding) -> NDArray[np.intp]:
-        ordinal = np.zeros(mesh.size, np.intp)
-        for a in (*itertools.chain.from_iterable(sharding.dims), *(a for a, _ in sharding.unreduced)):
-            ordinal = ordinal * mesh.atom_sizes[a] + positions[a]
-        return ordinal
-
-    part_before, part_after = part(before), part(after)
+    part_before, part_after = (
+        numbered(mesh, (*itertools.chain(*s.dims), *(a for a, _ in s.unreduced)))[0] for s in (before, after)
+    )
     moved = np.flatnonzero(part_before != part_after)
     senders, receivers = (moved[np.argsort(parts[moved], kind="stable")] for parts in (part_before, part_after))
     assert np.array_equal(part_before[senders], part_after[receivers]), f"{before} and {after} cut in other parts"
     target_of = np.arange(mesh.size)
     target_of[senders] = receivers
     return target_of
-
-
-@tabulated(16)
-def _positions(mesh: Mesh) -> dict[str, NDArray[np.intp]]:
-    """The position of each device along each atom."""
-    positions = np.indices([mesh.atom_sizes[a] for a in mesh.atoms]).reshape(len(mesh.atoms), mesh.size)
-    return dict(zip(mesh.atoms, positions, strict=True))
 
 
 # Determines whether the parts of an array are contiguous in memory, or must be copied into place.

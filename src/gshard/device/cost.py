@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from gshard.comm.collectives import KINDS, sent_bytes, sent_sizes
+from gshard.comm.route import numbered
 from gshard.core.jax_adapter import user_place
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.number_text import format_ms, format_seconds
@@ -328,19 +329,9 @@ def _collective(kernel: Kernel, mesh: Mesh, machine: Machine) -> tuple[str, Atom
 
 def _pairs(perm: Sequence[tuple[int, int]], atoms: Atoms, mesh: Mesh) -> list[tuple[int, int]]:
     """The pairs of a permutation over some atoms as pairs of devices. The first group represents all groups."""
-    strides, stride = {}, mesh.size
-    for atom, n in mesh.atom_sizes.items():
-        stride //= n
-        strides[atom] = stride
-
-    def device(position: int) -> int:
-        found = 0
-        for atom in reversed(atoms):
-            position, digit = divmod(position, mesh.atom_sizes[atom])
-            found += digit * strides[atom]
-        return mesh.order[found] if mesh.order else found
-
-    return [(device(a), device(b)) for a, b in perm]
+    group = numbered(mesh, atoms)[1].tolist()
+    devices = [mesh.order[position] for position in group] if mesh.order else group
+    return [(devices[a], devices[b]) for a, b in perm]
 
 
 # Matches each collective of a per-device program with the one that the partitioner emitted.

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from gshard.comm.route import numbered
 from gshard.comm.steps import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -79,14 +80,8 @@ def _spread(group: Sequence[int], network: tuple[Dimension, ...]) -> tuple[Exten
 
 def members(mesh: Mesh, atoms: Atoms, of: int = 0) -> tuple[int, ...]:
     """The positions of the mesh in the group of position ``of`` over these atoms, itself included."""
-    group = [of]
-    stride = mesh.size
-    for atom, size in mesh.atom_sizes.items():
-        stride //= size
-        if atom in atoms:
-            base = [d - (d // stride % size) * stride for d in group]
-            group = [d + k * stride for d in base for k in range(size)]
-    return tuple(sorted(set(group)))
+    numbers, offsets = numbered(mesh, atoms)
+    return tuple(sorted((of - offsets[numbers[of]] + offsets).tolist()))
 
 
 def atoms_among(mesh: Mesh, all_groups: Sequence[Sequence[int]]) -> Atoms | None:
@@ -128,14 +123,10 @@ def interchangeable(mesh: Mesh, machine: Machine) -> tuple[Atoms, ...]:
 
 def groups(mesh: Mesh, atoms: Atoms) -> tuple[tuple[int, ...], ...]:
     """All groups of devices over these atoms, in order of their first position."""
-    all_groups: dict[tuple[int, ...], None] = {}
-    placed: set[int] = set()
-    for device in range(mesh.size):
-        if device not in placed:
-            group = members(mesh, atoms, device)
-            placed |= set(group)
-            all_groups[tuple(mesh.order[position] for position in group) if mesh.order else group] = None
-    return tuple(all_groups)
+    numbers, offsets = numbered(mesh, atoms)
+    all_groups = np.flatnonzero(numbers == 0)[:, None] + np.sort(offsets)
+    positions = np.asarray(mesh.order or range(mesh.size))
+    return tuple(dict.fromkeys(map(tuple, positions[all_groups].tolist())))
 
 
 def seconds(kind: str, operand: int, mesh: Mesh, machine: Machine, atoms: Atoms) -> float:
