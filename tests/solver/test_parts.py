@@ -9,7 +9,7 @@ from gshard.core.errors import GShardError
 from gshard.solver.descent import Descent, Forest, Walk, paid
 from gshard.solver.messages import Flat, Messages
 from gshard.solver.problem import Load, Problem, ProblemError
-from gshard.solver.reduce import _Work, fullest_moments, reduce
+from gshard.solver.reduce import _Work, reduce
 from gshard.solver.solve import exact, least_peak
 from random_problems import exhaustive, random_problem
 
@@ -67,19 +67,6 @@ def test_states_are_checked():
     with pytest.raises(ProblemError, match="2 states"):
         problem.peak([0, 0])
     assert isinstance(Load(0, 0, 1, np.ones(1)), tuple)
-
-
-@pytest.mark.parametrize("seed", range(100))
-def test_the_peak_of_what_is_left_is_the_peak(seed):
-    rng = np.random.default_rng(seed)
-    problem = random_problem(rng, nodes=4)
-    spans = [(load.node, tuple(row), load.bytes) for load, row in zip(problem.loads, problem.rows.tolist())]
-    left = fullest_moments(spans, len(problem.moments))
-    assert len(left) <= len(problem.moments)
-    for _ in range(20):
-        usage = problem.usage(rng.integers(0, problem.states))
-        if usage.size:
-            assert usage[left].max() == usage.max()
 
 
 @pytest.mark.parametrize("seed", range(60))

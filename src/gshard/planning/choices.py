@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
@@ -21,7 +22,7 @@ from gshard.planning.demands import as_returned, demands
 from gshard.planning.graph import CARRIED, SMALL, STACKED, WHOLE, Graph, LoopBytes, largest_of_iteration
 from gshard.planning.objective import Objective, StackCost, Windows
 from gshard.planning.propagated import Propagated
-from gshard.planning.sharding_groups import free_result_groups, sharding_groups_of
+from gshard.planning.sharding_groups import ShardingGroups, free_result_groups, sharding_groups_of
 from gshard.planning.strategies import (
     FEW_PARTS,
     Component,
@@ -54,7 +55,7 @@ class Interned:
         self._equal: dict[tuple[Sharding, ...], tuple[Sharding, ...]] = {}
         self._tables: dict[object, Floats] = {}
         # By identities of tables. The first array of each pair keeps the identity in its key valid.
-        self._sums: dict[tuple[float, ...], tuple[Floats, Floats]] = {}
+        self._products: dict[tuple[float, int], tuple[Floats, Floats]] = {}
 
     def states(self, key: object, find: Callable[[], Iterable[Sharding]]) -> tuple[Sharding, ...]:
         """The shardings of a key, computed by ``find`` the first time. Equal tuples are one object, under any key."""
@@ -69,21 +70,17 @@ class Interned:
             self._tables[key] = find()
         return self._tables[key]
 
-    def plus(self, cost: Floats, times: int, table: Floats) -> Floats:
-        """``cost + times * table``."""
-        key = id(cost), times, id(table)
-        if key not in self._sums:
-            self._sums[key] = cost, cost + times * table
-        return self._sums[key][1]
-
     def often(self, times: float, table: Floats) -> Floats:
         """``times * table``, where ``inf`` stays ``inf`` even if ``times`` is 0."""
         if times == 1:
             return table
         key = times, id(table)
-        if key not in self._sums:
-            self._sums[key] = table, np.where(np.isinf(table), np.inf, times * np.where(np.isinf(table), 0.0, table))
-        return self._sums[key][1]
+        if key not in self._products:
+            self._products[key] = (
+                table,
+                np.where(np.isinf(table), np.inf, times * np.where(np.isinf(table), 0.0, table)),
+            )
+        return self._products[key][1]
 
 
 # Finds windows of one array that several equations read, so that gshard fetches them once (``comm.shards``).
@@ -172,14 +169,12 @@ class ChoiceTables:
         boundary: Boundary,
         near: Plan | None = None,
     ):
-        self.program = program
-        self.objective = objective
         # All objectives of one mesh have one list of splits: it does not depend on the times of steps.
         self.mesh = dataclasses.replace(objective.mesh, times=None)
         if propagated is not None:
             propagated = dataclasses.replace(propagated, mesh=self.mesh)
-        self.propagated = propagated
-        self.boundary = boundary
+        self.program, self.objective, self.propagated, self.boundary = program, objective, propagated, boundary
+        self._near = near
         self.runs = dict(program.block.runs())  # how often each equation runs in one call
         self.inputs = frozenset(program.block.inputs)  # the inputs of the program
         self._manual = manual_axes(program.block, objective.mesh)
@@ -189,31 +184,17 @@ class ChoiceTables:
         regions = [e for e in program.block.walk() if e.rule is None]
         # the values that enter or leave regions, each with the equation of the region
         self.crossings = [(e, crossing) for e in regions for crossing in REGIONS[e.name].crossings(e)]
-        # the bytes that loops may hold
         loops = {e for e, c in self.crossings if c.each_round or e.trip_count > 1}
-        self.room = Room(loops, propagated, self.mesh)
+        self.room = Room(loops, propagated, self.mesh)  # the bytes that loops may hold
         # loops whose values decide how often they run; they count as one iteration
         self.open_ended = {e for e in loops if REGIONS[e.name].decided(e)}
-        body_inputs = {v for e in program.block.walk() for body in e.blocks for v in body.inputs}
         # inputs of bodies that an iteration passes to the next one
-        self.carried = body_inputs & {c.edge.inner for _, c in self.crossings if not c.inward}
-        entering_once = body_inputs - {c.edge.inner for _, c in self.crossings if c.each_round}
-        marked_unreduced = {
-            v: required[0].unreduced[0][1] for v, required in self.demands_of.items() if required[0].unreduced
-        }
-        finished = {*program.block.inputs, *(self.demands_of.keys() - marked_unreduced.keys()), *entering_once}
-        alone = {*finished, *body_inputs, *marked_unreduced}
-        # the sharding groups of the program
-        self.groups = sharding_groups_of(program, alone, finished, marked_unreduced, fused=objective.fuses)
+        self.carried = self._body_inputs & {c.edge.inner for _, c in self.crossings if not c.inward}
+        self.groups = self._sharding_groups()
         self._kinds = kinds_of(program, propagated)
-        self._near = near
         # whether not all choices are compared (``planning.strategies``)
         self.is_limited = near is not None or is_limited(program, self.mesh, objective.axes)
-        self._runs: Runs | None = None  # as for ``strategies.places_for``; without known shardings, all are compared
-        if near is not None:  # what axes in a row allow together was compared for the known plan
-            self._runs = ()
-        elif propagated is not None and self.is_limited:
-            self._runs = runs_of(objective.axes, dict.fromkeys(propagated.shardings.values()))
+        self._runs = self._compared_runs()
         self._suggested: dict[Value, dict[Sharding, None]] = {}
         self._free_groups: set[int] = set()
         if propagated is not None:
@@ -230,6 +211,26 @@ class ChoiceTables:
         self._group_kinds = [tuple(dict.fromkeys(self._kinds[v] for v in group)) for group in self.groups.members]
         # for each group, its shardings
         self.states = tuple(self._states_of(group) for group in range(len(self.groups.members)))
+
+    @functools.cached_property
+    def _body_inputs(self) -> set[Value]:
+        return {v for block in self.program.block.blocks() for v in block.inputs} - self.inputs
+
+    def _sharding_groups(self) -> ShardingGroups:
+        """The sharding groups. Arguments, marked values and inputs of bodies start groups of their own."""
+        unreduced = {v: required[0].unreduced[0][1] for v, required in self.demands_of.items() if required[0].unreduced}
+        entering_once = self._body_inputs - {c.edge.inner for _, c in self.crossings if c.each_round}
+        finished = {*self.inputs, *(self.demands_of.keys() - unreduced.keys()), *entering_once}
+        alone = {*finished, *self._body_inputs, *unreduced}
+        return sharding_groups_of(self.program, alone, finished, unreduced, fused=self.objective.fuses)
+
+    def _compared_runs(self) -> Runs | None:
+        """The axes that may differ together (``strategies.places_for``); None if all choices are compared."""
+        if self._near is not None:  # what axes in a row allow together was compared for the known plan
+            return ()
+        if self.propagated is None or not self.is_limited:
+            return None
+        return runs_of(self.objective.axes, dict.fromkeys(self.propagated.shardings.values()))
 
     def states_of(self, v: Value) -> tuple[Sharding, ...]:
         """The shardings of the group of a value."""
@@ -491,7 +492,7 @@ class _Builder:
         donated_results = self._add_results()
         for k, group in enumerate(self.groups.members):
             held = self.tables.held_costs(group[0], self.states[k], self.objective.held_byte_cost)
-            self.costs[k] = self.interned.plus(self.costs[k], len(group), held)
+            self.costs[k] = self.costs[k] + len(group) * held
         return Graph(
             program=self.program,
             mesh=self.mesh,
@@ -551,17 +552,14 @@ class _Builder:
             for state, window in objective.windows(e, splits):
                 cost = runs * min(window.cost, table[state])
                 self.windows.add(e, splits[state], window, (node, state), cost)
-        self.costs[node] = self.interned.plus(self.costs[node], runs, table)
+        self.costs[node] = self.costs[node] + runs * table
 
     def _add_stack(self, stack: StackCost) -> None:
         """Adds what a loop moves for a slice of its stacks to the group of the slice."""
         group = self.groups.of[stack.value]
         states = self.states[group]
         table = self.tables.held_costs(stack.value, states, stack.byte_cost)
-        key = "stack", id(table), stack.run_cost
-        self.costs[group] = self.interned.plus(
-            self.costs[group], stack.runs, self.interned.table(key, lambda: table + stack.run_cost)
-        )
+        self.costs[group] = self.costs[group] + stack.runs * (table + stack.run_cost)
 
     def _add_shared_window(self, v: Value, receivers: Mapping[tuple[int, int], float]) -> None:
         """Adds a node with two states: a window is not fetched, or it is, and its receivers do not pay for it."""
@@ -626,7 +624,7 @@ class _Builder:
                 self.loop_bytes.append(LoopBytes(inside, e, extra, STACKED if stacked_dims else CARRIED))
         if stacked_dims:
             held = self.tables.held_costs(inner, self.states[inside], self.objective.stacked_byte_cost)
-            self.costs[inside] = self.interned.plus(self.costs[inside], self.tables.runs[e] * outer.shape[0], held)
+            self.costs[inside] = self.costs[inside] + self.tables.runs[e] * outer.shape[0] * held
 
     def _add_region_input(self, e: Equation, edge: Edge, at_boundary: Sequence[Sharding]) -> None:
         """Adds a node for a value that a region reads: the value itself, or a copy that the region holds to its end."""

@@ -11,9 +11,7 @@ from gshard.solver.problem import Floats, Ints, Problem, accumulated, offsets
 # Stores a problem in long vectors, so that NumPy processes all nodes at once.
 
 PADDING = 10_000  # padding entries of a batch: about as expensive as one more batch
-LARGE = 256  # entries of a table above which tables are copied one by one
 BATCH = 40_000  # entries of a batch of several edges, so that it stays in the processor's cache
-HELD = 256  # moments whose bytes are kept, because repairs return to the same ones
 
 
 class Flat:
@@ -54,7 +52,6 @@ class Flat:
         loads, rows = self.problem.loads, self.problem.rows
         node = np.array([load.node for load in loads], dtype=np.int64)
         order = np.argsort(node, kind="stable")
-        self._held: dict[int, tuple[Ints, Floats, Ints]] = {}
         self.load_node, self.load_rows = node[order], rows[order]
         self.load_first = offsets(np.bincount(node, minlength=self.size.size))
         self.bytes = np.concatenate([np.zeros(0), *(loads[k].bytes for k in order.tolist())])
@@ -94,20 +91,19 @@ class Flat:
         return self.bytes[self._bytes_first[a] : self._bytes_first[b]].reshape(b - a, self.size[node])
 
     def bytes_at(self, moment: int) -> tuple[Ints, Floats, Ints]:
-        """The memory at a moment, for all states of the nodes that hold some."""
-        if moment not in self._held:
-            if len(self._held) >= HELD:
-                self._held.clear()
-            loads = (self.load_rows[:, 0] <= moment) & (moment < self.load_rows[:, 1])
-            is_alive = loads[self._bytes_load]
-            total: Floats = np.bincount(self._bytes_target[is_alive], self.bytes[is_alive], self.cost.size).astype(
-                np.float64
-            )
-            nodes = np.unique(self.load_node[loads])
-            count = self.size[nodes]
-            states = np.repeat(self.first[nodes], count) + ragged(count)
-            self._held[moment] = states, total[states], np.repeat(np.cumsum(count) - count, count)
-        return self._held[moment]
+        """The memory at a moment, for all states of the nodes that hold some.
+
+        Returns:
+            int64 [states], the indices of the states; float64 [states], their bytes; and int64 [states], where in these
+            arrays the states of the same node begin.
+        """
+        loads = (self.load_rows[:, 0] <= moment) & (moment < self.load_rows[:, 1])
+        is_alive = loads[self._bytes_load]
+        total = np.bincount(self._bytes_target[is_alive], self.bytes[is_alive], self.cost.size)
+        nodes = np.unique(self.load_node[loads])
+        count = self.size[nodes]
+        states = np.repeat(self.first[nodes], count) + ragged(count)
+        return states, total[states].astype(np.float64), np.repeat(np.cumsum(count) - count, count)
 
     def priced(self, prices: Floats) -> Floats:
         """float64 [all states]: the costs plus the bytes of each state at the price of a byte at each moment."""
@@ -119,32 +115,14 @@ class Flat:
         """Tables of edges between nodes ``a`` and ``b``, padded to one shape by repeating the last state of a node."""
         rows, columns = np.arange(int(self.size[a].max())), np.arange(int(self.size[b].max()))
         row, column = (np.minimum(some, self.size[x][:, None] - 1) for some, x in ((rows, a), (columns, b)))
-        if rows.size * columns.size >= LARGE:
-            tables = self._large(edges, a, rows.size, columns.size)
-        else:
-            swap = self.problem.ends[edges, 0] != a
-            row_step, column_step = np.where(swap, 1, self.size[b]), np.where(swap, self.size[a], 1)
-            entry = (self.table_first[edges] + row.T * row_step)[:, :, None] + column * column_step[:, None]
-            tables = self.table[entry]
+        swap = self.problem.ends[edges, 0] != a
+        row_step, column_step = np.where(swap, 1, self.size[b]), np.where(swap, self.size[a], 1)
+        tables = self.table[(self.table_first[edges] + row.T * row_step)[:, :, None] + column * column_step[:, None]]
         states_a, states_b = self.first[a][:, None] + row, self.first[b][:, None] + column
         end = self.cost.size
         into_a = np.where(rows < self.size[a][:, None], states_a, end)
         into_b = np.where(columns < self.size[b][:, None], states_b, end)
         return tables, states_a, states_b, into_a, into_b
-
-    def _large(self, edges: Ints, a: Ints, rows: int, columns: int) -> Floats:
-        """The tables of ``padded``, copied one after the other."""
-        tables = np.empty((rows, edges.size, columns))
-        for k, edge in enumerate(edges.tolist()):
-            u, v = self.problem.ends[edge]
-            first, size = self.table_first[edge], (self.size[u], self.size[v])
-            table = self.table[first : first + size[0] * size[1]].reshape(size)
-            table = table if u == a[k] else table.T
-            height, width = table.shape
-            tables[:height, k, :width] = table
-            tables[:height, k, width:] = table[:, -1:]
-            tables[height:, k] = tables[height - 1, k]
-        return tables
 
     def best(self, values: Floats) -> Ints:
         """int64 [nodes]: the cheapest state of each node, the first of equals."""

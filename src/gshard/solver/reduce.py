@@ -173,30 +173,6 @@ class Done:
         return self._found[key]
 
 
-# Selects the moments at which memory can be fullest, so that the solver can ignore the others.
-
-
-def fullest_moments(spans: Sequence[tuple[int, tuple[int, int], Floats]], count: int) -> Ints:
-    """The moments that matter: at any other moment, every state takes at most what it takes at one of these."""
-    starts: list[list[tuple[int, Floats]]] = [[] for _ in range(count + 1)]
-    for node, (first, last), amount in spans:
-        starts[first].append((node, amount))
-        starts[last].append((node, -amount))
-    kept: list[int] = []
-    difference: dict[int, Floats] = {}  # by node: bytes now minus bytes at the last kept moment
-    for moment in range(count):
-        for node, amount in starts[moment]:
-            difference[node] = difference[node] + amount if node in difference else amount
-        difference = {node: amount for node, amount in difference.items() if amount.any()}
-        if kept and all((amount <= 0).all() for amount in difference.values()):
-            continue
-        if kept and all((amount >= 0).all() for amount in difference.values()):
-            kept.pop()
-        kept.append(moment)
-        difference = {}
-    return np.array(kept, dtype=np.int64)
-
-
 TABLE = 4096  # the most entries of a table that replaces a node with two neighbours
 GROWTH = 100_000  # the most entries that a merge may add to the tables
 
@@ -298,18 +274,12 @@ class _Work:
             for a, b in zip([0, *steps.tolist()], [*steps.tolist(), self.fixed.size]):
                 if b > a:
                     spans.append((len(remaining), (a, b), self.fixed[a : a + 1]))
-        moments = fullest_moments(spans, self.fixed.size)
-        loads: dict[tuple[int, int, int], Floats] = {}
-        for node, span, amount in spans:
-            first, last = np.searchsorted(moments, span).tolist()
-            if last > first and amount.any():
-                key = node, first, last
-                loads[key] = loads[key] + amount if key in loads else amount
+        loads = tuple(Load(node, first, last, amount) for node, (first, last), amount in spans if amount.any())
         reduced = Problem(
             costs=tuple(costs),
             ends=np.array(ends, dtype=np.int64).reshape(-1, 2),
             tables=tuple(self.tables_of[remaining[a]][remaining[b]] for a, b in ends),
-            loads=tuple(Load(*key, amount) for key, amount in loads.items()),
+            loads=loads,
             limit=self.whole.limit if loads else None,
         )
         return Reduced(self.whole, reduced, tuple(nodes), tuple(kept), tuple(self.steps))
