@@ -27,6 +27,7 @@ from gshard.planning.layer_stacks import schedules_of, with_schedules
 from gshard.planning.settled import settled
 
 _FORMAT = 5
+_LATER = "finite", "name", "schedules"  # fields that older files of this format do not have
 _SHOWN = 6  # changed lines in an error message
 _WIDE = 160  # characters of each
 
@@ -176,14 +177,11 @@ class SavedPlan:
             data: dict[str, Any] = json.loads(text)
             if data["format"] != _FORMAT:
                 raise PlanError(f"{path} has format {data['format']}, and {_FORMAT} is known.", hint="Search again.")
-            splits = tuple(tuple((int(f), tuple(atoms)) for f, atoms in split) for split in data["splits"])
-            axes = tuple((str(name), int(size)) for name, size in data["axes"])
-            rings = tuple((int(i), _ring(ring)) for i, ring in data["rings"])
-            read, leave = (tuple((int(i), str(text)) for i, text in data[key]) for key in ("shared_reshards", "leaves"))
-            finite = bool(data.get("finite", False))
-            name, shardings = str(data.get("name", "")), tuple(data["shardings"])
-            schedules = tuple((int(i), _schedule(schedule)) for i, schedule in data.get("schedules", ()))
-            return SavedPlan(data["program"], axes, shardings, splits, rings, read, leave, finite, name, schedules)
+            names = (f.name for f in dataclasses.fields(SavedPlan) if f.name in data or f.name not in _LATER)
+            fields = {name: _tuples(data[name]) for name in names}
+            rings = tuple((i, Ring(**ring)) for i, ring in fields["rings"])
+            schedules = tuple((i, Schedule(**schedule)) for i, schedule in fields.get("schedules", ()))
+            return SavedPlan(**{**fields, "rings": rings, "schedules": schedules})
         except KeyError as error:
             raise _unreadable(path, f"it has no {error}") from error
         except TypeError as error:
@@ -196,16 +194,11 @@ def _unreadable(path: str, error: Exception | str) -> PlanError:
     return PlanError(f"{path} cannot be read as a plan: {error}.", hint="Give a file that found.save wrote.")
 
 
-def _ring(data: dict[str, Any]) -> Ring:
-    operands = tuple((int(i), tuple(atoms)) for i, atoms in data["operands"])
-    order = tuple(int(i) for i in data.get("order", ()))
-    two_steps = bool(data.get("two_steps"))
-    return Ring(int(data["factor"]), operands, tuple(data["result"]), bool(data["both_ways"]), two_steps, order)
-
-
-def _schedule(data: dict[str, Any]) -> Schedule:
-    over = tuple(data["over"]) if isinstance(data["over"], list) else data["over"]
-    return Schedule(over, int(data["micro_batches"]), int(data["rounds"]))
+def _tuples(data: Any) -> Any:
+    """The data with tuples instead of lists."""
+    if isinstance(data, dict):
+        return {key: _tuples(value) for key, value in data.items()}
+    return tuple(map(_tuples, data)) if isinstance(data, list) else data
 
 
 def plan_of(

@@ -79,7 +79,7 @@ def _peeled(ends: Ints, nodes: int) -> tuple[Ints, Ints, Ints]:
 
 ABOVE = 10.0  # the cost of a full memory at the first prices, relative to the value without memory
 COOLING = 60  # rounds after which price changes are half as large
-RISE, FALL, SLOW, SLOWEST = 0.3, 0.35, 0.12, 0.02  # relative changes of a price in a round
+CHANGE = 0.3  # the largest relative change of a price in a round
 
 
 class Prices:
@@ -102,12 +102,11 @@ class Prices:
         self.values = np.where(fullness > 1, fullness - 1, 0.02)
         self.values *= ABOVE * value / max(self.flat.limit, 1.0) / self.values.sum()
 
-    def learn(self, bound: float) -> float:
-        """Records a bound of the priced problem, and returns it as a bound of the problem itself."""
+    def learn(self, bound: float) -> None:
+        """Records a bound of the priced problem as a bound of the problem itself."""
         own_bound = bound - paid(self.values, self.flat.limit)
         if own_bound > self.bound:
             self.bound, self.best = own_bound, self.values
-        return own_bound
 
     def follow(self, usage: Floats, bound: float) -> None:
         """Raises prices where the memory of the chosen states exceeds the limit, and lowers them where there is room.
@@ -119,8 +118,8 @@ class Prices:
         limit = max(self.flat.limit, 1.0)
         fullness = usage / limit
         new = step * 0.5 * max(bound, 1e-300) / limit / fullness.size * np.minimum(1.0, 20.0 * (fullness - 1.0))
-        fall = np.where(fullness < 0.9, FALL, np.where(fullness < 0.97, SLOW, SLOWEST))
-        self.values = np.where(fullness > 1, self.values * (1 + RISE * step) + new, self.values * (1 - fall * step))
+        fall = CHANGE * np.clip(10 * (1.0 - fullness), 0.1, 1.0)  # slower where little room is left
+        self.values = np.where(fullness > 1, self.values * (1 + CHANGE * step) + new, self.values * (1 - fall * step))
 
 
 def paid(prices: Floats, limit: float) -> float:
@@ -301,15 +300,7 @@ class Descent:
         return self.offer(states)
 
     def _noisy_costs(self) -> Floats:
-        """Costs at the best prices, times random numbers for each node and for all, plus random costs of states.
-
-        The factors help where memory limits the choice, the random costs where messages do not agree.
-        """
-        flat, random = self.flat, self.generator
-        factors = np.exp(
-            random.normal(0.0, random.choice(NOISE), flat.size.size) + random.normal(0.0, random.choice(NOISE))
-        )
-        costs = flat.cost + (flat.priced(self.prices.best) - flat.cost) * factors[flat.owner]
-        if random.random() < 0.5:
-            costs += random.exponential(self.value / flat.size.size * 10 ** random.uniform(-2, 1), costs.size)
+        """Costs at the best prices, plus random costs of states."""
+        costs, random = self.flat.priced(self.prices.best), self.generator
+        costs += random.exponential(self.value / self.flat.size.size * 10 ** random.uniform(-2, 1), costs.size)
         return costs

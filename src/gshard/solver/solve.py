@@ -182,7 +182,7 @@ def _sum(tables: list[tuple[tuple[int, ...], Floats]], scope: tuple[int, ...], s
     return total
 
 
-TOLERANCE = 1e-8  # a gap that counts as none
+TOLERANCE = 1e-6  # a gap that counts as none
 WORK = 1e8  # entries of tables that rounds go through, if no time is given
 LEAST, MOST = 60, 400  # the fewest and the most rounds, if no time is given
 BURN = 15  # rounds before the first leap, in which prices settle; at most a third of the time
