@@ -56,7 +56,8 @@ def windowed(plan: Plan, policy: CollectiveMatmul | None) -> Plan:
     if policy is None:
         return plan
     rings: dict[Equation, Ring] = {}
-    shardings, chooser = dict(plan.shardings), policy.on(plan)
+    machine = None if policy.machine is None else _machine(policy.machine, plan.mesh.size)
+    shardings, chooser = dict(plan.shardings), Chooser(policy, plan, machine)
     for block in plan.program.block.blocks():
         needs = _needs(block, plan)
         block_rings = _rings_of_block(block, plan, chooser, needs)
@@ -240,14 +241,10 @@ class CollectiveMatmul:
             _machine(selected.machine, mesh.size)
         return selected
 
-    def on(self, plan: Plan) -> Chooser:
-        """The chooser for the equations of one plan."""
-        return Chooser(self, plan, None if self.machine is None else _machine(self.machine, plan.mesh.size))
-
 
 @dataclasses.dataclass(frozen=True)
 class Chooser:
-    """Chooses the rings of the equations of a plan (a ``planning.collective_matmuls.Chooser``)."""
+    """Chooses the rings of the equations of a plan."""
 
     options: CollectiveMatmul
     plan: Plan

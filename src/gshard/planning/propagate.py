@@ -314,17 +314,14 @@ def propagate(
         hint = f"{lost.why} Leave it out, or allow it with strict=False."
         raise PlanError(f"{lost.what} is not kept.", lost.line, f"it is {lost.value}", hint)
     propagated = propagated or settled(program, mesh)
-    choice = choose(propagated, objective, boundary)
-    if choice is None:
+    if not any(sharding.atoms for sharding in propagated.shardings.values()):  # nothing is open
         manual = manual_axes(propagated.program.block, propagated.mesh)
         rules = ((e, e.rule) for e in propagated.program.block.walk() if e.rule)
         splits = {e: rule.fixed(propagated.mesh) if rule.fixed else manual.pinned(e) for e, rule in rules}
         return at_boundary(
             Plan(propagated.program, propagated.mesh, propagated.shardings, splits, {}, propagated.orders), boundary
         )
-    chosen = decided(choice.graph, choice.states, propagated)
-    chosen = dataclasses.replace(chosen, gap=choice.gap, counted=choice.counted, is_limited=choice.is_limited)
-    plan = at_boundary(chosen, boundary)
+    plan = at_boundary(_cheapest(propagated, objective, boundary), boundary)
     if strict and plan.gathered:
         e = plan.gathered[0]
         because = "cannot be split" if e.rule is not None and e.rule.why else "has no rule"
@@ -337,52 +334,28 @@ def propagate(
     return plan
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Choice:
-    """A solution of the planning problem of a program."""
-
-    graph: Graph  # the problem, without the states with which loops would hold too many bytes
-    states: Ints  # int64 [nodes], the chosen states
-    gap: float  # the largest share of the cost that another solution could save
-    propagated: Propagated  # the shardings that follow from the marks
-    objective: Objective  # the costs
-
-    @property
-    def counted(self) -> str:
-        """The unit of costs, in words: ``bytes sent``, or ``time on h100:1x8``."""
-        return self.objective.counted
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether there are plans over whole axes that were not compared: ``gap`` says nothing of these."""
-        known = [*self.propagated.shardings.values(), *self.propagated.moved.values()]
-        return self.graph.is_limited or self.objective.axes != axes_of(self.propagated.mesh, known)
-
-
-def choose(
-    propagated: Propagated,
-    objective: Callable[[Mesh, tuple[Atoms, ...]], Objective] = bytes_on,
-    boundary: Boundary = AS_MARKED,
-) -> Choice | None:
-    """Chooses what the marks leave open in a settled program; None if nothing is split, so that nothing is open.
+def _cheapest(
+    propagated: Propagated, objective: Callable[[Mesh, tuple[Atoms, ...]], Objective], boundary: Boundary
+) -> Plan:
+    """Chooses what the marks leave open in a settled program.
 
     gshard first assumes the least possible value for costs that take long to compute
     (``Objective.assuming``). It computes these costs for the chosen states and chooses again, until no chosen state has
     an assumed cost. Then no other state is better, because each costs at least what was assumed. Large problems take
     longer to solve than to price, and are priced first.
     """
-    if not any(sharding.atoms for sharding in propagated.shardings.values()):
-        return None
-    known = [*propagated.shardings.values(), *propagated.moved.values()]
-    exact_costs = objective(propagated.mesh, joined(propagated.mesh, axes_of(propagated.mesh, known), known))
-    size = estimated_entries(propagated.program, propagated.mesh, exact_costs.axes)
-    rounds = 0 if size > _SOLVED_SOON else _ROUNDS
+    mesh, known = propagated.mesh, [*propagated.shardings.values(), *propagated.moved.values()]
+    axes = axes_of(mesh, known)
+    exact_costs = objective(mesh, joined(mesh, axes, known))
+    rounds = 0 if estimated_entries(propagated.program, mesh, exact_costs.axes) > _SOLVED_SOON else _ROUNDS
     while True:
         costs = exact_costs.assuming() if rounds else exact_costs
         graph = graph_of(propagated.program, costs, propagated=propagated, boundary=boundary)
         graph, states, gap = _chosen(graph, propagated)
         if not rounds or not costs.price(graph.splits(states)):
-            return Choice(graph, states, gap, propagated, costs)
+            is_limited = graph.is_limited or costs.axes != axes  # whether plans over whole axes were not compared
+            plan = decided(graph, states, propagated)
+            return dataclasses.replace(plan, gap=gap, counted=costs.counted, is_limited=is_limited)
         rounds -= 1
 
 
