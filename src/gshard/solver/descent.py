@@ -163,8 +163,6 @@ class Walk:
         if not len(rows):
             return 0, np.zeros(0)
         change = amounts[:, state] - amounts[:, self.states[node]]
-        if len(rows) == 1:
-            return int(rows[0, 0]), np.full(rows[0, 1] - rows[0, 0], change[0])
         first = int(rows[:, 0].min())
         return first, accumulated(rows - first, change, int(rows[:, 1].max()) - first)
 
@@ -236,7 +234,6 @@ class Walk:
 
 SWEEPS = 4  # pairs of sweeps in a round, each with its own prices
 FREE_ROUNDS = 3  # rounds before memory has a price
-NEAR = 1.15  # of the limit: states with a higher peak are not repaired
 REPAIRS = 300  # changes in one repair
 PASSES = 3  # passes of a descent
 NOISE = (0.03, 0.1, 0.3, 1.0)
@@ -285,10 +282,7 @@ class Descent:
             elif self.rounds >= FREE_ROUNDS and usage.max(initial=0.0) > self.flat.limit:
                 value = self.flat.value(states)
                 self.prices.start(usage, value if 0 < value < np.inf else max(bound, 1.0))
-        states = Forest(self.flat, self.generator).improve(costs, states)
-        if self.flat.usage(states).max(initial=0.0) > NEAR * self.flat.limit:
-            return False
-        return self.offer(states)
+        return self.offer(Forest(self.flat, self.generator).improve(costs, states))
 
     def leap(self) -> bool:
         """Chooses forests at perturbed costs, from the best states so far. True if the best solution improves."""

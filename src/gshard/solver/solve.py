@@ -14,7 +14,7 @@ import numpy as np
 
 from gshard.core.deadline import OutOfTime, check_deadline
 from gshard.core.time_budget import EFFORT
-from gshard.solver.descent import Descent, Forest, Walk
+from gshard.solver.descent import Descent, Forest
 from gshard.solver.messages import Flat, Messages
 from gshard.solver.problem import Floats, Ints, Problem, ProblemError
 from gshard.solver.reduce import DoesNotFit, Reduced, reduce
@@ -22,8 +22,6 @@ from gshard.solver.reduce import DoesNotFit, Reduced, reduce
 # Minimises the peak of memory, for problems without a known solution that fits.
 
 ROUNDS = 60
-TRIES = 40
-REPAIRS = 400  # changes in one try
 
 
 def least_peak(problem: Problem, deadline: float = np.inf) -> tuple[Ints | None, float]:
@@ -52,14 +50,6 @@ def least_peak(problem: Problem, deadline: float = np.inf) -> tuple[Ints | None,
             best, best_peak = states, peak
         weights *= np.exp(3.0 / (1.0 + round_index / 10.0) * (usage / max(peak, 1.0) - 1.0))
         weights /= max(weights.sum(), 1e-300)
-    for _ in range(TRIES):
-        if best is None or best_peak <= bound + 1.0:
-            break
-        walk = Walk(flat, best)
-        flat.limit = best_peak - 1.0
-        if time.monotonic() > deadline or not walk.repair(REPAIRS):
-            break
-        best, best_peak = walk.states, float(walk.usage.max(initial=0.0))
     # Bytes are whole numbers, and so is every peak.
     return (None if best is None else reduced.lift(best)), min(float(np.ceil(bound)), best_peak)
 
