@@ -32,8 +32,8 @@ import gshard
 from gshard.comm import reshard as axis_steps
 from gshard.device.machine import Machine
 from gshard.emit.partition import partition
+from gshard.lowering import seconds as emitted
 from gshard.lowering.seconds import on_machine
-from gshard.search import seconds as emitted
 from gshard.search.pricing import plans_of
 from gshard.tracing.trace import trace
 

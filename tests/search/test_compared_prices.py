@@ -19,12 +19,12 @@ from gshard.core.planning_tables import tables
 from gshard.device.cost import cost
 from gshard.device.machine import Machine
 from gshard.device.network import interchangeable
+from gshard.lowering import seconds as emitted
 from gshard.lowering.pipeline import CHOOSE_WITHIN_LIMIT, Draft, Settings, run
 from gshard.lowering.seconds import OwnWays, Seconds, emitted_alone, has_own_way, on_machine
 from gshard.planning.propagate import Choice
 from gshard.planning.strategies import components, splits
 from gshard.rewrite import driver
-from gshard.search import seconds as emitted
 from gshard.search.pricing import plans_of
 from gshard.tracing.trace import trace
 from sampled import crossed
