@@ -51,19 +51,12 @@ def literal_key(x: Constant) -> Any:
 # Eliminates dead code after rewrites.
 
 
-def is_removable(e: Equation) -> bool:
-    """Whether an equation can be removed if its results are dead: it is pure and not a mark of the user."""
-    return e.mark is None and is_pure(e)
-
-
-def without_dead_code(
-    equations: Iterable[Equation], outputs: Iterable[Any], may_go: Callable[[Equation], bool] = is_removable
-) -> list[Equation]:
-    """The equations of a block without those whose results are dead."""
+def without_dead_code(equations: Iterable[Equation], outputs: Iterable[Any]) -> list[Equation]:
+    """The equations of a block without those whose results are dead and that are pure. Marks of the user stay."""
     kept: list[Equation] = []
     read: set[Any] = set(outputs)
     for e in reversed([*equations]):
-        if not read.isdisjoint(e.outputs) or not may_go(e):
+        if not read.isdisjoint(e.outputs) or e.mark is not None or not is_pure(e):
             kept.append(e)
             read.update(e.inputs)
     return kept[::-1]

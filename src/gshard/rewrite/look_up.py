@@ -44,8 +44,7 @@ class Known:
 class KnownValues:
     """The known values of a program during tracing."""
 
-    def __init__(self, most: int = _MOST) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._known: dict[Value, Known] = {}
 
     def of(self, x: Array) -> Known | None:
@@ -72,7 +71,7 @@ class KnownValues:
         (output,) = e.outputs
         traits = traits_of(name)
         kind = getattr(output.dtype, "kind", "")
-        if (kind not in ("i", "u", "b") and output.dtype != np.float32) or math.prod(output.shape) > self._most:
+        if (kind not in ("i", "u", "b") and output.dtype != np.float32) or math.prod(output.shape) > _MOST:
             return
         operands = [_number(x) or self.of(x) for x in inputs]
         if name == "concatenate" and e.params["dimension"] == len(output.shape) - 1:
@@ -137,11 +136,6 @@ def _concatenated(inputs: Sequence[Array], known_operands: Sequence[Known | None
         return None
     segments = tuple((x, x.shape[-1]) for x in inputs)
     return Known(np.concatenate(parts, -1), tuple(columns) if not all(columns) else (), segments)
-
-
-def makes_indices(e: Equation) -> bool:
-    """Whether an equation may have computed indices that a look-up no longer needs."""
-    return traits_of(e.name).values is not None or index_of(e) is not None
 
 
 _KEYS = jax.dtypes.extended

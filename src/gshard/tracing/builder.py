@@ -37,7 +37,7 @@ from gshard.language.region import REGIONS, with_edges
 from gshard.language.registry import Call, has_rule, rule_of
 from gshard.rewrite.driver import Rewrite, run
 from gshard.rewrite.equation_graph import common_key, without_dead_code
-from gshard.rewrite.look_up import KnownValues, makes_indices, simpler
+from gshard.rewrite.look_up import KnownValues, simpler
 from gshard.rewrite.rewrites import TRACE
 from gshard.rewrite.scale_in_rounds import added_in_rounds
 from gshard.rewrite.widening import in_segments
@@ -206,7 +206,7 @@ class Builder:
         body = _Body()
         self._equations(jaxpr, env, body, None)
         outputs = tuple(_read(env, v) for v in jaxpr.outvars)
-        equations = without_dead_code(body.equations, outputs, makes_indices)
+        equations = without_dead_code(body.equations, outputs)
         outer_context = self.context
         equations = in_segments(equations, outputs, self._rewritten)
         self.context = outer_context
