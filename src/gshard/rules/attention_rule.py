@@ -74,10 +74,15 @@ class Sequences:
 
 
 def in_place(
-    params: AttentionParams, arrays: _Arrays, q_at: Any, k_at: Any, keys: int | None
+    params: AttentionParams, arrays: _Arrays, q_first: Any, k_first: Any, keys: int | None
 ) -> tuple[AttentionParams, dict[str, Any]]:
-    """Adds the positions in the whole arrays to the parameters and operands of parts of queries and keys."""
-    arrays = dict(arrays)
+    """Adds the positions in the whole arrays to the parameters and operands of parts of queries and keys.
+
+    Positions begin at ``q_first`` and ``k_first``. From ``keys`` on, keys are padding; None if there is no padding.
+    """
+    arrays, lead = dict(arrays), (1,) * (arrays["q"].ndim - 4)
+    counts = (q_first, arrays["q"].shape[-4]), (k_first, arrays["k"].shape[-3])
+    q_at, k_at = ((first + jnp.arange(n)).reshape(*lead, n) for first, n in counts)
     if params.by_position and not params.positions:
         params = dataclasses.replace(params, positions=True)
         arrays |= {"q_positions": q_at, "k_positions": k_at}
@@ -203,9 +208,7 @@ class _Ring:
         size, count = self._sequences.size, self._sequences.count
         q_first, k_first = (self._rotation.behind(n) * size for n in (0, steps))
         if not in_order:
-            lead = (1,) * self._dim
-            q_at, k_at = ((first + jnp.arange(size)).reshape(*lead, size) for first in (q_first, k_first))
-            params, arrays = in_place(params, arrays, q_at, k_at, count if self._sequences.padded else None)
+            params, arrays = in_place(params, arrays, q_first, k_first, count if self._sequences.padded else None)
         if params.mask:
             missing = size * self._sequences.parts - count
             columns = jnp.pad(arrays["mask"], [(0, 0)] * (arrays["mask"].ndim - 1) + [(0, missing)])
@@ -391,15 +394,9 @@ class _Dims:
 
     def for_part(self, shards: Shards, arrays: Mapping[str, Any]) -> tuple[AttentionParams, dict[str, Any]]:
         """One device's parameters and operands, with positions in the whole arrays and without padding."""
-        lead = (1,) * len(self._batch)
-
-        def indices(name: str, dim: tuple[int, ...]) -> Any:
-            count = arrays[name].shape[len(self._batch)]
-            return (shards.offset(dim) + jnp.arange(count)).reshape(*lead, count)
-
         is_padded = self.keys % shards.mesh.count(shards.atoms(self.s[0])) != 0
-        q_at, k_at = indices("q", self.t), indices("k", self.s)
-        params, arrays = in_place(self._params, arrays, q_at, k_at, self.keys if is_padded else None)
+        q_first, k_first = shards.offset(self.t), shards.offset(self.s)
+        params, arrays = in_place(self._params, arrays, q_first, k_first, self.keys if is_padded else None)
         names = params.gradient_names if "dout" in arrays else params.names
         return params, {name: arrays[name] for name in names}
 
