@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -227,8 +228,9 @@ def read_program(
     platform: str = "",
     memory: MemoryTotals | None = None,
     names: Mapping[str, str] | None = None,
+    cuts: Sequence[str] = (),
 ) -> CompiledProgram:
-    """Reads a compiled program."""
+    """Reads a compiled program; ``cuts`` are the shardings of its parameters if the text does not have them."""
     if not text.lstrip().startswith("HloModule"):
         raise ArgumentError(
             "this is no compiled program.",
@@ -252,7 +254,7 @@ def read_program(
     program = CompiledProgram(
         name.removeprefix("jit_"), module, mesh, (), tuple(results), platform or _platform_of(text), memory
     )
-    return dataclasses.replace(program, arguments=_arguments(program, names or {}))
+    return dataclasses.replace(program, arguments=_arguments(program, names or {}, cuts))
 
 
 def memory_figures(compiled: jax.stages.Compiled) -> MemoryTotals | None:
@@ -263,6 +265,29 @@ def memory_figures(compiled: jax.stages.Compiled) -> MemoryTotals | None:
     return MemoryTotals(
         found.argument_size_in_bytes, found.output_size_in_bytes, found.alias_size_in_bytes, found.temp_size_in_bytes
     )
+
+
+def parameter_shardings(compiled: jax.stages.Compiled) -> list[str]:
+    """The shardings of a program's parameters as XLA prints them; XLA of JAX 0.12 leaves them out of the text."""
+    executable = compiled.runtime_executable()
+    found: Sequence[Any] = getattr(executable, "get_parameter_shardings", list)() or []
+    return [_sharding_text(s) for s in found]
+
+
+def _sharding_text(sharding: Any) -> str:
+    """An ``OpSharding`` as text."""
+    if not sharding.tile_assignment_dimensions:
+        return f"sharding={{{sharding.type.name.lower()}}}"
+
+    def joined(given: Iterable[Any]) -> str:
+        return ",".join(map(str, given))
+
+    order = joined(sharding.tile_assignment_devices)
+    if sharding.iota_reshape_dims:
+        order = f"<=[{joined(sharding.iota_reshape_dims)}]T({joined(sharding.iota_transpose_perm)})"
+    beside = f" last_tile_dims={{{joined(sharding.last_tile_dims)}}}" if sharding.last_tile_dims else ""
+    beside = " last_tile_dim_replicate" if sharding.replicate_on_last_tile_dim else beside
+    return f"sharding={{devices=[{joined(sharding.tile_assignment_dimensions)}]{order}{beside}}}"
 
 
 def _refuse_unfinished(module: Module) -> None:
@@ -291,7 +316,9 @@ def _platform_of(text: str) -> str:
     return "gpu" if "gpu_backend_config" in text or "native_emitter_backend_config" in text else ""
 
 
-def _arguments(program: CompiledProgram, called: Mapping[str, str]) -> tuple[CompiledArgument, ...]:
+def _arguments(
+    program: CompiledProgram, called: Mapping[str, str], cuts: Sequence[str]
+) -> tuple[CompiledArgument, ...]:
     entry = program.module.computations[program.module.entry]
     found = sorted((i for i in entry.instructions.values() if i.opcode == "parameter"), key=lambda i: i.number)
     names = [called.get(i.op_name, i.op_name) or f"argument {i.number}" for i in found]
@@ -299,9 +326,11 @@ def _arguments(program: CompiledProgram, called: Mapping[str, str]) -> tuple[Com
     types = [arrays_of(i.type) for i in found]
     short = argument_names({name: str(type) for name, type in zip(names, types, strict=True)})
     rows = []
-    for made, name, arrays in zip(found, names, types, strict=True):
+    for i, (made, name, arrays) in enumerate(zip(found, names, types, strict=True)):
         local, kind = sum(a.bytes for a in arrays), " ".join(map(str, arrays))
         cut = ReadSharding((), (), "") if program.mesh.size == 1 else read_sharding(made.attributes, program.mesh)
+        if cut is None and len(cuts) == len(found):
+            cut = read_sharding(cuts[i], program.mesh)
         size, text = (None, "") if cut is None else (local * cut.count, cut.text)
         parts, dims = ((), None) if cut is None else (cut.parts, cut.dims)
         pieces = 1 if size is None or not local else round(size / local)

@@ -28,7 +28,13 @@ from gshard.device.cost import CallTotals, Run
 from gshard.device.fusion_model import COLLECTIVE, FUSED, OPERATOR
 from gshard.device.machine import COMPILERS, Machine, MachineError
 from gshard.device.network import groups, permutation_seconds, seconds, seconds_among
-from gshard.explanation.compiled_program import CompiledArgument, CompiledProgram, memory_figures, read_program
+from gshard.explanation.compiled_program import (
+    CompiledArgument,
+    CompiledProgram,
+    memory_figures,
+    parameter_shardings,
+    read_program,
+)
 from gshard.explanation.compiled_rows import (
     atoms_of,
     moved_by,
@@ -412,7 +418,7 @@ def source_of(
         read_program(
             text, on, results=_results(compiled.out_tree if out_tree is None else out_tree),
             platform=str(on.devices[0].platform) if on is not None and on.devices else "",
-            memory=memory_figures(compiled), names=names,
+            memory=memory_figures(compiled), names=names, cuts=parameter_shardings(compiled),
         )
     )  # fmt: skip
 
