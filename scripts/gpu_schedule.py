@@ -144,7 +144,8 @@ def schedule(text: str) -> Found:
         "kinds": {},
         "between": 0,
     }
-    for computation, made, times, _ in hlo_collectives.executed(module):
+    runs = [(module.computations[name], times) for name, times, _ in hlo_collectives.computations_run(module)]
+    for computation, made, times in ((c, made, times) for c, times in runs for made in c.instructions.values()):
         if made.name not in sent or not made.opcode.removesuffix("-start").startswith(_COLLECTIVE):
             continue
         c = sent[made.name]
