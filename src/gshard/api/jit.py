@@ -34,7 +34,7 @@ from gshard.api.signature import (
 from gshard.api.specs import memories_of, told
 from gshard.api.target import Options, Target
 from gshard.api.transformations import call, refuse_in_region, refuse_references
-from gshard.api.wrapped import refuse_device, unwrapped
+from gshard.api.wrapped import unwrapped
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_context import with_mesh_for_specs
@@ -523,17 +523,8 @@ def jit(
     f: Callable[..., Any] | None = None,
     mesh: MeshLike = None,
     *,
-    static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Sequence[str] | None = None,
-    donate_argnums: int | Sequence[int] | None = None,
-    donate_argnames: str | Sequence[str] | None = None,
     in_shardings: Any = None,
     out_shardings: Any = None,
-    keep_unused: bool = False,
-    inline: bool = False,
-    compiler_options: Mapping[str, Any] | None = None,
-    device: Any = None,
-    backend: str | None = None,
     machine: str | Machine | None = None,
     strict: bool | float = False,
     collective_matmul: bool | int | CollectiveMatmul | None = None,
@@ -543,6 +534,7 @@ def jit(
     layout: Layout | None = None,
     names: Any = None,
     finite: bool = False,
+    **of_jax: Any,
 ) -> Any:
     """Partitions a function over a mesh; used like ``jax.jit``, as a call or a decorator, on functions and methods.
 
@@ -551,15 +543,9 @@ def jit(
             all that ``jax.jit`` was given.
         mesh: a ``jax.sharding.Mesh``, a number of devices, a list of devices, or ``{"data": 4, "model": 2}``; None
             takes that of the shardings that ``jax.jit`` was given, or the one that is set when the function is called.
-        static_argnums, static_argnames: arguments that are plain (hashable) values, not arrays.
-        donate_argnums, donate_argnames: arguments whose memory the results may take.
         in_shardings: for the positional arguments (that are not static) a pytree prefix of ``PartitionSpec``,
             ``NamedSharding`` or None (not said); counts as marks on them. Others may not be given by name then.
         out_shardings: the same for the results.
-        keep_unused: whether arguments that nothing reads are moved to the devices all the same.
-        inline: taken for ``jax.jit``'s sake; inside another program a partitioned function is one equation in any case.
-        compiler_options: XLA's, as for ``jax.jit``.
-        device, backend: not taken: the mesh names the devices.
         machine: what the devices are, such as ``"h100:1x8"``; None takes what the mesh's devices are. In the plan a
             call takes least time there, and loops gather a round before they need it where the compiler of such
             machines hides that (TPU v5e). For CPUs, abstract meshes, and devices that there is no model of, None takes
@@ -585,6 +571,9 @@ def jit(
             (``"params/**/w1": "embed hidden"``), or a pytree prefix of names for the positional arguments.
         finite: True states that no part of a sum of floats overflows, underflows or is not finite, nor what such parts
             are multiplied or divided by. Sums may then stay in parts through products too (``docs/numerics.md``).
+        of_jax: the other options of ``jax.jit``: ``static_argnums``, ``static_argnames``, ``donate_argnums``,
+            ``donate_argnames``, ``keep_unused``, ``compiler_options`` and ``inline``, which changes nothing, since a
+            partitioned function is one equation of another program. ``device`` and ``backend`` are refused.
 
     Returns:
         a ``Jitted`` with the same results; ``.lower(*args)`` gives the chain behind it, ``.trace``, ``.eval_shape``,
@@ -603,28 +592,18 @@ def jit(
     """
     asked = dict(locals())
     if f is None:
-        del asked["f"]
-        return functools.partial(jit, **asked)
+        del asked["f"], asked["of_jax"]
+        return functools.partial(jit, **asked, **of_jax)
     if not callable(f) or isinstance(f, jax.sharding.Mesh):  # a mesh can be called: as a decorator
         what = f"a mesh: {Mesh.of(f)}" if isinstance(f, jax.sharding.Mesh) else told(f)
         hint = "Write gshard.jit(f, mesh=8), or @gshard.jit(mesh=8) above a function."
         raise ArgumentError(f"Expected a function, got {what}.", user_line(), hint=hint)
-    refuse_device("gshard.jit", device if backend is None else backend)
-    as_of_jax: dict[str, Any] = {
-        "in_shardings": in_shardings, "out_shardings": out_shardings, "keep_unused": keep_unused,
-        "compiler_options": dict(compiler_options or {}),
-    }  # fmt: skip
-    given = {
-        "static_argnums": static_argnums, "static_argnames": static_argnames, "donate_argnums": donate_argnums,
-        "donate_argnames": donate_argnames,
-    }  # fmt: skip
-    by_jax, as_of_jax, own_mesh = unwrapped(f, as_of_jax, given)
-    as_of_jax["compiler_options"] = tuple(as_of_jax["compiler_options"].items())
+    by_jax, read, own_mesh = unwrapped(f, {"in_shardings": in_shardings, "out_shardings": out_shardings}, of_jax)
     if mesh is None:
         inner = by_jax.__wrapped__
         mesh = inner.options.mesh if isinstance(inner, Jitted) else own_mesh
     options = Options.of(
         mesh, strict, memory_limit, plan, layout, names=names, collective_matmul=collective_matmul,
-        machine=machine, search=search, finite=bool(finite), **as_of_jax,
+        machine=machine, search=search, finite=bool(finite), **read,
     )  # fmt: skip
     return Jitted(by_jax, options)

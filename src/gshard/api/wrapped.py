@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -16,36 +16,46 @@ from gshard.tracing.by_jax import name_of
 
 
 def unwrapped(
-    f: Callable[..., Any], options: dict[str, Any], given: dict[str, Any]
-) -> tuple[Any, dict[str, Any], jax.sharding.Mesh | AbstractMesh | None]:
-    """Adds what ``jax.jit`` was given with a function to what ``gshard.jit`` is given.
+    f: Callable[..., Any], shardings: dict[str, Any], of_jax: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any], jax.sharding.Mesh | None]:
+    """Reads options of ``jax.jit`` that ``gshard.jit`` was given, and what ``jax.jit`` was given with the function.
 
-    Returns the function from ``jax.jit`` with its static and donated arguments, the options that ``jax.jit`` has too,
-    and the mesh of the first sharding that ``jax.jit`` was given.
+    Returns the function from ``jax.jit`` with its static and donated arguments, the options that ``gshard.jit`` keeps,
+    and the mesh of the first sharding that ``jax.jit`` was given and that names devices.
     """
+    refuse_device("gshard.jit", of_jax.get("device") or of_jax.get("backend"))
     before = given_to_jit(f)
-    if before is None:
-        return _jitted(f, given), options, None
-    refuse_device("jax.jit", before.device)
-    shardings = {"in_shardings": before.in_shardings, "out_shardings": before.out_shardings}
-    has_shardings = any(x is not None for x in shardings.values())
-    inside = has_shardings and any(options[name] is not None for name in shardings)
-    if not inside and not before.layouts and not before.resolves:
-        f = before.f
-        options = {**options, **(shardings if has_shardings else {})}
-        options["compiler_options"] = {**before.compiler_options, **options["compiler_options"]}
-    options["keep_unused"] = options["keep_unused"] or before.keep_unused
-    own = given_to_jit(_jitted(f, given))
+    mesh, options = None, dict(shardings)
+    if before is not None:
+        refuse_device("jax.jit", before.device)
+        theirs = {"in_shardings": before.in_shardings, "out_shardings": before.out_shardings}
+        has_shardings = any(x is not None for x in theirs.values())
+        mesh = mesh_of_shardings(jax.tree.leaves((before.in_shardings, before.out_shardings)))
+        inside = has_shardings and any(x is not None for x in shardings.values())
+        if not inside and not before.layouts and not before.resolves:
+            f = before.f
+            options |= theirs if has_shardings else {}
+            of_jax = {
+                **of_jax,
+                "compiler_options": {**before.compiler_options, **(of_jax.get("compiler_options") or {})},
+            }
+    by_jax = _jitted(f, of_jax)
+    own = given_to_jit(by_jax)
     assert own is not None
-    pairs = zip((*own.static, *own.donated), (*before.static, *before.donated), strict=True)
-    both = {
-        key: (*ours, *(x for x in theirs if x not in ours)) for key, (ours, theirs) in zip(given, pairs, strict=True)
-    }
-    mesh = mesh_of_shardings(jax.tree.leaves((before.in_shardings, before.out_shardings)))
-    return _jitted(f, both), options, mesh
+    options |= {"keep_unused": own.keep_unused, "compiler_options": tuple(own.compiler_options.items())}
+    if before is not None:
+        options["keep_unused"] |= before.keep_unused
+        pairs = zip((*own.static, *own.donated), (*before.static, *before.donated), strict=True)
+        both = {key: (*ours, *(x for x in theirs if x not in ours)) for key, (ours, theirs) in zip(_NAMED, pairs)}
+        by_jax = _jitted(f, both)
+    return by_jax, options, mesh
 
 
-def _jitted(f: Callable[..., Any], given: dict[str, Any]) -> Any:
+# The options of ``jax.jit`` that name arguments, as ``GivenToJit`` lists them.
+_NAMED = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+
+
+def _jitted(f: Callable[..., Any], given: Mapping[str, Any]) -> Any:
     """The function from ``jax.jit``, which refuses what is no function, and arguments that it does not have."""
     try:
         return jax.jit(f, **given)
