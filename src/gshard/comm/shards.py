@@ -24,6 +24,7 @@ from gshard.comm.steps import ALL_REDUCE, PERMUTE, all_reduce
 from gshard.comm.steps import identity as identity
 from gshard.core.jax_adapter import traced_together
 from gshard.core.jax_adapter_context import in_context
+from gshard.core.jax_adapter_retracing import computation_here
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import NO_CONTEXT, Equation
 from gshard.core.rule import COMMUNICATE, REDUCE, Rule, Split, place
@@ -72,7 +73,8 @@ class Shards:
 
     def bind(self, *arrays: Any, **changes: Any) -> list[Any]:
         """Runs the primitive of the equation on local arrays, with some changed parameters."""
-        out = self.equation.primitive.bind(*arrays, **{**self.params, **changes})
+        params = {name: computation_here(value) for name, value in (self.params | changes).items()}
+        out = self.equation.primitive.bind(*arrays, **params)
         return list(out) if self.equation.primitive.multiple_results else [out]
 
     def out_shape(self, i: int = 0) -> tuple[int, ...]:

@@ -26,6 +26,21 @@ def as_traced_here(jaxpr: Any) -> Any:
     return AsTracedHere(jax.sharding.get_abstract_mesh()).jaxpr(jaxpr)
 
 
+def computation_here(parameter: Any) -> Any:
+    """A parameter; a computation (of a ``reduce``) is traced again where its types have a mesh with Explicit axes.
+
+    XLA ends the process if a sharding on another mesh is inside a manual region.
+    """
+    if not isinstance(parameter, (_extend_core.Jaxpr, _extend_core.ClosedJaxpr)):
+        return parameter
+    body, consts = closed(parameter)
+    if all(v.aval.sharding.mesh.empty for v in (*body.invars, *(v for e in body.eqns for v in e.outvars))):
+        return parameter
+    function = _extend_core.jaxpr_as_fun(_extend_core.ClosedJaxpr(body, list(consts)))
+    made = jax.make_jaxpr(function)(*shapes_of([v.aval for v in body.invars]))
+    return closed(made)[0] if parameter is body else made
+
+
 class EachJaxpr:
     """Changes a jaxpr and the jaxprs inside of it. Jaxprs that several equations share stay shared.
 
