@@ -65,7 +65,8 @@ def separate(**arguments: Any) -> Callable[[Any, Any], Any]:
     """Layers with weights of their own, stacked in the step."""
 
     def run(layers: Any, x: Any) -> Any:
-        w = gshard.pipeline(layers, "devices", micro_batches=MICRO_BATCHES, stack=True, **arguments)
+        w = jax.tree.map(lambda *w: jnp.stack(w), *layers)
+        w = gshard.pipeline(w, "devices", micro_batches=MICRO_BATCHES, **arguments)
         return jax.lax.scan(jax.checkpoint(layer), x, w)[0]
 
     return run
@@ -94,7 +95,7 @@ def fsdp(w: Any, x: Any) -> Any:
 PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
     "`gshard.pipeline`": by_mark(),
     "the same, 2 rounds": by_mark(rounds=2),
-    "separate layers, `stack=True`": separate(),
+    "separate layers": separate(),
     "separate layers, 2 rounds": separate(rounds=2),
     "written by hand": by_hand,
     "FSDP": fsdp,

@@ -500,15 +500,15 @@ def test_both_packages_are_typed() -> None:
 # Counts of today: a change may only lower them. What it adds is paid for by what goes.
 PRIVATE_NAMES = 93  # of JAX in core/jax_adapter*.py; a number that only falls
 BUDGET = {
-    "lines of src/gshard": 56_892,
-    "lines of code of src/gshard": 35_749,
-    "lines of tests": 45_830,
-    "lines of packages/m4": 11_029,
-    "words of README and docs": 48_272,
+    "lines of src/gshard": 52_408,
+    "lines of code of src/gshard": 32_602,
+    "lines of tests": 44_415,
+    "lines of packages/m4": 11_027,
+    "words of README and docs": 47_027,
     "pages of docs": 34,
     "words of m4's docs": 5_999,
     "public names": 30,
-    "files of src/gshard": 222,
+    "files of src/gshard": 216,
 }
 
 
