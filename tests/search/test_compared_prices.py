@@ -22,7 +22,6 @@ from gshard.device.network import interchangeable
 from gshard.lowering import seconds as emitted
 from gshard.lowering.pipeline import CHOOSE_WITHIN_LIMIT, Draft, Settings, run
 from gshard.lowering.seconds import OwnWays, Seconds, emitted_alone, has_own_way, on_machine
-from gshard.planning.propagate import Choice
 from gshard.planning.strategies import components, splits
 from gshard.rewrite import driver
 from gshard.search.pricing import plans_of
@@ -248,7 +247,7 @@ def counting(monkeypatch, module, name):
     )),
 ])  # fmt: skip
 def test_few_choices_are_traced_and_the_best_is_the_best_of_all(name, monkeypatch):
-    """What has to be traced to be priced is assumed to take little until it is chosen (``choose``).
+    """What has to be traced to be priced is assumed to take little until it is chosen.
 
     The plan costs what the best one costs if every choice is priced first. That takes several times as many traces, and
     few rewrites in each: some fired a thousand times, since what had been composed was composed again.
@@ -256,15 +255,13 @@ def test_few_choices_are_traced_and_the_best_is_the_best_of_all(name, monkeypatc
     case = {**CASES, **SMALL}[name]
     program = trace(case.function, *case.arguments)
     fired, alone = (counting(monkeypatch, *what) for what in ((driver, "recorded"), (emitted, "emitted_alone")))
-    chosen, choose = list[Choice](), of_propagate.choose
+    chosen, decided = list[float](), of_propagate.decided
 
-    def noted(*args, **options):
-        found = choose(*args, **options)
-        if found is not None:
-            chosen.append(found)
-        return found
+    def noted(graph, states, propagated):
+        chosen.append(graph.problem.value(states))
+        return decided(graph, states, propagated)
 
-    monkeypatch.setattr(of_propagate, "choose", noted)
+    monkeypatch.setattr(of_propagate, "decided", noted)
     mesh = Mesh.abstract(**case.mesh)
     costs, traced = [], []
     with tables():
@@ -272,7 +269,7 @@ def test_few_choices_are_traced_and_the_best_is_the_best_of_all(name, monkeypatc
             monkeypatch.setattr(of_propagate, "_ROUNDS", rounds)
             plans_of(program, mesh, Machine.of("h100", mesh.size))
             traced.append(len(alone))
-            costs.append(sorted(found.graph.problem.value(found.states) for found in chosen))
+            costs.append(sorted(chosen))
             chosen.clear()
     assert len(costs[0]) == 3
     assert costs[0] == pytest.approx(costs[1], rel=1e-9)
