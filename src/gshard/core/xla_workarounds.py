@@ -6,7 +6,7 @@
     opaque_for_slice  CPU: an integer slice of a product of a slice loses the factor      no issue
     with_initial      a reduction over one element drops its initial value                no issue
     taken             an index out of range reads elements beside a slice                 openxla/xla#49121
-    opaque_for_one    an index out of range writes elements beside a slice                openxla/xla#49121
+    update_window     an index out of range writes elements beside a slice                openxla/xla#49121
     AS_WRITTEN        the same; and CPU reads elements that it has overwritten            openxla/xla#49176
     NegativePads      CPU: a pad by less than 0 may not compile AS_WRITTEN                no issue
     row_major         CPU: an FFT beside a gather gets a layout that it refuses           no issue
@@ -111,6 +111,19 @@ def taken(x: Any, index: Any, axis: int) -> Any:
     if index.size == 1:
         index = jnp.clip(index, 0, max(0, x.shape[axis] - 1))
     return jnp.take(x, index, axis=axis, mode="clip")
+
+
+def update_window(
+    x: Any, start: Sequence[Any], sizes: Sequence[int], change: Callable[[Any], Any], applies: Any
+) -> Any:
+    """Changes a window inside an array if ``applies`` is true; otherwise writes the present elements.
+
+    XLA reads a wrong element if the single index of a scatter is out of range and the operand is a slice.
+    """
+    if any(size > n for size, n in zip(sizes, x.shape, strict=True)):
+        return x  # no such window is inside the array
+    present = lax.dynamic_slice(x, start, sizes)
+    return lax.dynamic_update_slice(x, jnp.where(applies, change(present), present), start)
 
 
 def row_major(transform: Callable[[Any], Any], x: Any) -> Any:

@@ -15,7 +15,7 @@ from jax import lax
 from gshard.comm.shards import Shards, along, identity
 from gshard.core.program import Equation
 from gshard.core.rule import REDUCE, Rule, RuleMaker, moves
-from gshard.core.xla_workarounds import opaque_for_one, taken
+from gshard.core.xla_workarounds import opaque_for_one, taken, update_window
 from gshard.language.registry import Call, rule
 from gshard.language.traits import Fine, Groups, Maker, emit, set_traits
 
@@ -313,7 +313,7 @@ class _Scatter:
         for column, (out_of_range, start) in starts.items():
             indices = with_column(indices, column, jnp.where(overlaps, start, out_of_range))
         if single:
-            return [self._elements(shards, x, indices, changes, split_columns)]
+            return [self._elements(shards, x, indices, changes, overlaps, split_columns)]
         (result,) = shards.bind(x, indices, changes, **_UNORDERED)
         for p in split:
             if p.column is not None:
@@ -321,10 +321,13 @@ class _Scatter:
         return [jnp.where(is_written, result, old) if None in split_columns else result]
 
     def _elements(
-        self, shards: Shards, x: Any, indices: Any, changes: Any, split_columns: Container[int | None]
+        self, shards: Shards, x: Any, indices: Any, changes: Any, overlaps: Any, split_columns: Container[int | None]
     ) -> Any:
         """Writes windows of one element along each split dimension."""
         if math.prod(indices.shape[:-1]) == 1:
+            combine = combination(self.call.name, self.call.params)
+            if combine is not None:
+                return self._one_window(x, indices.reshape(-1), changes, overlaps.reshape(()), split_columns, combine)
             x = opaque_for_one(x, 1)
         if not drops(self.call.params):
             for column, d in enumerate(self.numbers.scatter_dims_to_operand_dims):
@@ -332,6 +335,19 @@ class _Scatter:
                     last = self.call.in_shapes[0][d] - self._sizes[d]
                     indices = with_column(indices, column, jnp.clip(indices[..., column], 0, last))
         return shards.bind(x, indices, changes, mode=_FILL, **_UNORDERED)[0]
+
+    def _one_window(
+        self, x: Any, index: Any, changes: Any, overlaps: Any, split_columns: Container[int | None], combine: Combine
+    ) -> Any:
+        """Writes one window, or the old values if the window does not overlap the part."""
+        start = [jnp.zeros((), index.dtype)] * x.ndim
+        sizes = [n if size == whole else size for n, size, whole in zip(x.shape, self._sizes, self.call.in_shapes[0])]
+        for column, d in enumerate(self.numbers.scatter_dims_to_operand_dims):
+            start[d] = jnp.clip(index[column], 0, x.shape[d] - sizes[d])
+            if drops(self.call.params) and column not in split_columns:
+                overlaps &= start[d] == index[column]
+        new = jnp.asarray(changes, x.dtype).reshape(sizes)
+        return update_window(x, start, sizes, lambda old: combine(old, new), overlaps)
 
     @property
     def _sizes(self) -> list[int]:
