@@ -17,11 +17,11 @@ from gshard.tracing.by_jax import name_of
 
 def unwrapped(
     f: Callable[..., Any], shardings: dict[str, Any], of_jax: Mapping[str, Any]
-) -> tuple[Any, dict[str, Any], jax.sharding.Mesh | None]:
+) -> tuple[Any, dict[str, Any], jax.sharding.Mesh | AbstractMesh | None]:
     """Reads options of ``jax.jit`` that ``gshard.jit`` was given, and what ``jax.jit`` was given with the function.
 
     Returns the function from ``jax.jit`` with its static and donated arguments, the options that ``gshard.jit`` keeps,
-    and the mesh of the first sharding that ``jax.jit`` was given and that names devices.
+    and the mesh of the first sharding that ``jax.jit`` was given.
     """
     refuse_device("gshard.jit", of_jax.get("device") or of_jax.get("backend"))
     before = given_to_jit(f)

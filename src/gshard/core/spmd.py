@@ -91,28 +91,19 @@ class Recomputed:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SpmdProgram:
-    """The per-device program.
+    """The per-device program."""
 
-    Attributes:
-        jaxpr: a closed jaxpr with one ``shard_map`` equation. Inside it each array is one device's part.
-        mesh: the mesh of the program.
-        in_shardings, out_shardings: the shardings of the inputs (captured arrays first) and of the results.
-        collectives: all collectives of the program.
-        program: the program that was partitioned.
-        in_orders, out_orders: the device orders of inputs and results (by number) that differ from the order of the
-            mesh. The program reads and writes their parts as if they were in the order of the mesh.
-        recomputed: the recomputation that makes the program fit a memory limit; None if there is none.
-    """
-
-    jaxpr: Any
+    jaxpr: Any  # a closed jaxpr with one ``shard_map`` equation, inside which each array is one device's part
     mesh: Mesh
-    in_shardings: tuple[Sharding, ...]
+    in_shardings: tuple[Sharding, ...]  # of the inputs, captured arrays first
     out_shardings: tuple[Sharding, ...]
-    collectives: tuple[Collective, ...]
-    program: Program
+    collectives: tuple[Collective, ...]  # all of the program
+    program: Program  # what was partitioned
+    # The device orders of inputs and results, by number, that differ from the order of the mesh. The program reads and
+    # writes their parts as if they were in the order of the mesh.
     in_orders: Mapping[int, Order] = dataclasses.field(default_factory=dict)
     out_orders: Mapping[int, Order] = dataclasses.field(default_factory=dict)
-    recomputed: Recomputed | None = None
+    recomputed: Recomputed | None = None  # what makes the program fit a memory limit
 
     def identified(self) -> str:
         """A text that identifies the program. It is equal in all processes that run the same program."""
