@@ -43,7 +43,7 @@ def ours(f, specs, *arguments):
 JOINED = {
     "in front": lambda x, y: jnp.concatenate([y, x], 1),
     "behind": lambda x, y: jnp.concatenate([x, y], 1),
-    "at both ends": lambda x, y: jnp.concatenate([y[:, :1], x, y], 1),
+    "at both ends": lambda x, y: jnp.concatenate([y[:, :1] * 2, x, y], 1),
     "a number in front": lambda x, y: jnp.pad(x, ((0, 0), (1, 0)), constant_values=2),
     "numbers around": lambda x, y: jnp.concatenate([jnp.zeros((3, 2), x.dtype), x, jnp.ones((3, 1), x.dtype)], 1),
     "two halves": lambda x, y: jnp.concatenate([x, x * 2, y], 1),
