@@ -1,4 +1,4 @@
-"""Plans as shardings for jax.jit: they run there, and what XLA makes of them is told."""
+"""Exported plans: jax.jit runs with their shardings, and they state what XLA sends with them."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What is told of a plan that was found: other shardings, marks more and less, pages."""
+"""Explanations of plans that a search has found: other shardings, added and removed marks, pages."""
 
 import dataclasses
 

@@ -24,7 +24,7 @@ X = jnp.arange(32.0).reshape(8, 4)
 
 
 def missing(found):
-    """Primitives with a rule, or with some rows, and their parameters of which nobody has read what they mean."""
+    """Primitives that have a rule or rows, each with its parameters that have no row."""
     new = {name: tuple(p for p in sorted(keys) if row_of(name, p) is None) for name, keys in found.items()}
     known = {name for name in found if ledger.rows_of(name) is not None}
     read = [name for name in found if name in known or is_our_own(name)]

@@ -44,7 +44,7 @@ _HINT = "Lower it for such arguments too, or call what gshard.jit returned."
 
 
 def arguments_for(lowered: Lowered, args: Any, kwargs: Any) -> list[Any]:
-    """The flat arguments of a call of a compiled program, in padded parts if it was compiled for such parts."""
+    """The flat arguments of a call of a compiled program."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     name, names = lowered.program.name, lowered.program.names[len(lowered.program.captured) :]
     traced = next((type(x).__name__ for x in leaves if isinstance(x, jax.core.Tracer)), None)

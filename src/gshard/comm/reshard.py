@@ -197,7 +197,7 @@ class Between:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Divided:
-    """The shardings between two over two axes, one of which is divided: it is whole, or would be after a swap."""
+    """Shardings over two axes. One axis is divided into parts: these stay together, or do so after a swap."""
 
     parts: Atoms  # the parts of the divided axis
     other: str  # the other axis
@@ -446,8 +446,8 @@ _HASH = np.random.default_rng(0).integers(1 << 62, size=10)  # factors that give
 _SOURCES = 64  # the most sources of paths at a time, which bounds the memory
 
 
-# Prices rows of numbers, int64 [rows, numbers], of which the first is the group of a step. Steps with equal numbers
-# cost the same for any shape. The function returns a step with the numbers of a row.
+# Prices steps. Each row of int64 [steps, numbers] describes a step, and begins with the group of the step. Steps with
+# equal rows cost the same for any shape. The function returns a step of a row.
 Price = Callable[[Ints, Callable[[int], Step]], Floats]
 
 

@@ -22,7 +22,7 @@ from gshard.comm.halo import Window, add_windows, is_number, laid_out, received
 from gshard.comm.route import Route, carry
 from gshard.comm.steps import ALL_REDUCE, PERMUTE, all_reduce
 from gshard.comm.steps import identity as identity
-from gshard.core.jax_adapter import traced_together
+from gshard.core.jax_adapter import bind, traced_together
 from gshard.core.jax_adapter_context import in_context
 from gshard.core.jax_adapter_retracing import computation_here
 from gshard.core.mesh import Atoms, Mesh
@@ -74,8 +74,7 @@ class Shards:
     def bind(self, *arrays: Any, **changes: Any) -> list[Any]:
         """Runs the primitive of the equation on local arrays, with some changed parameters."""
         params = {name: computation_here(value) for name, value in (self.params | changes).items()}
-        out = self.equation.primitive.bind(*arrays, **params)
-        return list(out) if self.equation.primitive.multiple_results else [out]
+        return bind(self.equation.primitive, params, arrays)
 
     def out_shape(self, i: int = 0) -> tuple[int, ...]:
         """The local shape of result ``i``."""

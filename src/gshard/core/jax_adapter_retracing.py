@@ -27,14 +27,15 @@ def as_traced_here(jaxpr: Any) -> Any:
 
 
 def computation_here(parameter: Any) -> Any:
-    """A parameter; a computation (of a ``reduce``) is traced again where its types have a mesh with Explicit axes.
+    """The parameter of an equation. A computation (of a ``reduce``) whose types are on a mesh is traced again here.
 
-    XLA ends the process if a sharding on another mesh is inside a manual region.
+    XLA ends the process if a manual region contains a sharding on another mesh.
     """
     if not isinstance(parameter, (_extend_core.Jaxpr, _extend_core.ClosedJaxpr)):
         return parameter
     body, consts = closed(parameter)
-    if all(v.aval.sharding.mesh.empty for v in (*body.invars, *(v for e in body.eqns for v in e.outvars))):
+    types = [v.aval for v in (*body.invars, *(v for e in body.eqns for v in e.outvars))]
+    if not all(isinstance(t, jax.core.ShapedArray) for t in types) or all(t.sharding.mesh.empty for t in types):
         return parameter
     function = _extend_core.jaxpr_as_fun(_extend_core.ClosedJaxpr(body, list(consts)))
     made = jax.make_jaxpr(function)(*shapes_of([v.aval for v in body.invars]))

@@ -326,11 +326,11 @@ def _arguments(
     types = [arrays_of(i.type) for i in found]
     short = argument_names({name: str(type) for name, type in zip(names, types, strict=True)})
     rows = []
-    for i, (made, name, arrays) in enumerate(zip(found, names, types, strict=True)):
+    beside = cuts if len(cuts) == len(found) else [""] * len(found)
+    for made, name, arrays, more in zip(found, names, types, beside, strict=True):
         local, kind = sum(a.bytes for a in arrays), " ".join(map(str, arrays))
-        cut = ReadSharding((), (), "") if program.mesh.size == 1 else read_sharding(made.attributes, program.mesh)
-        if cut is None and len(cuts) == len(found):
-            cut = read_sharding(cuts[i], program.mesh)
+        attributes = f"{made.attributes} {more}"
+        cut = ReadSharding((), (), "") if program.mesh.size == 1 else read_sharding(attributes, program.mesh)
         size, text = (None, "") if cut is None else (local * cut.count, cut.text)
         parts, dims = ((), None) if cut is None else (cut.parts, cut.dims)
         pieces = 1 if size is None or not local else round(size / local)
