@@ -31,7 +31,7 @@ from gshard.api.export import export_plan
 from gshard.api.function_again import with_bound_arguments
 from gshard.api.jit import Jitted, jit
 from gshard.api.search import search
-from gshard.core.errors import ArgumentError, GShardError, counted
+from gshard.core.errors import LISTED, ArgumentError, GShardError, counted, listed
 from gshard.core.jax_adapter import line_of_exception
 from gshard.core.mesh import Mesh
 from gshard.core.program import format_bytes
@@ -232,7 +232,6 @@ def mesh_of(text: str) -> Mesh:
 
 # Baselines: compares a program with a limit or with an earlier version (``gshard explain --baseline``).
 
-_SHOWN = 5  # lines that a failure names
 _GROWTH = 1.01  # of FLOPs and memory: less is no change of the plan
 SIGNALLED = 128  # exit status after a signal, with its number added, as shells have it
 
@@ -291,7 +290,7 @@ def over_limit(data: Mapping[str, Any], limit: int) -> str:
     total = data["totals"]["sent"]
     if total <= limit:
         return ""
-    most = sorted(data["lines"].items(), key=lambda pair: -pair[1][1])[:_SHOWN]
+    most = sorted(data["lines"].items(), key=lambda pair: -pair[1][1])[:LISTED]
     texts = {f"{f['name']}:{n}": text.strip() for f in data["files"] for n, text in f["lines"]}
     sent = f"each device sends {format_bytes(total)} in one call of {data['name']}"
     rows = [f"  {format_bytes(row[1]):>10}  {place}  {texts.get(place, '')}" for place, row in most if row[1]]
@@ -313,12 +312,12 @@ def over_baseline(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     rows = [line for line in found.lines if line.more > 0 or line.after.flops > _GROWTH * line.before.flops]
     totals = found.format(lines=0).partition("\n\n")[0]
     lines = [f"{' and '.join(grown)} grew since the baseline.", *totals.splitlines(), "", "worse"]
-    for line in rows[:_SHOWN]:
+    grown_lines = []
+    for line in rows:
         flops = f", {line.before.flops:,} -> {line.after.flops:,} FLOPs" if line.after.flops > line.before.flops else ""
         sent = f"{format_bytes(line.before.sent)} -> {format_bytes(line.after.sent)}"
-        lines.append(f"  {line.place}  {sent}{flops}  {line.text.strip()[:70]}")
-    if len(rows) > _SHOWN:
-        lines.append(f"  and {len(rows) - _SHOWN} more lines")
+        grown_lines.append(f"  {line.place}  {sent}{flops}  {line.text.strip()[:70]}")
+    lines += listed(grown_lines)
     return "\n".join(lines if rows else lines[:-2])
 
 

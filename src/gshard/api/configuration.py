@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gshard.api.jit import Jitted, jit
-from gshard.core.errors import ArgumentError
+from gshard.core.errors import LISTED, ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
 from gshard.core.mesh import Mesh, MeshLike
@@ -153,7 +153,6 @@ class Configuration:
     __repr__ = __str__
 
 
-_SHOWN = 5  # rows of the table
 _NONE = 1e-5  # a gap that counts as none, to the printed digits
 
 
@@ -192,7 +191,7 @@ class Configurations:
         batch = any(row.global_batch is not None for row in self.rows)
         head = ["a step", *(["examples/s"] if batch else []), "peak", "sent", "mesh", *keywords]
         lines = [[*head, "gshard recomputes", "gap"]]
-        for row in self.rows[:_SHOWN]:
+        for row in self.rows[:LISTED]:
             fits = row.cost.peak <= self.limit
             rate = row.examples_per_second
             lines.append([

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.api.specs import as_array, describe, hidden_by_vmap, is_spec, mark_of_spec, spread
-from gshard.core.errors import ShardingError, counted, known_names
+from gshard.core.errors import ShardingError, counted, known_names, listed
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.layout import Names
@@ -274,7 +274,7 @@ def _having(dims: Sequence[int], x: Any, leaves: Sequence[tuple[str, Any]], call
         if most:
             hint = f"Use a dimension from 0 to {most - 1}." if most > 1 else "Its only dimension is 0."
         hint += hidden_by_vmap(array for _, array in leaves)
-        raise ShardingError(what, user_line(), f"{listed(leaves)}; {call}", hint)
+        raise ShardingError(what, user_line(), f"{arrays_text(leaves)}; {call}", hint)
     return ndims, has
 
 
@@ -399,10 +399,10 @@ def arrays_of(x: Any, call: str) -> list[tuple[str, Any]]:
     return [(name, as_array(leaf, name, call)) for name, (_, leaf) in zip(names, leaves, strict=True)]
 
 
-def listed(leaves: Sequence[tuple[str, Any]]) -> str:
+def arrays_text(leaves: Sequence[tuple[str, Any]]) -> str:
     """The first arrays of a pytree, as text."""
-    shown = [f"{name}: {describe(array)}" if name else describe(array) for name, array in leaves[:3]]
-    return ", ".join(shown) + (", ..." if len(leaves) > 3 else "")
+    shown = [f"{name}: {describe(array)}" if name else describe(array) for name, array in leaves]
+    return ", ".join(listed(shown, 3))
 
 
 def _is_assignment(x: Any) -> bool:
@@ -442,8 +442,6 @@ def _mark_of_ids(assignment: Any, x: Any, leaf: str) -> Mark:
 
 
 # Marks many arrays of a pytree at once, by patterns of their paths (``shard_by_path``).
-
-_SHOWN = 12  # paths in a message
 
 
 @without_our_frames
@@ -497,7 +495,7 @@ def unused_pattern(pattern: str, paths: Sequence[str]) -> ShardingError:
     """The error for a pattern that marks nothing in a pytree with these paths."""
     hidden = any(is_below(pattern, path) for path in paths)
     what = "matches only what an earlier pattern matches" if hidden else "matches no path"
-    hint = "Put it in front." if hidden else known_names(pattern, paths[:_SHOWN], "Paths are")
+    hint = "Put it in front." if hidden else known_names(pattern, paths, "Paths are")
     return ShardingError(f"the pattern {pattern!r} {what}.", user_line(), f"a pytree of {len(paths)}", hint)
 
 

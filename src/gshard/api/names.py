@@ -88,7 +88,7 @@ def _below(path: str, x: Any) -> Iterator[tuple[str, Any]]:
 
 def _matches_nothing(pattern: str, nodes: Sequence[tuple[str, Any]]) -> ShardingError:
     paths = [path for path, part in nodes if isinstance(part, int)]
-    hint = known_names(pattern, paths[:20], "The arguments are at")
+    hint = known_names(pattern, paths, "The arguments are at")
     if any(matches(pattern, path) for path, _ in nodes):
         hint = f"There is no array there, but what holds some: write {pattern + '/**'!r} for all of them."
     return ShardingError(f"no argument is at {pattern!r}, which names= has.", user_line(), hint=hint)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from gshard.api.marks import arrays_of, listed, marked, partitions_of, unused_pattern
+from gshard.api.marks import arrays_of, arrays_text, marked, partitions_of, unused_pattern
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
@@ -79,7 +79,7 @@ def pipeline(
             "Mark only the stacks that one loop scans over, each with as many layers. Stack separate layers: "
             "jax.tree.map(lambda *w: jnp.stack(w), *layers)."
         )
-        raise ShardingError(what, user_line(), f"{listed([*of_count.values()])}; {call}", hint)
+        raise ShardingError(what, user_line(), f"{arrays_text([*of_count.values()])}; {call}", hint)
     marks = [None if x is None else mark_of_stack(schedule, x.ndim, name) for name, x in leaves]
     return marked(x, leaves, marks, None)  # type: ignore[no-any-return]
 

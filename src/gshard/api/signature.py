@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from gshard.core.errors import ArgumentError
+from gshard.core.errors import ArgumentError, listed
 from gshard.core.jax_adapter import no_mesh_set, user_line
 from gshard.core.jax_adapter_dispatch import logs_compilations
 from gshard.core.jax_adapter_references import (
@@ -149,7 +149,6 @@ class Signature:
 # New kinds: logs what tells a call that needs a program of its own from the last one.
 
 _log = logging.getLogger("gshard")
-_SHOWN = 4  # arguments
 _MANY = 16  # kinds of arguments of one function: more than a program has on purpose
 
 
@@ -176,8 +175,7 @@ def _difference(now: Signature, last: Signature) -> str:
         told += [f"{name} is {new}, and was {old}" for new, old in pairs[:1]]
     if not told:
         return "its mesh, a static argument, a setting of JAX or a rule is another one than before"
-    more = f"; and {len(told) - _SHOWN} more arguments" if len(told) > _SHOWN else ""
-    return "; ".join(told[:_SHOWN]) + more
+    return "; ".join(listed(told))
 
 
 def _texts(signature: Signature) -> list[tuple[str, str]]:

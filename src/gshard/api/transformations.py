@@ -25,7 +25,7 @@ from gshard.api.boundary import mark_of_sharding, marked
 from gshard.api.lowered import Lowered
 from gshard.api.signature import arrays_of, explicit_sharding, shape_to_trace
 from gshard.api.target import Target
-from gshard.core.errors import ShardingError, TraceError
+from gshard.core.errors import ShardingError, TraceError, listed
 from gshard.core.jax_adapter import closed, impl_of_keys, mesh_of_context, no_mesh_set, user_line
 from gshard.core.jax_adapter_dispatch import is_staging, put_arguments, weakly_cached
 from gshard.core.jax_adapter_lowering import (
@@ -65,7 +65,6 @@ from gshard.tracing.expand import mark_of_any_sharding, mark_of_type
 from gshard.tracing.trace import program_of
 
 _log = logging.getLogger("gshard")
-_SHOWN = 8  # types of operands in a message
 
 
 def cut_alike(ctx: Any, target: Target) -> bool:
@@ -94,7 +93,7 @@ def tell_unknown(jaxpr: Any, target: Target, come: Sequence[Sharding]) -> None:
     if not whole or not target.takes_arguments_as_marks or target.mesh.size == 1:
         return
     what = "a partitioned function is called where nothing says how its operands are split."
-    got = f"taken as whole: {', '.join(whole[:_SHOWN])}{', ...' if len(whole) > _SHOWN else ''}"
+    got = f"taken as whole: {', '.join(listed(whole))}"
     hint = "Give gshard.jit in_shardings and arguments on its own mesh, mark them inside, or use gshard.jit outside."
     if target.strict:
         raise ShardingError(what, user_line(), got, hint)

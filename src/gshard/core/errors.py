@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
-_SHOWN = 6  # lines of a warning
+LISTED = 6  # entries of a list in a message or a printed text
 
 
 class GShardError(Exception):
@@ -83,9 +83,8 @@ def warn_once(name: str, told: set[str], what: str, found: Sequence[str], hint: 
     if not found or what in told:
         return
     told.add(what)
-    lines = [*found[:_SHOWN], *([f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])]
     silence = "To silence this: warnings.filterwarnings('ignore', category=gshard.ShardingWarning)."
-    text = "\n  ".join([f"{name} {what}", *lines, hint, silence])
+    text = "\n  ".join([f"{name} {what}", *listed(found), hint, silence])
     warnings.warn(text, ShardingWarning, stacklevel=2)
 
 
@@ -106,7 +105,7 @@ def known_names(name: str, known: Iterable[str], what: str = "The mesh has") -> 
     names = list(known)
     similar = difflib.get_close_matches(name, names, n=1) if len(names) > 1 else []
     question = f"Did you mean {similar[0]!r}? " if similar else ""
-    return f"{question}{what} {', '.join(map(repr, names))}."
+    return f"{question}{what} {', '.join(listed([repr(name) for name in names], 20))}."
 
 
 def counted(n: int, one: str, several: str = "") -> str:
@@ -116,3 +115,12 @@ def counted(n: int, one: str, several: str = "") -> str:
     ('1 dimension', '2 dimensions', '2 entries')
     """
     return f"{n} {one if n == 1 else several or f'{one}s'}"
+
+
+def listed(entries: Sequence[str], most: int = LISTED) -> list[str]:
+    """At most so many entries of a list in a text, and the number of the others.
+
+    >>> listed(["a", "b", "c", "d"], 2)
+    ['a', 'b', 'and 2 more']
+    """
+    return [*entries[:most], *([f"and {len(entries) - most} more"] if len(entries) > most else [])]

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from gshard.core.errors import MeshError
+from gshard.core.errors import MeshError, listed
 from gshard.core.jax_adapter import mesh_of_context, user_line
 from gshard.core.planning_tables import tabulated
 
@@ -353,7 +353,7 @@ def _first_devices(axes: tuple[tuple[str, int], ...]) -> tuple[Any, ...]:
         return tuple(available[:count])
     raise MeshError(
         f"a mesh of {count} devices was asked for, and there are {len(available)}.",
-        got=f"devices: {', '.join(map(str, available[:8]))}{', ...' if len(available) > 8 else ''}",
+        got=f"devices: {', '.join(listed([str(d) for d in available]))}",
         hint=f"On CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={count} before JAX starts; or plan without "
         f"devices: mesh=gshard.Mesh.abstract(**{dict(axes)})."
         if count > 0

@@ -18,13 +18,12 @@ from typing import Any
 
 import jax
 
-from gshard.core.errors import PlanError
+from gshard.core.errors import PlanError, listed
 from gshard.core.jax_adapter_dispatch import coordination
 
 _POLL = 0.2  # seconds between two reads of the store
 _DIFFERENT = 5.0  # seconds for which another process must wait with another program before gshard raises
 _LOG_AFTER = 60.0  # seconds of waiting before gshard logs a warning
-_SHOWN = 12  # shown lines of a difference
 _SENT = 1 << 20  # characters of a program in the store, which accepts messages of some MiB
 
 _log = logging.getLogger("gshard")
@@ -90,13 +89,11 @@ class Group:
         their_name, _, their_text = theirs.partition("\n")
         difference = difflib.unified_diff(text.splitlines(), their_text.splitlines(), lineterm="", n=0)
         lines = [line for line in difference if line[:1] in "+-" and line[:3] not in ("+++", "---")]
-        shown = [f"process {self.me if line[0] == '-' else other}: {line[1:].strip()}" for line in lines[:_SHOWN]]
-        if len(lines) > _SHOWN:
-            shown.append(f"and {len(lines) - _SHOWN} more lines")
+        shown = [f"process {self.me if line[0] == '-' else other}: {line[1:].strip()}" for line in lines]
         return PlanError(
             f"process {self.me} is about to run {name}, and process {other} another program, {their_name}: their "
             "collectives would wait for each other.",
-            got="\n  ".join(shown),
+            got="\n  ".join(listed(shown)),
             hint="Call the same functions with arguments of the same shapes and shardings, in the same order, on every "
             "process.",
         )

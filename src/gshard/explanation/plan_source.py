@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import jax
 
-from gshard.core.errors import ArgumentError, MeshError, PlanError, counted, known_names
+from gshard.core.errors import ArgumentError, MeshError, PlanError, counted, known_names, listed
 from gshard.core.jax_adapter import is_transposed, scan_counts, user_place
 from gshard.core.layout import Named
 from gshard.core.mark import text_of_spec
@@ -152,8 +152,6 @@ def _bytes(arrays: Sequence[tuple[Value | Constant, Sharding]], mesh: Mesh) -> t
 
 # Layout usage: the values that each row of a layout applies to, and the rows that are unused.
 
-SHOWN = 8  # names
-
 
 def uses_of_layout(program: Program) -> tuple[str, ...]:
     """How many values each row of the layout applies to, and which names are open."""
@@ -168,8 +166,7 @@ def uses_of_layout(program: Program) -> tuple[str, ...]:
         left |= dict.fromkeys(n for n, row in zip(named.names.dims, rows, strict=True) if n is not None and row is None)
     lines = [f"{row}: {counted(used[row], 'value')}" for row in dict.fromkeys(map(str, layout.rows)) if used[row]]
     if left:
-        rest = ", ..." if len(left) > SHOWN else ""
-        lines.append(f"open, since no row mentions them: {', '.join(list(left)[:SHOWN])}{rest}")
+        lines.append(f"open, since no row mentions them: {', '.join(listed(list(left)))}")
     return tuple(lines)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gshard.core.errors import LISTED, listed
 from gshard.core.mark import axes_of_entry, spec_of_axes, text_of_spec
 from gshard.explanation.compiled_program import CompiledProgram
 from gshard.explanation.difference import Figures, change_text
@@ -27,7 +28,6 @@ MORE_PEAK = 1.05  # of the peak: what a constraint may take for less time or few
 _MORE_FLOPS = 1.02  # of the operations, without a machine: a constraint may move some elementwise work
 _WORTH = 0.98  # of bytes, memory or seconds: a change must spare 2 % of one
 _SAME = 1.001  # of bytes, memory or seconds: no more is no more
-_ROWS = 8  # changes that are printed
 SPECS = 12  # shardings of one array that are tried
 
 Specs = Mapping[int, PartitionSpec]  # by the number of the argument
@@ -79,10 +79,10 @@ class Tried:
         else:
             title = f"C{how}, {self.what}: none helps" if self.changes else f"No {self.what} to try"
         rows: list[str] = []
-        for change in self.helping[:_ROWS]:
+        for change in self.helping[:LISTED]:
             assert change.figures is not None, "it helps"
             rows += [change.text, f"  {change_text(self.before, change.figures)}"]
-        rows += [f"and {len(self.helping) - _ROWS} more that help"] * (len(self.helping) > _ROWS)
+        rows += listed([change.text for change in self.helping])[LISTED:]
         kept, after = self.together
         if len(kept) > 1:
             numbers = " ".join(f"({self.helping.index(change) + 1})" for change in kept)

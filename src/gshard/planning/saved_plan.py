@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gshard.core.errors import MeshError, PlanError
+from gshard.core.errors import LISTED, MeshError, PlanError
 from gshard.core.mark import Order, Schedule
 from gshard.core.mesh import Mesh
 from gshard.core.plan import AS_MARKED, Boundary, Plan, Reason, Ring
@@ -28,7 +28,6 @@ from gshard.planning.settled import settled
 
 _FORMAT = 5
 _LATER = "finite", "name", "schedules"  # fields that older files of this format do not have
-_SHOWN = 6  # changed lines in an error message
 _WIDE = 160  # characters of each
 
 
@@ -241,7 +240,7 @@ def _changes(before: str, after: str) -> list[str]:
             lines += [
                 f"{sign} {_around(text, common_prefix)}" for sign, text in (("-", a), ("+", b)) if text is not None
             ]
-    return lines[:_SHOWN]
+    return lines[:LISTED]
 
 
 def _around(line: str, same: int) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from gshard.comm.reshard import FEW, axes_of, has_many, joined
+from gshard.core.errors import listed
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.number_text import format_ms, significant
 from gshard.core.plan import Plan, local_bytes
@@ -488,7 +489,6 @@ def _plan(graph: Graph, solution: Solution, pricing: Pricing) -> Plan:
 # Writes sentences about the distance of a plan from the best one, the model of that proof, and the end of a search.
 
 _NONE = 1e-5  # a gap that counts as none, to the printed digits
-_SHOWN = 4  # printed names of steps that were left out
 
 
 def how_near(best: Best, *, is_one_of_several: bool = False) -> str:
@@ -523,14 +523,10 @@ def ended(seconds: float, left_out: Sequence[str], stopped: int | None, failed: 
         by = "Ctrl-C" if stopped == signal.SIGINT else signal.Signals(stopped).name
         lines.append(f"{by} ended the search after {seconds:.1f} s: this is the best plan so far")
     if left_out:
-        lines.append(f"the time was over after {seconds:.1f} s; not tried, or cut: {_some(left_out)}")
+        lines.append(f"the time was over after {seconds:.1f} s; not tried, or cut: {'; '.join(listed(left_out))}")
     if failed:
-        lines.append(f"not tried, because of an error: {_some(failed)}")
+        lines.append(f"not tried, because of an error: {'; '.join(listed(failed))}")
     return lines
-
-
-def _some(steps: Sequence[str]) -> str:
-    return "; ".join([*steps[:_SHOWN], *([f"{len(steps) - _SHOWN} more"] if len(steps) > _SHOWN else [])])
 
 
 def _slower(gap: float) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gshard.core.errors import ArgumentError
+from gshard.core.errors import ArgumentError, listed
 from gshard.core.jax_adapter import closed, user_line
 from gshard.core.paths import leaf_names
 
@@ -107,11 +107,10 @@ def _source(body: Any, out: Any) -> Any:
 def _lost(f: Callable[..., Any], name: str, names: Sequence[str], random: bool) -> ArgumentError:
     code = getattr(inspect.unwrap(f), "__code__", None)  # outside of the traced function JAX has no user line
     line = user_line() if code is None else f"{os.path.basename(code.co_filename)}:{code.co_firstlineno} ({name})"
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ArgumentError(
         f"{name} changes arrays inside of its arguments, and does not return them: the changes would be lost.",
         line,
-        f"changed: {', '.join(names[:3])}{more}",
+        f"changed: {', '.join(listed(names))}",
         "Jit it with flax.nnx.jit and call it inside of gshard.instead_of_jit(mesh=...), or return what it changes "
         "(nnx.state(model)) and update the object outside."
         + ("" if random else " If nothing needs the changes, change a copy (nnx.clone(model))."),
