@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,6 @@ from gshard.core.program import Program, Value, format_bytes
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.device.fusion_model import PRODUCT
-from gshard.emit.compile import named_sharding
 from gshard.explanation.compiled_source import CompiledCost
 from gshard.explanation.difference import Difference, LineChange
 from gshard.explanation.explain import Explanation, read_compiled
@@ -41,7 +40,6 @@ from gshard.search.as_marks import FoundMark
 from gshard.xla.peer import xla_function
 from gshard.xla.tpu import topology_mesh
 
-_ALONE, _OWN, _FEW = "shardings alone", "the function's marks", "few constraints"
 NEAR = 1.05  # of the plan's bytes, and of its products: what XLA may take and is taken to follow the plan
 _NO_HELP = frozenset(row.name for row in TRACE if not row.helps_xla)
 _LINES = 8  # of the source that are printed
@@ -91,9 +89,16 @@ class ExportedPlan:
         return self.plan.program
 
     @functools.cached_property
+    def _ends(self) -> tuple[list[Sharding], list[Sharding]]:
+        """How inputs enter and results leave: over whole axes, because JAX has no name for a part of one."""
+        ends = self.spmd.in_shardings, self.spmd.out_shardings
+        entering, leaving = ([by_axes(Sharding(s.dims), self.mesh) for s in end] for end in ends)
+        return entering, leaving
+
+    @functools.cached_property
     def _given(self) -> tuple[Any, Any]:
         """Specs of the positional arguments, and of those by keyword."""
-        specs = [spec_of_cut(s, self.mesh) for s in self.come[len(self.program.captured) :]]
+        specs = [argument.spec for argument in self.arguments]
         positional, named = jax.tree.unflatten(self.found.in_tree, specs)
         return positional, named
 
@@ -105,7 +110,7 @@ class ExportedPlan:
     @property
     def out_shardings(self) -> Any:
         """The same for the results."""
-        return jax.tree.unflatten(self.program.out_tree, [spec_of_cut(s, self.mesh) for s in self.leave])
+        return jax.tree.unflatten(self.program.out_tree, [spec_of_cut(s, self.mesh) for s in self._ends[1]])
 
     @property
     def keywords(self) -> Mapping[str, Any]:
@@ -121,7 +126,7 @@ class ExportedPlan:
         """A row for each array that the function takes."""
         program, names = self.program, self.found.names.arguments
         rows = []
-        for i, (v, sharding) in enumerate(zip(program.block.inputs, self.come, strict=True)):
+        for i, (v, sharding) in enumerate(zip(program.block.inputs, self._ends[0], strict=True)):
             spec = spec_of_cut(sharding, self.mesh)
             assert spec is not None, "it is split over whole axes"
             rows.append(ExportedArgument(names[v].text, v, spec, program.input_memory(i)))
@@ -133,7 +138,22 @@ class ExportedPlan:
 
         Their size does not divide evenly, or the plan splits over a part of an axis.
         """
-        return tuple(less_split(self))
+        program, mesh, found = self.program, self.mesh, list[str]()
+        results = jax.tree.unflatten(program.out_tree, range(program.out_tree.num_leaves))
+        paths = [path_inside(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(results)]
+        names = [*program.names, *(f"result {path}".strip() for path in paths)]
+        arrays = (*program.block.inputs, *program.block.outputs)
+        for name, v, exported in zip(names, arrays, (*self._ends[0], *self._ends[1]), strict=False):
+            if not isinstance(v, Value):
+                continue
+            planned = Sharding(self.plan.shardings[v].dims)
+            uneven = [n for n, atoms in zip(v.shape, planned.dims, strict=True) if n % mesh.count(atoms)]
+            if planned != exported and (uneven or spec_of_cut(planned, mesh) is None):
+                inside = planned.format(mesh, v.shape, v.dtype_name)
+                reason = f"{uneven[0]} does not divide evenly" if uneven else "a part of an axis has no name"
+                spec = spec_text(spec_of_cut(exported, mesh) or ())
+                found.append(f"{name}: {inside} by the plan, {spec} for jax.jit: {reason}")
+        return tuple(found)
 
     @property
     def _best(self) -> _Tried:
@@ -180,15 +200,17 @@ class ExportedPlan:
 
         Those of arrays in the memory of the host have its memory kind.
         """
+        entering, leaving = self._on(mesh)
+        positional, _ = jax.tree.unflatten(self.found.in_tree, entering[len(self.program.captured) :])
+        return positional, jax.tree.unflatten(self.program.out_tree, leaving)
 
-        def on(specs: Any, kinds: Sequence[str]) -> Any:
-            flat, tree = jax.tree.flatten(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-            made = [in_memory(NamedSharding(mesh, s), kind) for s, kind in zip(flat, kinds, strict=False)]
-            return jax.tree.unflatten(tree, made)
-
-        program = self.program
-        leaving = [program.output_memory(i) for i in range(len(program.block.outputs))]
-        return on(self.in_shardings, [a.memory for a in self.arguments]), on(self.out_shardings, leaving)
+    def _on(self, mesh: jax.sharding.Mesh) -> tuple[list[NamedSharding], list[NamedSharding]]:
+        """The shardings of all inputs and results on a mesh of JAX's, in the memories in which they are."""
+        entering, leaving = (
+            [in_memory(NamedSharding(mesh, spec_of_cut(s, self.mesh)), memory(i)) for i, s in enumerate(end)]
+            for end, memory in zip(self._ends, (self.program.input_memory, self.program.output_memory), strict=True)
+        )
+        return entering, leaving
 
     @functools.cached_property
     def difference(self) -> Difference:
@@ -201,73 +223,35 @@ class ExportedPlan:
 
         None if it does not send more in all: XLA and the plan may reduce the same array at different lines.
         """
-        if self.compiled.total_bytes <= self.planned:
-            return ()
-        return self.difference.worse
+        return () if self.compiled.total_bytes <= self.planned else self.difference.worse
 
-    # JAX has no name for a part of an axis: what is exported, and compiled, is split over whole axes.
-    @functools.cached_property
-    def come(self) -> tuple[Sharding, ...]:
-        """For each input how it enters."""
-        return tuple(by_axes(Sharding(s.dims), self.mesh) for s in self.spmd.in_shardings)
-
-    @functools.cached_property
-    def leave(self) -> tuple[Sharding, ...]:
-        """For each result how it leaves."""
-        return tuple(by_axes(Sharding(s.dims), self.mesh) for s in self.spmd.out_shardings)
-
-    @functools.cached_property
-    def ins(self) -> tuple[NamedSharding, ...]:
-        """The same for JAX, in the memories in which the inputs are."""
-        return tuple(named_sharding(self.mesh, s, self.program.input_memory(i)) for i, s in enumerate(self.come))
-
-    @functools.cached_property
-    def outs(self) -> tuple[NamedSharding, ...]:
-        """The same for the results."""
-        return tuple(named_sharding(self.mesh, s, self.program.output_memory(i)) for i, s in enumerate(self.leave))
-
-    @functools.cached_property
-    def takes(self) -> tuple[Any, ...]:
-        """For each input its shape and dtype."""
-        return tuple(shape_in_memory(v.shape, v.dtype, on_host=v.on_host) for v in self.program.block.inputs)
-
-    def try_way(self, way: str, constraints: Sequence[FoundMark]) -> None:
+    def _try(self, way: str, constraints: Sequence[FoundMark]) -> None:
         """Compiles the program with constraints and without other marks of gshard's, if they can all be added.
 
         Without constraints it is the function as written, if that is known.
         """
+        program, first = self.program, 0
         if self.found.function is not None and not constraints:
-            compiled = self._compiled(jaxpr_as_fun(self.found.function.jaxpr()), len(self.program.captured))
-            self._ways[way] = self._read(compiled, ())
-            return
-        wanted = {v: s for mark in constraints for v, s in mark.shardings.items()}
-        own = {v for e in self.program.block.walk() if e.primitive is mark_p for v in e.outputs}
-        added = {v: mark_of_cut(s.dims, self.mesh) for v, s in wanted.items() if v not in own}
-        program = with_marks(self.program, added) if added else self.program
-        if program is not None:
-            compiled = self._compiled(xla_function(program, self.mesh, ignored=own - wanted.keys()))
-            self._ways[way] = self._read(compiled, constraints)
-
-    @property
-    def is_far(self) -> bool:
-        """Whether no way that was tried follows the plan."""
-        return all(way.distance > NEAR for way in self._ways.values())
-
-    def _compiled(self, function: Callable[..., Any], first: int = 0) -> Explanation:
-        """Compiles a function of the inputs from the first on, and reads what XLA made of it."""
-        jitted = jax.jit(function, in_shardings=list(self.ins[first:]), out_shardings=list(self.outs))
-        return read_compiled(jitted.lower(*self.takes[first:]).compile(), Mesh.of(self.mesh.user_jax_mesh))
-
-    def _read(self, compiled: Explanation, constraints: Sequence[FoundMark]) -> _Tried:
+            function, first = jaxpr_as_fun(self.found.function.jaxpr()), len(program.captured)
+        else:
+            wanted = {v: s for mark in constraints for v, s in mark.shardings.items()}
+            own = {v for e in program.block.walk() if e.primitive is mark_p for v in e.outputs}
+            added = {v: mark_of_cut(s.dims, self.mesh) for v, s in wanted.items() if v not in own}
+            marked = with_marks(program, added) if added else program
+            if marked is None:
+                return
+            function = xla_function(marked, self.mesh, ignored=own - wanted.keys())
+        mesh: Any = self.mesh.user_jax_mesh
+        entering, leaving = self._on(mesh)
+        takes = [shape_in_memory(v.shape, v.dtype, on_host=v.on_host) for v in program.block.inputs[first:]]
+        jitted = jax.jit(function, in_shardings=entering[first:], out_shardings=leaving)
+        compiled = read_compiled(jitted.lower(*takes).compile(), Mesh.of(mesh))
         cost = compiled.cost(self.found.cost.machine)
         assert isinstance(cost, CompiledCost), "XLA compiled it"
-        planned = sum(k.flops * k.times for k in self.found.cost.kernels if k.kind == PRODUCT)
-
-        def multiple(made: int, by_plan: int) -> float:
-            return made / by_plan if by_plan else 1.0 + bool(made)
-
-        ratio, products = multiple(compiled.total_bytes, self.planned), multiple(cost.products, planned)
-        return _Tried(compiled, tuple(constraints), ratio, products)
+        products = sum(k.flops * k.times for k in self.found.cost.kernels if k.kind == PRODUCT)
+        pairs = (compiled.total_bytes, self.planned), (cost.products, products)
+        ratios = (made / by_plan if by_plan else 1.0 + bool(made) for made, by_plan in pairs)
+        self._ways[way] = _Tried(compiled, tuple(constraints), *ratios)
 
     @property
     def _rewrites(self) -> list[str]:
@@ -293,7 +277,8 @@ class ExportedPlan:
             lines.append(
                 f"in the memory of the host, with its memory kind in exported.named(mesh): {', '.join(on_host)}"
             )
-        if has_explicit_axes(self.plan.mesh):
+        given = self.plan.mesh.given
+        if given is not None and any(kind != jax.sharding.AxisType.Auto for kind in given.axis_types):
             lines.append("on a mesh with axes of type Auto: axes of type Explicit take other programs")
         if self._rewrites:
             fired = ", ".join(self._rewrites)
@@ -309,29 +294,34 @@ def exported_plan(found: SearchResult) -> ExportedPlan:
     """Makes the shardings of a plan for ``jax.jit``, and compiles the program with them.
 
     If XLA does not follow the plan with these alone, it gets constraints: the marks of gshard's that the function has,
-    which are the identity under ``jax.jit``, and then those that say the plan in few marks (``found.marks``).
+    which are the identity under ``jax.jit``, and then those that say the plan in few marks (``found.marks``). It is
+    compiled for the mesh's devices with axes of type Auto, for a TPU as libtpu describes it, or for the first devices.
     """
-    program = found.plan.program
+    program, mesh, machine = found.plan.program, found.plan.mesh, found.cost.machine
     if program.references:
         raise ArgumentError(
             "jax.jit has no shardings for references (jax.Ref) that a function writes, so its plan is not exported.",
             user_line(),
             hint="Run it by gshard.jit(f, mesh=found.mesh, plan=found.plan), or return the new values instead.",
         )
-    made = ExportedPlan(found, found.explain().spmd, mesh_for_jit(found.plan.mesh, devices_for(found)))
-    own = list(_own_marks(made))
-    made.try_way(_ALONE, ())
-    if made.is_far and own:
-        made.try_way(_OWN, own)
-    if made.is_far and (inside := _inside(found, program)):  # these take a while to find
-        made.try_way(_FEW, [*own, *inside])
+    on = topology_mesh(machine) if mesh.devices is None and machine.topology else mesh.on_first_devices()
+    made = ExportedPlan(found, found.explain().spmd, dataclasses.replace(mesh, devices=on.devices, made_from=None))
+    for way, constraints in _ways_to_try(made):
+        made._try(way, constraints)
+        if made._best.distance <= NEAR:
+            break
     return made
 
 
-def _inside(found: SearchResult, program: Program) -> list[FoundMark]:
-    """The marks that are about values inside: those of arguments are their shardings."""
-    inputs = program.block.inputs
-    return [mark for mark in found.marks.marks if not any(v in inputs for v in mark.shardings)]
+def _ways_to_try(made: ExportedPlan) -> Iterator[tuple[str, Sequence[FoundMark]]]:
+    """Constraints to give to XLA's partitioner, fewer ones first."""
+    yield "shardings alone", ()
+    if own := list(_own_marks(made)):
+        yield "the function's marks", own
+    # These take a while to find. Those that are about arguments are their shardings.
+    inputs = made.program.block.inputs
+    if inside := [mark for mark in made.found.marks.marks if not any(v in inputs for v in mark.shardings)]:
+        yield "few constraints", [*own, *inside]
 
 
 def _constraint_text(mark: FoundMark) -> str:
@@ -356,26 +346,6 @@ def _own_marks(made: ExportedPlan) -> Iterator[FoundMark]:
         entries = ["P.UNCONSTRAINED" if is_open else repr(n) for n, is_open in zip(spec, demand.open, strict=True)]
         text = f"gshard.shard(x, P({', '.join(entries)}))"
         yield FoundMark(f"mark at {e.line}", text, 0.0, {e.outputs[0]: Sharding(demand.dims)})
-
-
-def devices_for(found: SearchResult) -> Sequence[object]:
-    """What a plan is compiled for: the mesh's devices, those of a TPU by libtpu, or the first that JAX has."""
-    mesh, machine = found.plan.mesh, found.cost.machine
-    on = topology_mesh(machine) if mesh.devices is None and machine.topology else mesh.on_first_devices()
-    assert on.devices is not None, "both have devices"
-    return on.devices
-
-
-def has_explicit_axes(mesh: Mesh) -> bool:
-    """Whether the mesh of JAX's that was given has axes that are not of type Auto."""
-    return mesh.given is not None and any(kind != jax.sharding.AxisType.Auto for kind in mesh.given.axis_types)
-
-
-def mesh_for_jit(mesh: Mesh, devices: Sequence[object]) -> Mesh:
-    """The mesh for XLA's partitioner: with devices, and with axes of type Auto."""
-    if mesh.devices is None:
-        return dataclasses.replace(mesh, devices=tuple(devices), made_from=None)
-    return dataclasses.replace(mesh, made_from=None) if has_explicit_axes(mesh) else mesh
 
 
 def spec_text(spec: PartitionSpec) -> str:
@@ -405,28 +375,3 @@ class ExportedArgument:
     def __str__(self) -> str:
         shape = ",".join(map(str, self.value.shape))
         return f"{self.path}: {self.value.dtype_name}[{shape}] {spec_text(self.spec)}"
-
-
-def less_split(made: ExportedPlan) -> Iterator[str]:
-    """Lists the arrays that ``jax.jit`` splits less at the boundary of the function than the plan does inside.
-
-    JAX has no arrays in unequal parts, and no name for a part of an axis.
-    """
-    program, mesh = made.program, made.mesh
-    results = jax.tree.unflatten(program.out_tree, range(program.out_tree.num_leaves))
-    outs = [f"result {path_inside(keys)}".strip() for keys, _ in jax.tree_util.tree_leaves_with_path(results)]
-    arrays = [
-        *zip(program.names, program.block.inputs, made.come, strict=True),
-        *zip(outs, program.block.outputs, made.leave, strict=False),
-    ]
-    for name, v, exported in arrays:
-        if not isinstance(v, Value):
-            continue
-        planned = Sharding(made.plan.shardings[v].dims)
-        uneven = [d for d, n in enumerate(v.shape) if n % mesh.count(planned.dims[d])]
-        part = spec_of_cut(planned, mesh) is None
-        if (uneven or part) and planned != exported:
-            spec = spec_of_cut(exported, mesh)
-            inside = planned.format(mesh, v.shape, v.dtype_name)
-            reason = f"{v.shape[uneven[0]]} does not divide evenly" if uneven else "a part of an axis has no name"
-            yield f"{name}: {inside} by the plan, {spec_text(spec) if spec is not None else ''} for jax.jit: {reason}"
