@@ -2,8 +2,8 @@
 
 Nine models, products of several shapes and gradients of layers, are marked in four or five ways each for 8 virtual CPU
 devices. Each way is compiled and run here, in turns; times are medians. A pair counts if the two times differ by more
-than the noise: by `--least` (1.2 by default), and in the same direction in nine of ten turns. The machine is the one
-that `gshard calibrate` measures at the start.
+than the noise: by `--least` (1.2 by default), and in the same direction in nine of ten turns. The machine is
+measured at the start.
 
 With `--searched` the plan that `gshard.search` finds for each model is one way more, and the search is told by itself:
 of the pairs of that way and another whose modelled times differ by a tenth, in how many the faster one is predicted.
@@ -31,12 +31,12 @@ os.environ["XLA_FLAGS"] = (
 import jax
 import jax.numpy as jnp
 import numpy as np
+from calibrate import calibrate
 from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard.device.cost import cost
 from gshard.device.machine import Machine
-from gshard.xla.calibrate import calibrate
 
 SEARCHED = "searched"
 APART = 1.1  # modelled times that are nearer than that do not count

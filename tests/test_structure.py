@@ -256,7 +256,7 @@ WINGS = {
         device.async_overlap: Step timed
         device.cost: Loop PricedKernel Run Stretch
         device.fusion_model: COLLECTIVE OPERATOR PRODUCT
-        device.machine: Dimension KINDS Machine MachineError SWITCH compiler_of kind_of_devices memory_of
+        device.machine: Machine
         device.memory: MemoryTotals
         device.roofline: roofline
         language.mark_primitive: mark_p
@@ -345,7 +345,6 @@ STATE = {
     "gshard/api/jit.py": {"_CACHES"},
     "gshard/core/jax_adapter_jit.py": {"_HOOKS"},  # how many blocks are entered
     "gshard/simulator/simulate.py": {"_COMPILED"},
-    "gshard/device/machine.py": {"_WARNED"},  # told once
     "gshard/core/phases.py": {"_lock", "_active_contexts", "_previous_threshold"},  # a setting of the process
     "gshard/core/deadline.py": {"_current"},  # of one thread, while a search runs
     "gshard/core/planning_tables.py": {"_current"},  # of one thread

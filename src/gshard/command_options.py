@@ -1,4 +1,4 @@
-"""Command options: the options of ``gshard explain``, ``search``, ``configure`` and ``calibrate``.
+"""Command options: the options of ``gshard explain``, ``search`` and ``configure``.
 
 An option of a command has the name of the argument of ``gshard.jit``, ``explain`` or ``search`` that it is.
 """
@@ -44,7 +44,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
 
 
 _FITS = "exit status: 0; 1 an error; 2 wrong options; 3 it does not fit into the memory of a device"
-_MACHINES = "v3:32x32, h100:4x8, cpu:8 or a file of gshard calibrate"
+_MACHINES = "v3:32x32, h100:4x8 or cpu:8"
 
 
 def _target(command: argparse.ArgumentParser, more: str = "") -> None:
@@ -157,11 +157,6 @@ def _add_configure(command: argparse.ArgumentParser) -> None:
     _static_and_donated(command)
 
 
-def _add_calibrate(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    add("--out", type=Path, help="where to write it, for --machine")
-
-
 _COMMANDS = {
     "explain": (
         _add_explain,
@@ -179,5 +174,4 @@ _COMMANDS = {
         "the fastest configuration of a training step for a machine: micro-batches, recomputation, mesh and plan",
         _FITS,
     ),
-    "calibrate": (_add_calibrate, "measure the machine at hand", None),
 }

@@ -1,4 +1,4 @@
-"""The commands ``gshard explain``, ``search``, ``configure`` and ``calibrate``, and checks against baselines."""
+"""The commands ``gshard explain``, ``search`` and ``configure``, and checks against baselines."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ from gshard.explanation.report.page import page
 from gshard.explanation.search_result import SearchResult
 from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
-from gshard.xla.calibrate import calibrate
 
 # Named target: what a command line names: a function, its arguments and its mesh.
 #
@@ -545,15 +544,7 @@ def _search(options: argparse.Namespace) -> None:
     end_search(found.stopped, found.cost.peak, found.best.limit)
 
 
-def _calibrate(options: argparse.Namespace) -> None:
-    machine = calibrate()
-    print(machine)
-    if options.out:
-        machine.dump(options.out)
-        print(f"wrote {options.out}")
-
-
-_RUNS = {"explain": _explain, "search": _search, "configure": run_configure, "calibrate": _calibrate}
+_RUNS = {"explain": _explain, "search": _search, "configure": run_configure}
 
 
 def run(options: argparse.Namespace) -> int:

@@ -19,7 +19,6 @@ from gshard.core.sharding import Sharding as Sharding
 from gshard.core.spmd import SpmdProgram as SpmdProgram
 from gshard.device.cost import Cost as Cost
 from gshard.device.machine import MachineError as MachineError
-from gshard.device.machine import UnknownMachineWarning as UnknownMachineWarning
 from gshard.emit.compile import Executable as Executable
 from gshard.emit.compile import compile as compile
 from gshard.emit.partition import partition as partition
@@ -50,7 +49,6 @@ __all__ = [
     "SearchResult",
     "Sharding",
     "SpmdProgram",
-    "UnknownMachineWarning",
     "compile",
     "export_plan",
     "partition",

@@ -224,13 +224,6 @@ def test_8_bit_products_run_at_the_rate_of_the_data_sheet(machine, fast):
         assert seconds(dtype, dtype) == wide
 
 
-def test_a_measured_machine_keeps_the_ratios_that_were_not_measured():
-    on = dataclasses.replace(Machine.of("h100:1x1"), flops={"f32": 3e14, "bf16": 6e14}, measured=True)
-    assert [on.rate(dtype) / 1e14 for dtype in ("bf16", "f32", "f8_e4m3fn", "f4_e2m1fn")] == [6, 3, 6 * 2, 6]
-    assert on.rate("s8") == pytest.approx(12e14, rel=1e-3)
-    assert on.rate("f64") == pytest.approx(6e14 * 67 / 989)
-
-
 def test_a_result_of_the_program_is_launched_for_however_small():
     """Parts of eight bytes: what only a kernel of the program reads starts none, and what is returned starts one."""
     mesh, on = Mesh.abstract(d=64), Machine.of("h100:8x8")

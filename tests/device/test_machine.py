@@ -146,20 +146,15 @@ def test_time_grows_with_bytes_on_every_machine_and_group(text):
         assert all(map(math.isfinite, times))
 
 
-def test_a_shape_is_found_for_a_number_of_devices_written_and_read(tmp_path):
+def test_a_shape_is_found_for_a_number_of_devices():
     for kind, devices in product(KINDS, (2, 8, 16, 96, 128, 2048)):
         assert Machine.of(kind, devices).size == devices
-    for text in ("v5e:4x8", "h100:4x8", "mi300x:4x8", "cpu:32"):
-        machine = Machine.of(text)
-        machine.dump(tmp_path / "machine.json")
-        assert Machine.of(str(tmp_path / "machine.json"), 32) == machine
 
 
 @pytest.mark.parametrize("text, devices, message", [
     ("v9:2x2", None, "no machine is called 'v9:2x2'"), ("v3", None, "does not say how many devices"),
     ("v3", 7, "2 devices on each chip"), ("v3:2x2", 7, "has 8 devices, and the mesh has 7"),
-    ("v3:2x2x2", None, "has 3 dimensions"), ("absent.json", None, "cannot be read"),
-    ("m.json", None, "does not describe a machine"),
+    ("v3:2x2x2", None, "has 3 dimensions"), ("absent.json", None, "no machine is called"),
 ])  # fmt: skip
 def test_errors_say_what_to_write(text, devices, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

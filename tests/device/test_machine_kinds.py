@@ -12,14 +12,12 @@ import pytest
 import gshard
 from gshard import Machine, Mesh, split
 from gshard.device.cost import cost
-from gshard.device.machine import COMPILERS, DEVICE_KINDS, DIRECT, KINDS, Dimension, kind_called
+from gshard.device.machine import DEVICE_KINDS, DIRECT, KINDS, Dimension, kind_called
 from gshard.device.network import permutation_seconds, seconds
-from gshard.xla.calibrate import calibrate
 from gshard.xla.tpu import PlanningError, topology_mesh
 
 ROOT = Path(__file__).resolve().parents[2]
 LABEL = "the machine under the desk"
-FLAGS = ("compiler", "kind")
 
 
 def loss(ws, x):
@@ -42,13 +40,11 @@ MESH = Mesh.abstract(a=4, b=2)
 
 
 @pytest.mark.parametrize("kind", ["h100", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("v3", "cpu"))])
-def test_renaming_a_machine_changes_its_name_only(kind, tmp_path):
+def test_renaming_a_machine_changes_its_name_only(kind):
     machine = Machine.of(kind, MESH.size)
     renamed = dataclasses.replace(machine, name=LABEL)
     assert renamed != machine
     assert dataclasses.replace(renamed, name=machine.name) == machine
-    renamed.dump(tmp_path / "machine.json")
-    assert Machine.of(str(tmp_path / "machine.json")) == renamed
 
     lowered, again = (gshard.jit(step, mesh=MESH, machine=m).lower(*SHAPES) for m in (machine, renamed))
     assert str(again.plan) == str(lowered.plan)
@@ -65,45 +61,6 @@ def test_renaming_a_machine_changes_its_name_only(kind, tmp_path):
     limited = [gshard.jit(step, mesh=MESH, memory_limit=limit, machine=m).lower(*SHAPES) for m in (machine, renamed)]
     assert limited[0].spmd.recomputed is not None
     assert str(limited[0].spmd.recomputed) == str(limited[1].spmd.recomputed)
-
-
-@pytest.mark.parametrize("kind", ["v3", "h100"])
-def test_a_calibrated_machine_behaves_as_its_kind(kind, monkeypatch, tmp_path):
-    """Its figures are measured; what its compiler does, and so peak memory and messages, are those of the kind."""
-    monkeypatch.setattr("gshard.xla.calibrate.kind_of_devices", lambda mesh: kind)
-    measured, named = calibrate(jax.devices()[:8], side=8, elements=64), Machine.of(kind, 8)
-    assert (measured.compiler, measured.kind) == (named.compiler, named.kind)
-    assert measured.memory == named.memory
-    assert measured.measured
-    assert all(rate > 0 for rate in (*measured.flops.values(), measured.memory_bandwidth))
-    assert 0 < measured.network[0].latency < 1
-    measured.dump(tmp_path / "machine.json")
-    assert Machine.of(str(tmp_path / "machine.json")) == measured
-    spmd = gshard.jit(step, mesh=MESH).lower(*SHAPES).spmd
-    assert cost(spmd, measured).peak == cost(spmd, named).peak
-    assert not str(named).startswith(f"{named.name}, measured")
-    assert str(measured).startswith(f"{measured.name}, measured: 8 devices")
-
-
-def test_an_unknown_accelerator_is_calibrated_as_its_platform(monkeypatch):
-    monkeypatch.setattr("gshard.xla.calibrate.kind_of_devices", lambda mesh: None)
-    monkeypatch.setattr("gshard.xla.calibrate.compiler_of", lambda device: COMPILERS["gpu"])
-    with pytest.raises(gshard.stages.MachineError, match="does not tell how much memory"):
-        calibrate(jax.devices()[:2], side=8, elements=64)
-    monkeypatch.setattr("gshard.xla.calibrate.memory_of", lambda device: 7 << 30)
-    measured = calibrate(jax.devices()[:2], side=8, elements=64)
-    assert (measured.memory, measured.kind) == (7 << 30, jax.devices()[0].device_kind)
-    assert measured.compiler == COMPILERS["gpu"]
-
-
-def test_a_measured_machine_of_an_older_version_is_refused(tmp_path):
-    """Its file says nothing of the compiler, and the name is no place to guess it from."""
-    old = dataclasses.asdict(dataclasses.replace(Machine.of("h100:1x8"), measured=True, name="NVIDIA H100 x 8"))
-    for name in FLAGS:
-        del old[name]
-    (tmp_path / "old.json").write_text(json.dumps(old))
-    with pytest.raises(gshard.stages.MachineError, match=r"older version[\s\S]*gshard calibrate"):
-        Machine.of(str(tmp_path / "old.json"))
 
 
 CALLED = {

@@ -18,7 +18,7 @@ from gshard.core.processes import Group
 from gshard.core.program import MESH, Program, format_block
 from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import Cost
-from gshard.device.machine import Machine, machine_of, machine_to_order, machine_to_plan_for
+from gshard.device.machine import Machine, machine_of, machine_to_plan_for
 from gshard.emit.compile import Executable, compile_spmd
 from gshard.explanation.advice import allowed_bytes, check_bytes
 from gshard.explanation.plan_source import refuse_unused
@@ -171,9 +171,7 @@ class Target(_Kept):
 
         if self.memory_limit is None:
             return make(spmd, donated)
-        return compiled_within(
-            spmd, kept, self.memory_limit, self.machine or machine_to_order(self.mesh), donated, make
-        )
+        return compiled_within(spmd, kept, self.memory_limit, self.machine or machine_of(self.mesh), donated, make)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

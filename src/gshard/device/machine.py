@@ -5,14 +5,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import json
 import math
 import re
-import sys
-import warnings
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 from gshard.comm.steps import PERMUTE
 from gshard.core.errors import GShardError
@@ -29,7 +24,7 @@ RING, LINE, SWITCH, DIRECT = "ring", "line", "switch", "direct"
 class Compiler:
     """The behaviour of a compiler on a per-device program, independent of the speed of devices.
 
-    The cost model reads compiler behaviour from these fields only. A measured machine has the compiler of its kind.
+    The cost model reads compiler behaviour from these fields only.
     """
 
     source: str  # the compiler, its version, and the source of its behaviour
@@ -306,7 +301,6 @@ class Machine:
         network: dimensions, major to minor; the product of their sizes is the number of devices.
         launch: seconds of a kernel launch.
         host_link: bytes a second between a device and the memory of its host, in one direction; 0 if unknown.
-        measured: whether ``calibrate`` made it.
         compiler: the behaviour of its compiler.
         kind: the kind of the devices: a kind that ``of`` reads, or the name in JAX. Modelled times are compared on
             machines of one kind.
@@ -321,7 +315,6 @@ class Machine:
     network: tuple[Dimension, ...]
     launch: float = 0.0
     host_link: float = 0.0
-    measured: bool = False
     compiler: Compiler = COMPILERS["cpu"]
     kind: str = ""
     topology: str = ""
@@ -334,13 +327,9 @@ class Machine:
     def rate(self, dtype: str) -> float:
         """Operations a second of products in a dtype (short name).
 
-        A rate that was not measured has the ratio to bfloat16 that it has in the figures of the kind. XLA widens floats
-        of fewer than 16 bits that have no rate. Other dtypes run at the rate of ``f32``.
+        XLA widens floats of fewer than 16 bits that have no rate. Other dtypes run at the rate of ``f32``.
         """
-        known, dtype = KINDS[self.kind].flops if self.kind in KINDS else {}, dtype.replace("_", "")
-        if dtype in known and dtype not in self.flops and "bf16" in self.flops:
-            return self.flops["bf16"] * known[dtype] / known["bf16"]
-        return _rate(self.flops, dtype)
+        return _rate(self.flops, dtype.replace("_", ""))
 
     def peak(self, dtype: str) -> float:
         """The vendor's rate of products in a dtype, to which MFU relates; ``rate`` if no vendor gives one."""
@@ -350,11 +339,11 @@ class Machine:
     @staticmethod
     @without_our_frames
     def of(text: str, devices: int | None = None) -> Machine:
-        """Reads ``kind:shape``, or the file that ``gshard calibrate`` wrote.
+        """Reads ``kind:shape``.
 
         Args:
             text: ``v3:32x32`` and ``v4:4x4x4`` name chips; ``h100:4x8`` nodes and GPUs of a node; ``cpu:8`` devices;
-                capitals do not matter. A path that ends in ``.json`` is read.
+                capitals do not matter.
             devices: the number of devices. Required if the text has no shape; it must equal that of a shape.
 
         Raises:
@@ -364,8 +353,6 @@ class Machine:
         8
         """
         text = str(text)  # of any type: what is no machine is refused below
-        if text.endswith(".json"):
-            return _fitted(_load(Path(text)), devices, f"Name a machine of {devices} devices.")
         match = re.fullmatch(r"(\w+)(?::(\d+(?:x\d+)*))?", text.lower())
         if not match or match[1] not in KINDS:
             near = difflib.get_close_matches(match[1], KINDS, n=1) if match else []
@@ -374,26 +361,25 @@ class Machine:
                 f"no machine is called {text!r}.",
                 user_line(),
                 got=f"machines: {', '.join(KINDS)}",
-                hint=f"{meant}Write v3:32x32 (chips), h100:4x8 (nodes and GPUs), cpu:8, or a file of gshard calibrate.",
+                hint=f"{meant}Write v3:32x32 (chips), h100:4x8 (nodes and GPUs) or cpu:8.",
             )
         kind = KINDS[match[1]]
         shape = tuple(int(n) for n in match[2].split("x")) if match[2] else _shape_for(kind, text, devices)
-        return _fitted(_build(match[1], kind, shape), devices, _hint(match[1], kind, devices))
+        machine = _build(match[1], kind, shape)
+        if devices is not None and machine.size != devices:
+            what = f"{machine.name} has {machine.size} devices, and the mesh has {devices}."
+            raise MachineError(what, user_line(), hint=_hint(match[1], kind, devices))
+        return machine
 
     @staticmethod
     def read(given: str | Machine, devices: int) -> Machine:
         """The given machine, or the one that ``of`` reads; errors as in ``of``."""
         return given if isinstance(given, Machine) else Machine.of(given, devices)
 
-    def dump(self, path: Path) -> None:
-        """Writes the machine to a file as JSON, for ``Machine.of``."""
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", "utf-8")
-
     def __str__(self) -> str:
         grid = " x ".join(f"{d.size} ({d.kind})" for d in self.network)
-        name = f"{self.name}, measured" if self.measured else self.name
         return (
-            f"{name}: {self.size} devices, {grid}; {self.rate('bf16') / 1e12:.4g} TFLOP/s in bf16, "
+            f"{self.name}: {self.size} devices, {grid}; {self.rate('bf16') / 1e12:.4g} TFLOP/s in bf16, "
             f"{self.memory_bandwidth / 1e9:.4g} GB/s, {self.memory / 2**30:.4g} GiB"
         )
 
@@ -448,23 +434,6 @@ def _build(called: str, kind: Kind, shape: tuple[int, ...]) -> Machine:
     )  # fmt: skip
 
 
-def _load(path: Path) -> Machine:
-    hint = "Make one with: gshard calibrate --out machine.json"
-    try:
-        data: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        network = tuple(Dimension(**d) for d in data.pop("network"))
-        if data.get("measured") and not (data.get("kind") and "compiler" in data):
-            raise MachineError(f"{path} is of an older version, which did not write what the compiler does.", hint=hint)
-        if "compiler" in data:
-            lists = {name: tuple(x) for name, x in data["compiler"].items() if isinstance(x, list)}
-            data["compiler"] = Compiler(**data["compiler"] | lists)
-        return Machine(network=network, **data)
-    except OSError as error:
-        raise MachineError(f"{path} cannot be read: {error.strerror}.", hint=hint) from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise MachineError(f"{path} does not describe a machine: {error}.", hint=hint) from error
-
-
 def _hint(name: str, kind: Kind, devices: int | None) -> str:
     """A hint with the text of a machine with this number of devices."""
     try:
@@ -474,18 +443,7 @@ def _hint(name: str, kind: Kind, devices: int | None) -> str:
     return f"Write {name}:{shape}, or leave out the shape: {name}."
 
 
-def _fitted(machine: Machine, devices: int | None, hint: str) -> Machine:
-    if devices is not None and machine.size != devices:
-        what = f"{machine.name} has {machine.size} devices, and the mesh has {devices}."
-        raise MachineError(what, user_line(), hint=hint)
-    return machine
-
-
 # Finds the machine of a mesh's devices, and handles devices without a model.
-
-
-class UnknownMachineWarning(UserWarning):
-    """There is no model of the devices: gshard orders alternatives by the times of an H100."""
 
 
 def kind_called(device_kind: str, platform: str) -> str | None:
@@ -511,11 +469,6 @@ def kind_of_devices(mesh: Mesh) -> str | None:
     return kind_called(str(mesh.devices[0].device_kind), str(mesh.devices[0].platform))
 
 
-def compiler_of(device: Any) -> Compiler:
-    """The behaviour of a device's compiler, which depends on its platform."""
-    return COMPILERS.get(str(device.platform), COMPILERS["cpu"])
-
-
 def unknown_devices(mesh: Mesh) -> str | None:
     """The name of a mesh's devices in JAX, if there is no model of them; otherwise None."""
     if mesh.devices is None or kind_of_devices(mesh) is not None:
@@ -524,10 +477,17 @@ def unknown_devices(mesh: Mesh) -> str | None:
 
 
 def machine_of(mesh: Mesh) -> Machine:
-    """The machine of a mesh's devices."""
+    """The machine of a mesh's devices.
+
+    Raises:
+        MachineError: there is no model of them.
+    """
     kind = kind_of_devices(mesh)
     if kind is None:
-        raise MachineError(f"there is no model of {unknown_devices(mesh)}, so that no times are known.", hint=_HINT)
+        raise MachineError(
+            f"there is no model of {unknown_devices(mesh)}, so that no times are known.",
+            hint='Give machine= a kind that is near, such as "h100", or a gshard.Machine(...) of your own.',
+        )
     return Machine.of(kind, mesh.size)
 
 
@@ -541,49 +501,3 @@ def machine_to_plan_for(mesh: Mesh) -> Machine | None:
     if kind is None or kind == "cpu" or mesh.size % KINDS[kind].cores:
         return None
     return machine_of(mesh)
-
-
-def machine_to_order(mesh: Mesh) -> Machine:
-    """A machine whose times only rank alternatives: that of the devices, or H100s with their memory and compiler.
-
-    In the time to read a byte, most accelerators do 150 to 320 operations of a bfloat16 product, as an H100 does.
-    """
-    called = unknown_devices(mesh)
-    if called is None:
-        return machine_of(mesh)
-    _warn(called)
-    assert mesh.devices is not None, "an abstract mesh is known"
-    return dataclasses.replace(
-        Machine.of("h100", mesh.size),
-        name=f"{called} (no model)",
-        memory=memory_of(mesh.devices[0]) or sys.maxsize,
-        compiler=compiler_of(mesh.devices[0]),
-        kind=called,
-    )
-
-
-def memory_of(device: Any) -> int | None:
-    """Bytes of a device that XLA may use; None if the device does not report them."""
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    return None if limit is None else int(limit)
-
-
-_HINT = (
-    'Give machine= a kind that is near, such as "h100", or measure these devices: gshard calibrate --out machine.json, '
-    'and machine="machine.json".'
-)
-
-
-_WARNED: set[str] = set()
-
-
-def _warn(called: str) -> None:
-    """Warns once in a process."""
-    if called in _WARNED:
-        return
-    warnings.warn(
-        f"there is no model of {called}: what is recomputed to fit is chosen by the times of an H100. {_HINT}",
-        UnknownMachineWarning,
-        stacklevel=3,
-    )
-    _WARNED.add(called)

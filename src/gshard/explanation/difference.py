@@ -161,13 +161,10 @@ def _check_machines(before: Mapping[str, Any] | None, after: Mapping[str, Any] |
     """Refuses times of two kinds of machines; more devices of one kind are a change that can be asked about."""
     if not before or not after:
         return
-    # Files of older versions have the kind in the name only.
-    kinds = [(m.get("kind") or m["name"].partition(":")[0], m["measured"]) for m in (before, after)]
-    if kinds[0] != kinds[1]:
-        told = [f"{m['name']}{' as measured' if m['measured'] else ''}" for m in (before, after)]
+    if before["kind"] != after["kind"]:
         raise DifferenceError(
             "modelled times of two kinds of machines cannot be compared.",
-            got=f"before: {told[0]}; after: {told[1]}",
+            got=f"before: {before['name']}; after: {after['name']}",
             hint="Explain both for one kind: --machine, in Python machine=.",
         )
 

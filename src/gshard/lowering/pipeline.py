@@ -14,7 +14,7 @@ from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
 from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import WORTH, Cost, cost
-from gshard.device.machine import Machine, machine_to_order
+from gshard.device.machine import Machine, machine_of
 from gshard.emit.partition import partition
 from gshard.lowering.seconds import on_machine, seconds_on
 from gshard.planning.batched import batched
@@ -118,7 +118,7 @@ class Settings:
     @property
     def on(self) -> Machine:
         """The machine whose times decide which values are recomputed."""
-        return self.machine or machine_to_order(self.mesh)
+        return self.machine or machine_of(self.mesh)
 
     @property
     def room(self) -> int:

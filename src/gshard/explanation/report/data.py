@@ -101,7 +101,6 @@ def machine_data(machine: Machine) -> dict[str, Any]:
         "kind": machine.kind or machine.name,
         "text": str(machine),
         "memory": machine.memory,
-        "measured": machine.measured,
     }
 
 

@@ -11,7 +11,7 @@ function verdict() {
   const V = D.verdict, T = D.totals, axes = D.mesh.axes.map(axis => axis.join("=")).join(" ");
   document.title = `${D.name} on ${D.mesh.size} devices: gshard explain`;
   $("title").textContent = `${D.name} on ${D.mesh.size} device${D.mesh.size > 1 ? "s" : ""}`;
-  const machine = D.machine && `${D.machine.measured ? "measured" : "modelled"} machine ${D.machine.text}`;
+  const machine = D.machine && `modelled machine ${D.machine.text}`;
   $("subtitle").textContent = [`mesh ${axes}`, D.program, machine, D.jax && `jax ${D.jax}`].filter(Boolean).join(" · ");
   const shares = el("div", { className: "shares", role: "img", "aria-label": V.headline });
   const key = el("div", { className: "key soft" });

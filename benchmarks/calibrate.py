@@ -1,11 +1,12 @@
-"""Calibrate: measures products, memory and collectives of the available devices.
+"""Calibrate: measures products, memory and collectives of virtual CPU devices, for a machine like them.
 
 Each figure is the best of some runs, with all devices at work. They become one switch whose latency and bandwidth give
-the two measured times of an all-to-all. What the compiler does follows from the kind of the devices.
+the two measured times of an all-to-all.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -16,16 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from gshard.core.mesh import Mesh
-from gshard.device.machine import (
-    KINDS,
-    SWITCH,
-    Dimension,
-    Machine,
-    MachineError,
-    compiler_of,
-    kind_of_devices,
-    memory_of,
-)
+from gshard.device.machine import SWITCH, Dimension, Machine
 
 _RUNS = 5
 
@@ -34,13 +26,6 @@ def calibrate(devices: Sequence[Any] | None = None, *, side: int = 1024, element
     """Measures the devices; takes some seconds."""
     devices = tuple(jax.devices() if devices is None else devices)
     mesh = Mesh.of(devices)
-    kind = kind_of_devices(mesh)
-    compiler = compiler_of(devices[0]) if kind is None else KINDS[kind].compiler
-    memory = memory_of(devices[0]) or (None if kind is None else KINDS[kind].memory)
-    if memory is None:
-        raise MachineError(
-            f"{devices[0].device_kind} does not tell how much memory it has.", hint="Write a gshard.Machine(...)."
-        )
     rates = {
         name: 2 * side**3 / _best(_everywhere(mesh, lambda a: a @ a, (side, side), dtype))
         for name, dtype in _DTYPES.items()
@@ -48,14 +33,9 @@ def calibrate(devices: Sequence[Any] | None = None, *, side: int = 1024, element
     copied = _best(_everywhere(mesh, lambda x: x + 1.0, (elements,)))
     # Small enough for a cache, with many operations an element: arithmetic, not memory.
     vector = 16 * _FEW / _best(_everywhere(mesh, lambda x: _polynomial(x, 8), (_FEW,)))
-    launch = 1e-6
-    if devices[0].platform != "cpu":
-        launch = _best(_ready(jax.jit(lambda x: x + 1.0), jnp.zeros(())))
-    name = f"{devices[0].device_kind} x {len(devices)}"
-    return Machine(
-        name, rates, vector, 2 * 4 * elements / copied, memory, (_network(mesh, elements),), launch,
-        0.0 if kind is None else KINDS[kind].host_link, measured=True,
-        compiler=compiler, kind=kind or str(devices[0].device_kind),
+    return dataclasses.replace(
+        Machine.of("cpu", len(devices)), name=f"{len(devices)} measured CPU devices", flops=rates, vector_flops=vector,
+        memory_bandwidth=2 * 4 * elements / copied, network=(_network(mesh, elements),),
     )  # fmt: skip
 
 
