@@ -188,7 +188,9 @@ def test_an_optimizer_state_on_the_host_stays_there():
     assert ours._cache_size() <= 2
     explained = gshard.explain(ours, a, X)
     assert explained.source.host.arguments == (4 * (8 * 16 + 16), 4 * (8 * 16 + 16) // 8)
-    assert explained.source.host.from_host == explained.source.host.to_host == explained.source.host.arguments[1]
+    assert [explained.source.host.moved(to_host=way) for way in (False, True)] == 2 * [
+        explained.source.host.arguments[1]
+    ]
     assert explained.argument_bytes[0] == 4 * (8 * 16 + 16) + 4 + X.nbytes
 
 
@@ -227,7 +229,7 @@ def test_weights_are_fetched_layer_by_layer(f, spec):
     if spec[0] is None:  # the layers of a stack that is split by layers are moved on the devices
         assert sum(times for _, times in moved(function, ws, x)) == 4
         whole, local = gshard.explain(function, ws, x).source.host.arguments
-        assert gshard.explain(function, ws, x).source.host.from_host == local
+        assert gshard.explain(function, ws, x).source.host.moved(to_host=False) == local
 
 
 @pytest.mark.parametrize("size", [16, 13])
@@ -340,7 +342,7 @@ def test_memory_on_the_host_is_none_of_a_device():
     found = gshard.explain(fetched_in_rounds, ws, x.astype(jnp.float32), mesh=ROWS)
     whole, each = 8 * 64 * 64 * 4, 64 * 64 * 4 // 8
     assert found.source.host.arguments == (whole, whole // 8)
-    assert found.source.host.from_host == whole // 8
+    assert found.source.host.moved(to_host=False) == whole // 8
     assert found.argument_bytes == (8 * each, each)
     assert found.cost("h100:1x8").memory.arguments == each
     assert "each device fetches 16.0 KiB from the host and sends 0 B to it in one call" in str(found)

@@ -336,6 +336,11 @@ class Program:
         output = self.block.outputs[i]
         return kind_in_space(isinstance(output, Value) and output.on_host)
 
+    @functools.cached_property
+    def producers(self) -> dict[Value, Equation]:
+        """The equation that computes each value, in bodies too."""
+        return {v: e for e in self.block.walk() for v in e.outputs}
+
     @property
     def input_marks(self) -> tuple[Mark | None, ...]:
         """The mark of each input, including captured arrays, or None."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from gshard.core.errors import PlanError
@@ -22,12 +21,12 @@ def root_of(value: Value, atoms: set[str], plan: Plan) -> Reason | None:
     return None
 
 
-def root_of_sum(value: Value, atoms: set[str], plan: Plan, producers: Mapping[Value, Equation]) -> Reason | None:
+def root_of_sum(value: Value, atoms: set[str], plan: Plan) -> Reason | None:
     """The mark that splits the dimension over which the nearest equation before ``value`` adds up."""
     seen: set[Equation] = set()
     at = [value]
     while at:
-        e = producers.get(at.pop())
+        e = plan.program.producers.get(at.pop())
         if e is None or e.rule is None or e in seen:
             continue
         seen.add(e)
@@ -41,7 +40,7 @@ def root_of_sum(value: Value, atoms: set[str], plan: Plan, producers: Mapping[Va
     return None
 
 
-def roots(c: Collective, plan: Plan, producers: Mapping[Value, Equation]) -> frozenset[Reason]:
+def roots(c: Collective, plan: Plan) -> frozenset[Reason]:
     """The marks and arguments that a collective goes back to."""
     moving = (e for e in (c.cause, c.emitted) if e is not None and e.mark is not None)
     found = {Reason("mark", e.line, str(e.mark)) for e in moving}
@@ -50,12 +49,12 @@ def roots(c: Collective, plan: Plan, producers: Mapping[Value, Equation]) -> fro
         if isinstance(v, Value) and v in plan.shardings:
             found.update(plan.roots[v, d] for d in range(len(v.shape)) if (v, d) in plan.roots)
     summed = set() if c.before is None else {a for a, _ in c.before.unreduced}
-    if c.value is not None and summed and (root := root_of_sum(c.value, summed, plan, producers)) is not None:
+    if c.value is not None and summed and (root := root_of_sum(c.value, summed, plan)) is not None:
         found.add(root)
     return frozenset(found)
 
 
-def advice(c: Collective, plan: Plan, producers: Mapping[Value, Equation]) -> str:
+def advice(c: Collective, plan: Plan) -> str:
     """One or two sentences: which marks lead here."""
     if c.why == RECOMPUTED:
         return "gshard runs it a second time, because memory_limit leaves no room to keep its result."
@@ -64,12 +63,12 @@ def advice(c: Collective, plan: Plan, producers: Mapping[Value, Equation]) -> st
     axes = plan.mesh.format_atoms(c.atoms)
     moved = set(c.atoms)
     if moved & {a for a, _ in c.before.unreduced}:
-        root = root_of_sum(c.value, moved, plan, producers)
+        root = root_of_sum(c.value, moved, plan)
         because = f" ({root})" if root else ""
         return f"A sum over a dimension that is split over {axes}{because} leaves each device a part."
     if c.source is not None and moved.isdisjoint(c.source.atoms):
         summed = [a for a, _ in c.source.unreduced]
-        root = root_of_sum(c.value, set(summed), plan, producers)
+        root = root_of_sum(c.value, set(summed), plan)
         because = f" ({root})" if root else ""
         return (
             f"Copies over {axes} have shared the work of combining a sum over a dimension that is split over "
@@ -111,9 +110,8 @@ def check_bytes(allowed: float, plan: Plan, spmd: SpmdProgram) -> None:
     total = sum(c.total_bytes for c in spmd.collectives)
     if total <= allowed:
         return
-    producers = {v: e for e in plan.program.block.walk() for v in e.outputs}
     most = sorted(spmd.collectives, key=lambda c: -c.total_bytes)
-    rows = [_row(c, plan) + f"\n    {advice(c, plan, producers)}" for c in most[:SHOWN]]
+    rows = [_row(c, plan) + f"\n    {advice(c, plan)}" for c in most[:SHOWN]]
     if rest := most[SHOWN:]:
         rows.append(f"and {len(rest)} more collectives, {_bytes(sum(c.total_bytes for c in rest))}")
     raise PlanError(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
@@ -21,8 +20,7 @@ from gshard.core.mesh import Mesh
 from gshard.core.number_text import format_ms, significant
 from gshard.core.plan import Plan, local_bytes
 from gshard.core.planning_tables import with_tables
-from gshard.core.program import Block, Constant, Equation, Program, Value, format_bytes, itemsize, type_text
-from gshard.core.sharding import Sharding
+from gshard.core.program import Block, Equation, Program, Value, format_bytes, type_text
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.device.cost import Cost, KernelCost, cause_of, cost, origins
 from gshard.device.fusion_model import COLLECTIVE, device_program, is_product
@@ -58,15 +56,26 @@ from gshard.explanation.warnings import (
     returned_in_fewer_shards,
 )
 from gshard.language.mark_primitive import bound_text
-from gshard.language.transfer import Transfer, changes_memory, transfers_of
+from gshard.language.transfer import changes_memory
 from gshard.naming.argument_names import ArrayName
 from gshard.naming.array_names import UPDATE, ArrayNames
 from gshard.planning.demands import demands
 from gshard.xla.peer import xla_function
 
+_SHOWN = 12  # names, or rows of what moves, in a list
+
 # Host memory: the arrays that a program keeps in host memory, and the transfers of a call.
 
-_SHOWN = 12  # rows of what moves
+
+class Transfer(NamedTuple):
+    """A value of the per-device program that moves between device memory and host memory."""
+
+    to_host: bool  # whether it moves to the host, or from there
+    shape: str  # one device's part
+    array: str  # its name
+    line: str  # the user's source line
+    times: int  # number of runs in one call of the program; a loop with an unknown number of iterations counts once
+    bytes: int  # bytes that one device moves in all of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,17 +88,11 @@ class HostMemory:
     # constraints that name the memory of the host; JAX and gshard read their shardings alone
     without_effect: tuple[str, ...] = ()
 
-    @property
-    def to_host(self) -> int:
-        """Bytes that each device sends to the host in one call."""
-        return sum(t.total_bytes for t in self.transfers if t.to_host)
+    def moved(self, *, to_host: bool) -> int:
+        """Bytes that each device sends to the host in one call, or fetches from there."""
+        return sum(t.bytes for t in self.transfers if t.to_host == to_host)
 
     @property
-    def from_host(self) -> int:
-        """Bytes that each device fetches from the host in one call."""
-        return sum(t.total_bytes for t in self.transfers if not t.to_host)
-
-    @functools.cached_property
     def lines(self) -> tuple[str, ...]:
         """The report as text; no line where nothing is on the host."""
         if not (self.transfers or self.arguments[0] or self.results[0] or self.without_effect):
@@ -98,39 +101,47 @@ class HostMemory:
             f"{what}: {format_bytes(whole)} in all, {format_bytes(local)} for each device"
             for what, (whole, local) in (("arguments", self.arguments), ("results", self.results))
         ]
-        moved = f"fetches {format_bytes(self.from_host)} from the host and sends {format_bytes(self.to_host)} to it"
-        lines.append(f"each device {moved} in one call")
-        times, sent = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
+        fetched, sent = (format_bytes(self.moved(to_host=to_host)) for to_host in (False, True))
+        lines.append(f"each device fetches {fetched} from the host and sends {sent} to it in one call")
+        times, moved = Counter[Transfer](), Counter[Transfer]()
         for t in self.transfers:
-            row = "to host" if t.to_host else "from host", t.shape, t.array, t.line
+            row = t._replace(times=0, bytes=0)
             times[row] += t.times
-            sent[row] += t.total_bytes
-        shown = sent.most_common(_SHOWN)
-        wide = max((len(array) for (*_, array, _), _ in shown), default=0)
-        for (way, shape, array, line), n in shown:
-            count = times[way, shape, array, line]
-            lines.append(f"{way:<18} x{count:<4} {format_bytes(n):>10}  {shape:<24} {array:<{wide}}  {line}")
-        if rest := sent.most_common()[_SHOWN:]:
+            moved[row] += t.bytes
+        shown = moved.most_common(_SHOWN)
+        wide = max((len(row.array) for row, _ in shown), default=0)
+        for row, n in shown:
+            way = "to host" if row.to_host else "from host"
+            lines.append(
+                f"{way:<18} x{times[row]:<4} {format_bytes(n):>10}  {row.shape:<24} {row.array:<{wide}}  {row.line}"
+            )
+        if rest := moved.most_common()[_SHOWN:]:
             lines.append(f"... and {len(rest)} more rows with {format_bytes(sum(n for _, n in rest))}")
         return (*lines, *self.without_effect)
 
 
 def host_memory(spmd: SpmdProgram, names: ArrayNames) -> HostMemory:
     """Reads off a per-device program what it keeps on the host."""
-    program, mesh = spmd.program, spmd.mesh
-    inputs, results = program.block.inputs, program.block.outputs
-    come = [i for i in range(len(inputs)) if is_host_kind(program.input_memory(i))]
-    leave = [i for i in range(len(results)) if is_host_kind(program.output_memory(i))]
-    arguments = [(inputs[i], spmd.in_shardings[i]) for i in come]
-    left = [(results[i], spmd.out_shardings[i]) for i in leave]
-    moved = tuple(transfers_of(spmd.jaxpr))
-    if moved:
-        block = device_program(spmd).block
-        own = ArrayNames.of_devices(block, program, names)
-        values = [v for e in block.walk() if changes_memory(e) for v in e.inputs[:1] if isinstance(v, Value)]
-        if [type_text(v) for v in values] == [t.shape for t in moved]:
-            moved = tuple(dataclasses.replace(t, array=own.array(v).alike) for t, v in zip(moved, values, strict=True))
-    return HostMemory(_bytes(arguments, mesh), _bytes(left, mesh), moved, tuple(_without_effect(program.block)))
+    program, block, transfers = spmd.program, spmd.program.block, list[Transfer]()
+    if any(v.on_host for v in block.values()):
+        inside = device_program(spmd).block
+        own = ArrayNames.of_devices(inside, program, names)
+        for e, times in inside.runs():
+            if changes_memory(e) and isinstance(v := e.inputs[0], Value):
+                (result,) = e.outputs
+                name, size = own.array(v).alike, result.bytes * times
+                transfers.append(Transfer(result.on_host, type_text(result), name, e.line, times, size))
+    held = [
+        [(v, s) for i, (v, s) in enumerate(zip(arrays, shardings, strict=True)) if is_host_kind(memory(i))]
+        for arrays, shardings, memory in (
+            (block.inputs, spmd.in_shardings, program.input_memory),
+            (block.outputs, spmd.out_shardings, program.output_memory),
+        )
+    ]
+    arguments, results = (
+        (sum(v.bytes for v, _ in end), sum(local_bytes(v, s, spmd.mesh) for v, s in end)) for end in held
+    )
+    return HostMemory(arguments, results, tuple(transfers), tuple(_without_effect(block)))
 
 
 def _without_effect(block: Block) -> Iterator[str]:
@@ -142,12 +153,6 @@ def _without_effect(block: Block) -> Iterator[str]:
                 f"{e.name} at {e.line} names memory {kind!r}, which has no effect, as in JAX: move the value with "
                 "jax.device_put"
             )
-
-
-def _bytes(arrays: Sequence[tuple[Value | Constant, Sharding]], mesh: Mesh) -> tuple[int, int]:
-    """Bytes of some arrays, whole and of one device's parts."""
-    whole = sum(math.prod(v.shape) * itemsize(v.dtype) for v, _ in arrays)
-    return whole, sum(math.prod(s.local_shape(mesh, v.shape)) * itemsize(v.dtype) for v, s in arrays)
 
 
 # Layout usage: the values that each row of a layout applies to, and the rows that are unused.
@@ -241,46 +246,29 @@ _OTHER = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Purpose:
-    """Collectives of one kind over the same axes with one purpose."""
-
-    kind: str  # kind, axes: as of a row of ``Explanation.collectives``
-    axes: str
-    times: int  # how many run in one call of the program
-    bytes: int  # what each device sends in all of them
-    purpose: str  # what they are for
-
-    def __str__(self) -> str:
-        return f"{self.kind:<18} over {self.axes:<12} x{self.times:<4} {format_bytes(self.bytes):>10}  {self.purpose}"
-
-
-def purposes_of(plan: Plan, collectives: tuple[Collective, ...], names: ArrayNames) -> list[Purpose]:
-    """What the collectives of a plan's per-device program are for."""
+def purposes_of(spmd: SpmdProgram, plan: Plan, names: ArrayNames) -> tuple[str, ...]:
+    """A line for collectives of one kind over the same axes with one purpose, most bytes first."""
     program = plan.program
     state = {i for i, _ in program.state(range(len(program.block.inputs)))}
     data = {names.arguments[v].text: v for i, v in enumerate(program.block.inputs) if i not in state}
     atoms_of_data = {a for v in data.values() for a in plan.shardings[v].atoms}
-    producers = {v: e for e in program.block.walk() for v in e.outputs}
     times, sent = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
-    for c in collectives:
-        key = c.kind, plan.mesh.format_atoms(c.atoms), _purpose(c, names, plan, producers, data, atoms_of_data)
+    for c in spmd.collectives:
+        purpose = _purpose(c, names, plan, data, along_data=not atoms_of_data.isdisjoint(c.atoms))
+        key = c.kind, plan.mesh.format_atoms(c.atoms), purpose
         times[key] += c.times
         sent[key] += c.total_bytes
-    return [Purpose(*key[:2], times[key], n, key[2]) for key, n in sent.most_common()]
+    return tuple(
+        f"{kind:<18} over {axes:<12} x{times[kind, axes, purpose]:<4} {format_bytes(n):>10}  {purpose}"
+        for (kind, axes, purpose), n in sent.most_common()
+    )
 
 
-def _purpose(
-    c: Collective,
-    names: ArrayNames,
-    plan: Plan,
-    producers: Mapping[Value, Equation],
-    data: Collection[str],
-    atoms_of_data: set[str],
-) -> str:
+def _purpose(c: Collective, names: ArrayNames, plan: Plan, data: Collection[str], *, along_data: bool) -> str:
+    """What a collective is for; ``along_data``: whether it is over an axis that splits an input that is no state."""
     name = names.array(c.value).text
     if names.is_gradient(c.value):
-        if c.kind == "reduce_scatter" and atoms_of_data.isdisjoint(c.atoms):
+        if c.kind == "reduce_scatter" and not along_data:
             return "sums gradients of weights that products gathered over an axis that splits no input"
         if c.kind == "reduce_scatter":
             return "sums gradients of weights, one shard for each device (FSDP, ZeRO)"
@@ -294,12 +282,12 @@ def _purpose(
         if name in data:
             return "gathers an input"
         if names.is_named(c.value):
-            if atoms_of_data.isdisjoint(c.atoms):
+            if not along_data:
                 return "gathers weights over an axis that splits no input: this costs less than moving activations"
             return "gathers weights for products (FSDP, ZeRO-3)" if is_read else "gathers weights"
         return "gathers activations for products (sequence parallelism)" if is_read else "gathers activations"
-    if c.kind in ("all_reduce", "reduce_scatter") and c.value is not None and _sums_product(c.value, plan, producers):
-        if atoms_of_data.isdisjoint(c.atoms):
+    if c.kind in ("all_reduce", "reduce_scatter") and c.value is not None and _sums_product(c.value, plan):
+        if not along_data:
             return _PRODUCT if c.kind == "all_reduce" else _SCATTERED
         if c.cause is not None and is_transposed(c.cause.source_info):
             return "sums gradients over the batch (data parallelism)"
@@ -309,12 +297,12 @@ def _purpose(
     return _OTHER[c.kind]
 
 
-def _sums_product(v: Value, plan: Plan, producers: Mapping[Value, Equation]) -> bool:
+def _sums_product(v: Value, plan: Plan) -> bool:
     """Whether a value is made of partial results of a product, through equations that keep parts of sums."""
     open_values, seen = [v], set[Value]()
     while open_values:
         value = open_values.pop()
-        e = producers.get(value)
+        e = plan.program.producers.get(value)
         if value in seen or e is None:
             continue
         seen.add(value)
@@ -484,11 +472,6 @@ class PlanSource:
         """What is in the memory of the host, and what moves between host and device in one call."""
         return host_memory(self.spmd, self.names)
 
-    @property
-    def purposes(self) -> list[Purpose]:
-        """What the collectives are for, most bytes first."""
-        return purposes_of(self.plan, self.spmd.collectives, self.names)
-
     @functools.cached_property
     @with_tables
     def lists(self) -> tuple[Listed, ...]:
@@ -515,8 +498,9 @@ class PlanSource:
             ("dropped", "features of the program that gshard drops (strict=True refuses them)",
              map(str, program.dropped)),
         )  # fmt: skip
-        purposes = Listed("purposes", "what the collectives are for", tuple(map(str, self.purposes)), is_in_text=False)
-        return purposes, *(Listed(key, title, tuple(lines)) for key, title, lines in rows)
+        purposes = purposes_of(self.spmd, plan, self.names)
+        listed = Listed("purposes", "what the collectives are for", purposes, is_in_text=False)
+        return listed, *(Listed(key, title, tuple(lines)) for key, title, lines in rows)
 
     def machine(self) -> Machine | None:
         """The devices of the mesh, and CPUs for an abstract one."""
@@ -567,12 +551,8 @@ class PlanSource:
             resharded = " → ".join(s.format(mesh, c.value.shape, c.value.dtype_name) for s in (c.before, c.after))
         return {
             "atoms": c.atoms, "groups": groups(mesh, c.atoms), "emitted": places.of(place_of(c.emitted)),
-            "moved": resharded, "advice": advice(c, self.plan, self._producers), "pairs": sorted(pairs), "over": over,
+            "moved": resharded, "advice": advice(c, self.plan), "pairs": sorted(pairs), "over": over,
         }  # fmt: skip
-
-    @functools.cached_property
-    def _producers(self) -> dict[Value, Equation]:
-        return {v: e for e in self.plan.program.block.walk() for v in e.outputs}
 
     def details_of_arrays(self, places: Places) -> list[dict[str, Any]]:
         """What the page alone shows of each array (``report.data``)."""
@@ -591,7 +571,7 @@ class PlanSource:
                     source = plan.sources[v, d]
                     reasons.append((d, str(reason), *((-1, -1) if source is None else (number[source[0]], source[1]))))
             spec = plan.mesh.spec_of(dims) if row.is_argument else None
-            place = places.of(place_of(self._producers.get(v)))
+            place = places.of(place_of(plan.program.producers.get(v)))
             rows.append({
                 "dtype": v.dtype_name, "shape": list(v.shape), "dims": list(map(list, dims)),
                 "spec": "" if spec is None else text_of_spec(spec), "place": place,

@@ -78,7 +78,6 @@ def changes_of(rows: Sequence[Sequence[Collective]], plan: Plan) -> list[Proposa
 def _added(rows: Sequence[Sequence[Collective]], plan: Plan) -> Iterator[Proposal]:
     """Marks on the values that collectives move."""
     program = plan.program
-    producers = {v: e for e in program.block.walk() for v in e.outputs}
     free, results = _unmarked(program), {v for v in program.block.outputs if isinstance(v, Value)}
     seen = set()
     for row, same in enumerate(rows):
@@ -96,7 +95,7 @@ def _added(rows: Sequence[Sequence[Collective]], plan: Plan) -> Iterator[Proposa
             marks = dict.fromkeys(values, mark_of_cut(sharding.dims, plan.mesh))
             yield Proposal(
                 text,
-                _place(list(values), program, producers),
+                _place(list(values), program),
                 "",
                 row,
                 sent,
@@ -134,13 +133,13 @@ def _wanted(value: Value, before: Sharding, after: Sharding, plan: Plan, is_resu
             yield Sharding(dims)
 
 
-def _place(values: Sequence[Value], program: Program, producers: Mapping[Value, Equation]) -> str:
+def _place(values: Sequence[Value], program: Program) -> str:
     """What to mark, as text: an argument, or the operation and the line, and how many there are."""
     value, others = values[0], len(values) - 1
     if value in program.block.inputs:
         name = program.names[program.block.inputs.index(value)]
         return f"the argument {name}" + (f" and {others} like it" if others else "")
-    e = producers.get(value)
+    e = program.producers.get(value)
     if e is None:
         return ""
     made = f"the result of {e.name} {'in the gradient of' if is_transposed(e.source_info) else 'at'} {e.line}"
@@ -172,11 +171,10 @@ def _at_stake(
     rows: Sequence[Sequence[Collective]], plan: Plan
 ) -> tuple[collections.Counter[Reason], dict[Reason, int]]:
     """Bytes of all collectives that go back to each mark, and the largest row of them."""
-    producers = {v: e for e in plan.program.block.walk() for v in e.outputs}
     stake: collections.Counter[Reason] = collections.Counter()
     largest: dict[Reason, int] = {}
     for row, same in enumerate(rows):
-        for root in roots(same[0], plan, producers):
+        for root in roots(same[0], plan):
             stake[root] += sum(c.total_bytes for c in same)
             largest.setdefault(root, row)
     return stake, largest

@@ -6,48 +6,14 @@ the operand in the other memory. Transfers never merge, so what the backward pas
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-from gshard.core.jax_adapter import closed, sub_jaxprs, user_line
 from gshard.core.memory_kinds import is_on_host, space
-from gshard.core.program import Constant, Equation, Value, itemsize, type_text
+from gshard.core.program import Constant, Equation, Value
 from gshard.core.rule import PARALLEL, Split
 from gshard.language.traits import traits_of
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Transfer:
-    """A transfer of a value of the per-device program between device memory and host memory."""
-
-    to_host: bool  # whether the value moves to the host, or from the host
-    bytes: int  # bytes of one device's part
-    times: int  # number of runs in one call of the program; a loop with an unknown number of iterations counts once
-    shape: str  # one device's part, as text
-    line: str  # the user's source line
-    array: str = ""  # the name of the value; empty if not known
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that one device moves in one call of the program."""
-        return self.bytes * self.times
-
-
-def transfers_of(jaxpr: Any, times: int = 1) -> Iterator[Transfer]:
-    """All transfers of a (closed) jaxpr, including loops and branches, in order."""
-    for eqn in closed(jaxpr)[0].eqns:
-        if eqn.primitive.name == "device_put":
-            for before, after in zip(eqn.invars, eqn.outvars, strict=True):
-                aval = after.aval
-                if is_on_host(before.aval) != is_on_host(aval):
-                    size = aval.size * itemsize(aval.dtype)
-                    yield Transfer(is_on_host(aval), size, times, type_text(aval), user_line(eqn.source_info))
-        iterations = int(eqn.params["length"]) if eqn.primitive.name == "scan" else 1
-        for body in sub_jaxprs(eqn.params):
-            yield from transfers_of(body, times * iterations)
 
 
 def transferred(x: Any, on_host: bool) -> Any:

@@ -30,7 +30,7 @@ class ArrayNames:
     """Names for the arrays of one program."""
 
     def __init__(self, program: Program, called: Sequence[ArrayName] = ()) -> None:
-        self._producers = {v: e for e in program.block.walk() for v in e.outputs}
+        self._producers = program.producers
         self._scopes: dict[Equation, Path] = {}
         self._backward: set[Equation] = set()
         self._note_scopes(program.block, (), False)

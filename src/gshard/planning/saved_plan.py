@@ -212,9 +212,8 @@ def plan_of(
     """A plan of chosen shardings and splits. The shardings must obey the program's marks."""
     reasons: dict[tuple[Value, int], Reason] = {}
     orders: dict[Value, Order] = {}
-    producers = {v: e for e in program.block.walk() for v in e.outputs}
     for v, sharding in shardings.items():
-        e = producers.get(v)
+        e = program.producers.get(v)
         because = Reason("searched", e.line if e else "", e.name if e else "")
         reasons.update({(v, d): because for d, atoms in enumerate(sharding.dims) if atoms})
     for v, demand, reason in demands(program, mesh):
