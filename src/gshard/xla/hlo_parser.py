@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from gshard.core.jax_adapter import is_of_library
 
@@ -228,45 +228,32 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     if noted := re.search(r'known_trip_count"?[:=]\s*\{"?n"?[:=]\s*"?(\d+)', loop.attributes):
         return int(noted[1])
     (condition,), (body,) = loop.called("condition"), loop.called("body")
-    test = _value(module, module.computations[condition], None, ())
     step = functools.partial(_element, module, module.computations[body], None)
     first = functools.partial(_element, module, computation, loop.operands[0])
-    match test:
+    match _value(module, module.computations[condition], None, ()):
         case ("compare", direction, ("element", int(i)), limit):
-            return _count(str(direction), first(i), _constant(limit, first, step), step(i), i)
+            pass
         case ("compare", direction, limit, ("element", int(i))):
-            turned = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}.get(str(direction), str(direction))
-            return _count(turned, first(i), _constant(limit, first, step), step(i), i)
-    return None
-
-
-Value = tuple[object, ...] | None
-"""``("constant", n)``, ``("element", i)`` of the state, ``("add", a, b)``, ``("compare", direction, a, b)``."""
-
-
-def _constant(limit: object, first: Callable[[int], Value], step: Callable[[int], Value]) -> Value:
-    """A limit that the state carries along unchanged is what the state starts with."""
+            direction = _MIRRORED.get(direction, direction)
+        case _:
+            return None
     match limit:
-        case ("element", int(j)) if step(j) == ("element", j):
-            return first(j)
-        case ("constant", int(n)):
-            return ("constant", n)
+        case ("element", int(j)) if step(j) == limit:  # the state carries it along unchanged
+            limit = first(j)
+    match first(i), limit, step(i):
+        case ("constant", int(begin)), ("constant", int(end)), ("add", int(element), int(by)) if element == i and by:
+            if by < 0:
+                direction, begin, end, by = _MIRRORED.get(direction, direction), -begin, -end, -by
+            if direction in ("LT", "LE"):
+                return max(0, math.ceil((end + (direction == "LE") - begin) / by))
+            if direction == "NE" and begin <= end and (end - begin) % by == 0:
+                return (end - begin) // by
     return None
 
 
-def _count(direction: str, first: Value, limit: Value, step: Value, i: int) -> int | None:
-    match first, limit, step:
-        case (("constant", int(a)), ("constant", int(b)), ("add", ("element", int(j)), ("constant", int(by)))) | (
-            ("constant", int(a)),
-            ("constant", int(b)),
-            ("add", ("constant", int(by)), ("element", int(j))),
-        ) if i == j and by:
-            distance = {"LT": b - a, "LE": b - a + 1, "GT": b - a, "GE": b - a - 1, "NE": b - a}.get(direction)
-            upwards = {"LT": True, "LE": True, "GT": False, "GE": False, "NE": by > 0}.get(direction)
-            if distance is None or upwards != (by > 0) or (direction == "NE" and (distance % by or distance * by < 0)):
-                return None
-            return max(0, math.ceil(distance / by))
-    return None
+_MIRRORED: dict[object, object] = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
+Value = tuple[object, ...] | None
+"""``("constant", n)``, ``("element", i)`` of the state, ``("add", i, n)``, or ``("compare", direction, left, right)``."""
 
 
 def _element(module: Module, computation: Computation, of: str | None, i: int) -> Value:
@@ -302,7 +289,10 @@ def _value(
             is_state = whole is not None and whole.opcode == "parameter" and not arguments
             return ("element", made.number) if is_state else None
         case "add":
-            return ("add", value(made.operands[0]), value(made.operands[1]))
+            match value(made.operands[0]), value(made.operands[1]):
+                case (("element", i), ("constant", n)) | (("constant", n), ("element", i)):
+                    return ("add", i, n)
+            return None
         case "compare":
             direction = re.search(r"\bdirection=(\w+)", made.attributes)
             return ("compare", direction[1] if direction else "", value(made.operands[0]), value(made.operands[1]))
