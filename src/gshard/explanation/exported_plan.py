@@ -95,6 +95,12 @@ class ExportedPlan:
         entering, leaving = ([by_axes(Sharding(s.dims), self.mesh) for s in end] for end in ends)
         return entering, leaving
 
+    def _spec(self, sharding: Sharding) -> PartitionSpec:
+        """One of ``_ends`` for JAX."""
+        spec = spec_of_cut(sharding, self.mesh)
+        assert spec is not None, "it is split over whole axes"
+        return spec
+
     @functools.cached_property
     def _given(self) -> tuple[Any, Any]:
         """Specs of the positional arguments, and of those by keyword."""
@@ -110,7 +116,7 @@ class ExportedPlan:
     @property
     def out_shardings(self) -> Any:
         """The same for the results."""
-        return jax.tree.unflatten(self.program.out_tree, [spec_of_cut(s, self.mesh) for s in self._ends[1]])
+        return jax.tree.unflatten(self.program.out_tree, list(map(self._spec, self._ends[1])))
 
     @property
     def keywords(self) -> Mapping[str, Any]:
@@ -125,11 +131,10 @@ class ExportedPlan:
     def arguments(self) -> tuple[ExportedArgument, ...]:
         """A row for each array that the function takes."""
         program, names = self.program, self.found.names.arguments
-        rows = []
-        for i, (v, sharding) in enumerate(zip(program.block.inputs, self._ends[0], strict=True)):
-            spec = spec_of_cut(sharding, self.mesh)
-            assert spec is not None, "it is split over whole axes"
-            rows.append(ExportedArgument(names[v].text, v, spec, program.input_memory(i)))
+        rows = [
+            ExportedArgument(names[v].text, v, self._spec(sharding), program.input_memory(i))
+            for i, (v, sharding) in enumerate(zip(program.block.inputs, self._ends[0], strict=True))
+        ]
         return tuple(rows[len(program.captured) :])
 
     @functools.cached_property
@@ -151,7 +156,7 @@ class ExportedPlan:
             if planned != exported and (uneven or spec_of_cut(planned, mesh) is None):
                 inside = planned.format(mesh, v.shape, v.dtype_name)
                 reason = f"{uneven[0]} does not divide evenly" if uneven else "a part of an axis has no name"
-                spec = spec_text(spec_of_cut(exported, mesh) or ())
+                spec = spec_text(self._spec(exported))
                 found.append(f"{name}: {inside} by the plan, {spec} for jax.jit: {reason}")
         return tuple(found)
 
@@ -207,7 +212,7 @@ class ExportedPlan:
     def _on(self, mesh: jax.sharding.Mesh) -> tuple[list[NamedSharding], list[NamedSharding]]:
         """The shardings of all inputs and results on a mesh of JAX's, in the memories in which they are."""
         entering, leaving = (
-            [in_memory(NamedSharding(mesh, spec_of_cut(s, self.mesh)), memory(i)) for i, s in enumerate(end)]
+            [in_memory(NamedSharding(mesh, self._spec(s)), memory(i)) for i, s in enumerate(end)]
             for end, memory in zip(self._ends, (self.program.input_memory, self.program.output_memory), strict=True)
         )
         return entering, leaving

@@ -44,7 +44,6 @@ from gshard.explanation.verdict import (
     does_not_pay,
     hint,
     how_chosen,
-    proposals_of,
     ragged_products,
     sentences_of,
     work_of_plan,
@@ -477,7 +476,7 @@ class PlanSource:
     def lists(self) -> tuple[Listed, ...]:
         """The lists of lines; some may be empty."""
         plan, program, recomputed = self.plan, self.plan.program, self.spmd.recomputed
-        repeated = *idle_devices(plan, self.names), *map(str, replicated_work(plan))
+        repeated = *idle_devices(plan, self.names), *replicated_work(plan)
         unused = *program.unread_marks, *unused_of_layout(program, self.mesh)
         rows: tuple[tuple[str, str, Iterable[str]], ...] = (
             ("host", "host memory", self.host.lines),
@@ -534,10 +533,10 @@ class PlanSource:
         """What bounds a call, with the marks that would lower what is sent, found in so many seconds."""
         moved = [[one.source for one in row.moved] for row in rows]
         tried = trials(moved, self.plan, self.marked, found, seconds=seconds, one=self.planning_seconds)
-        proposals = proposals_of(tried, len(rows))
         ideal, work, text = work_of_plan(self.plan, found)
         of_work = does_not_pay(self.plan, found), text, ragged_products(found)
-        of_choice = hint(tried, proposals), how_chosen(self.plan, found, self.by_bytes, planned_for, proposals)
+        of_choice = hint(tried), how_chosen(self.plan, found, self.by_bytes, planned_for, tried.best())
+        proposals = tuple(map(tried.best, range(len(rows))))
         return Verdict(found, ideal, sentences_of(found, rows, of_work, of_choice), work, tried, proposals)
 
     def details_of_row(self, row: CollectiveRow, kernels: Sequence[TimedKernel], places: Places) -> dict[str, Any]:

@@ -94,14 +94,9 @@ def _added(rows: Sequence[Sequence[Collective]], plan: Plan) -> Iterator[Proposa
             seen.add(key)
             marks = dict.fromkeys(values, mark_of_cut(sharding.dims, plan.mesh))
             yield Proposal(
-                text,
-                _place(list(values), program),
-                "",
-                row,
-                sent,
-                functools.partial(with_marks, program, marks),
-                same[0].after is not None and sharding.dims == same[0].after.dims,
-            )
+                text, _place(list(values), program), "", row, sent, functools.partial(with_marks, program, marks),
+                as_wanted=same[0].after is not None and sharding.dims == same[0].after.dims,
+            )  # fmt: skip
 
 
 def _unmarked(program: Program) -> set[Value]:
@@ -112,25 +107,19 @@ def _unmarked(program: Program) -> set[Value]:
     return found | {v for e in program.block.walk() if e.mark is None for v in e.outputs if not v.made}
 
 
-def _wanted(value: Value, before: Sharding, after: Sharding, plan: Plan, is_result: bool = False) -> Iterator[Sharding]:
+def _wanted(value: Value, before: Sharding, after: Sharding, plan: Plan, is_result: bool = False) -> list[Sharding]:
     """Shardings that the value might get: the wanted one; for a sum, split over the devices that add it up.
 
     A result may also keep its sharding: without a mark it leaves replicated, or with the sharding of an argument.
     """
-    here = plan.sharding(value)
-    seen = {here.dims}
-    if is_result and here.atoms:
-        yield Sharding(here.dims)
-    whole = Sharding(after.dims)
-    if whole.dims not in seen:
-        seen.add(whole.dims)
-        yield whole
-    summed = tuple(a for a, _ in before.unreduced if a not in whole.atoms)
+    here, others = Sharding(plan.sharding(value).dims), [Sharding(after.dims)]
+    summed = tuple(a for a, _ in before.unreduced if a not in others[0].atoms)
     for d, n in enumerate(value.shape if summed else ()):
-        dims = tuple((*atoms, *summed) if i == d else atoms for i, atoms in enumerate(whole.dims))
-        if dims not in seen and n % plan.mesh.count(dims[d]) == 0:
-            seen.add(dims)
-            yield Sharding(dims)
+        atoms = (*after.dims[d], *summed)
+        if n % plan.mesh.count(atoms) == 0:
+            others.append(Sharding((*after.dims[:d], atoms, *after.dims[d + 1 :])))
+    kept = [here] * bool(is_result and plan.sharding(value).atoms)
+    return kept + [sharding for sharding in dict.fromkeys(others) if sharding != here]
 
 
 def _place(values: Sequence[Value], program: Program) -> str:
@@ -263,6 +252,11 @@ class Trials:
     changes: int  # of how many
     seconds: float  # of processor time that this took
     one: float = 0.0  # seconds that one change takes, if none was tried because of them
+
+    def best(self, row: int | None = None) -> Proposal | None:
+        """The change that lowers the bytes sent most, of those with which a call takes no longer if any; of a row."""
+        own = (p for p in self.found if row in (None, p.row))
+        return min(own, key=lambda p: (p.is_slower, p.after), default=None)
 
     @property
     def is_complete(self) -> bool:

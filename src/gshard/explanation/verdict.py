@@ -89,7 +89,7 @@ class Verdict:
     @property
     def proposal(self) -> Proposal | None:
         """The change of marks that lowers the bytes sent most, of those with which a call takes no longer, if any."""
-        return best_proposal(self.proposals)
+        return None if self.trials is None else self.trials.best()
 
     def data(self) -> dict[str, Any]:
         """The same as JSON can hold it."""
@@ -137,19 +137,15 @@ def _named(row: CollectiveRow) -> str:
 
 
 @with_tables
-def alone(plan: Plan, machine: Machine, donated: Sequence[int] = ()) -> Cost | None:
-    """What a call takes on one device that holds all of every array, and computes everything."""
-    if any(e.rule is not None and not e.rule.is_free for e in plan.program.block.walk()):
-        return None
-    return cost_of_kernels(kernels_of(plan.program.block), plan.mesh, machine, donated)
-
-
 def does_not_pay(plan: Plan, found: Cost) -> str:
     """That a call is no faster than on one device alone, if so; empty where it is bound by what devices share."""
+    block = plan.program.block
     if plan.mesh.size == 1 or not {"launch", "latency", "network"} & {*found.bounds} or not found.seconds:
         return ""
-    one = alone(plan, found.machine, found.donated)
-    if one is None or one.seconds > found.seconds or not one.fits:
+    if any(e.rule is not None and not e.rule.is_free for e in block.walk()):
+        return ""
+    one = cost_of_kernels(kernels_of(block), plan.mesh, found.machine, found.donated)
+    if one.seconds > found.seconds or not one.fits:
         return ""
     text = (
         f"This split does not pay: one device alone would take {format_seconds(one.seconds)} a call, "
@@ -214,27 +210,9 @@ def ragged_products(found: Cost) -> str:
     )
 
 
-def proposals_of(tried: Trials, count: int) -> tuple[Proposal | None, ...]:
-    """For each row of collectives the best change of marks that was tried for it."""
-    proposals: list[Proposal | None] = [None] * count
-    for p in tried.found:
-        proposals[p.row] = best_proposal((proposals[p.row], p))
-    return tuple(proposals)
-
-
-def best_proposal(proposals: Iterable[Proposal | None]) -> Proposal | None:
-    """The change that lowers the bytes sent most, of those with which a call takes no longer, if any."""
-    return min((p for p in proposals if p is not None), key=_rank, default=None)
-
-
-def _rank(proposal: Proposal) -> tuple[bool, int]:
-    return proposal.is_slower, proposal.after
-
-
-def hint(tried: Trials, proposals: Sequence[Proposal | None]) -> str:
+def hint(tried: Trials) -> str:
     """The change of marks that lowers the bytes sent most; else how many were tried without success."""
-    p = best_proposal(proposals)
-    if p is not None:
+    if (p := tried.best()) is not None:
         slower = ", but slower" if p.is_slower else ""
         text = f"Fewer bytes{slower}: {p}."
         return text if tried.is_complete else f"{text} {tried}"
@@ -248,11 +226,9 @@ def hint(tried: Trials, proposals: Sequence[Proposal | None]) -> str:
     return f"{tried}{lowers} {more}"
 
 
-def how_chosen(
-    plan: Plan, found: Cost, by_bytes: bool, planned_for: Machine | None, proposals: Sequence[Proposal | None]
-) -> str:
+def how_chosen(plan: Plan, found: Cost, by_bytes: bool, planned_for: Machine | None, p: Proposal | None) -> str:
     """What the plan was made for, and how good it is among those that keep the marks."""
-    name, p, sentences = found.machine.name, best_proposal(proposals), []
+    name, sentences = found.machine.name, list[str]()
     if by_bytes or planned_for not in (None, found.machine):
         made = "by bytes" if planned_for is None else f"for {planned_for.name}"
         way = "pass machine= to gshard.jit or gshard.explain"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Iterator
 
@@ -13,7 +12,7 @@ from gshard.core.jax_adapter import user_line
 from gshard.core.mark import Mark
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan, local_bytes
-from gshard.core.program import Block, Equation, Program, Value, format_bytes
+from gshard.core.program import Equation, Program, Value, format_bytes
 from gshard.core.rule import Split, operand_sharding, parts, result_sharding
 from gshard.core.sharding import Sharding, cut_evenly
 from gshard.device.fusion_model import is_product
@@ -73,90 +72,56 @@ def _too_few(plan: Plan, names: ArrayNames) -> Iterator[str]:
 
 def returned_in_fewer_shards(plan: Plan, names: ArrayNames | None = None) -> tuple[str, ...]:
     """A line for each such result: its sharding inside and as returned, the bytes on a device, and what avoids it."""
-    return tuple(dict.fromkeys(_rows(plan, names)))
-
-
-def _rows(plan: Plan, names: ArrayNames | None) -> Iterator[str]:
-    mesh, block = plan.mesh, plan.program.block
+    mesh, block, found = plan.mesh, plan.program.block, dict[str, None]()
     for i, (v, leave) in enumerate(zip(block.outputs, plan.leave, strict=True)):
         if not isinstance(v, Value):
             continue
         inside = Sharding(plan.sharding(v).dims)
-        even = cut_evenly(inside, v.shape, mesh)
-        if leave == inside or (even == inside and mesh.spec_of(inside.dims) is not None):
+        is_even = cut_evenly(inside, v.shape, mesh) == inside
+        if leave == inside or (is_even and mesh.spec_of(inside.dims) is not None):
             continue
-        if mesh.count(_atoms(leave)) >= mesh.count(_atoms(inside)):
+        if mesh.count(leave.atoms) >= mesh.count(inside.atoms):
             continue
         names = names or ArrayNames(plan.program)
         what = names.array(v).alike or f"result {i}"
         shown = [s.format(mesh, v.shape, v.dtype_name) for s in (inside, leave)]
         sizes = [format_bytes(local_bytes(v, s, mesh)) for s in (inside, leave)]
-        way = (
-            "to keep the shards, pad the array to a size that divides"
-            if even != inside
-            else "to keep the shards, make this part of the axis an axis of the mesh"
-        )
-        yield f"{what}: {shown[0]} inside ({sizes[0]} a device), {shown[1]} returned ({sizes[1]}); {way}"
-
-
-def _atoms(sharding: Sharding) -> tuple[str, ...]:
-    return tuple(a for atoms in sharding.dims for a in atoms)
+        way = "make this part of the axis an axis of the mesh" if is_even else "pad the array to a size that divides"
+        text = f"{what}: {shown[0]} inside ({sizes[0]} a device), {shown[1]} returned ({sizes[1]}); to keep the shards"
+        found[f"{text}, {way}"] = None
+    return tuple(found)
 
 
 # Replicated work: products that every device repeats although an operand is split.
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Replicated:
-    """An equation computed whole over some axes over which an operand is split."""
+def replicated_work(plan: Plan) -> Iterator[str]:
+    """A line for each product that could run in more parts, as its operands are split, in program order.
 
-    equation: Equation  # what is computed
-    operand: Value  # the operand that is gathered
-    dim: int  # its dimension that is split
-    axes: str  # over which
-    times: int  # how often a device's share every device computes
-    spared: int  # bytes that splitting this equation alone would send more
-
-    def __str__(self) -> str:
-        e, at = self.equation, f" at {self.equation.line}" if self.equation.line else ""
-        saves = f" to save {self.spared:,} B of communication" if self.spared > 0 else ""
-        what = f"{e.name}{at}: every device repeats this work ({self.times} times its share)"
-        unsplit = f"gshard does not split %{self.operand.index} over {self.axes} here{saves}"
-        return f"{what}: {unsplit}; split(result, ..., {self.axes!r}) prevents that"
-
-
-def replicated_work(plan: Plan) -> tuple[Replicated, ...]:
-    """The products of a plan that could run in more parts as their operands are split, in program order."""
-    found = []
+    It tells how often every device computes a device's share, and the bytes that splitting this product alone would
+    send more.
+    """
+    mesh = plan.mesh
     for e in plan.program.block.walk():
         split = plan.splits.get(e)
         if e.rule is None or split is None or not is_product(e.rule) or not e.rule.is_free:
             continue
         used = {a for atoms in split.values() for a in atoms}
-        for v in e.inputs:
-            lost = [(d, atoms) for d, atoms in enumerate(_dims(v, plan)) if atoms and not used & set(atoms)]
-            if lost and isinstance(v, Value) and (row := _row(e, split, v, *lost[0], plan)):
-                found.append(row)
-                break
-    return tuple(found)
-
-
-def _dims(v: object, plan: Plan) -> tuple[Atoms, ...]:
-    return plan.shardings[v].dims if isinstance(v, Value) else ()
-
-
-def _row(e: Equation, split: Split, v: Value, dim: int, atoms: Atoms, plan: Plan) -> Replicated | None:
-    """The row of an equation, if one of its candidates would keep the operand's parts."""
-    assert e.rule is not None
-    arrays, mesh = arrays_of(e, plan.shardings), plan.mesh
-    wider = [s for s in candidates(e.rule, arrays, mesh) if parts(s, mesh) > parts(split, mesh)]
-    if not wider:
-        return None
-
-    best = min(wider, key=lambda s: sent_by(e, s, arrays, mesh))
-    times = parts(best, mesh) // parts(split, mesh)
-    more = sent_by(e, best, arrays, mesh) - sent_by(e, split, arrays, mesh)
-    return Replicated(e, v, dim, mesh.format_atoms(atoms), times, more)
+        operands = [v for v in e.inputs if isinstance(v, Value)]
+        lost = [(v, atoms) for v in operands for atoms in plan.shardings[v].dims if atoms and not used & set(atoms)]
+        if not lost:
+            continue
+        (v, atoms), *_ = lost
+        arrays = arrays_of(e, plan.shardings)
+        if wider := [s for s in candidates(e.rule, arrays, mesh) if parts(s, mesh) > parts(split, mesh)]:
+            more, best = min(((sent_by(e, s, arrays, mesh), s) for s in wider), key=lambda pair: pair[0])
+            times, spared = parts(best, mesh) // parts(split, mesh), more - sent_by(e, split, arrays, mesh)
+            at, axes = f" at {e.line}" if e.line else "", mesh.format_atoms(atoms)
+            saves = f" to save {spared:,} B of communication" if spared > 0 else ""
+            yield (
+                f"{e.name}{at}: every device repeats this work ({times} times its share): gshard does not split "
+                f"%{v.index} over {axes} here{saves}; split(result, ..., {axes!r}) prevents that"
+            )
 
 
 def sent_by(e: Equation, split: Split, arrays: Arrays, mesh: Mesh) -> int:
@@ -177,16 +142,10 @@ def sent_by(e: Equation, split: Split, arrays: Arrays, mesh: Mesh) -> int:
 def notes_of_whole_values(plan: Plan) -> dict[Value, str]:
     """For values that are split nowhere: the equation that gathered an operand for them, or that added parts up."""
     notes: dict[Value, str] = {}
-    _of_block(plan.program.block, plan, notes)
-    return notes
-
-
-def _of_block(block: Block, plan: Plan, notes: dict[Value, str]) -> None:
-    for e in block.equations:
-        for body in e.blocks:
-            _of_block(body, plan, notes)
+    for e in plan.program.block.walk():
         at = f"{e.name}{f' at {e.line}' if e.line else ''}"
-        source = next((notes[x] for x in e.inputs if isinstance(x, Value) and x in notes), None)
+        operands = [x for x in e.inputs if isinstance(x, Value)]
+        source = next((notes[x] for x in operands if x in notes), None)
         for i, v in enumerate(e.outputs):
             made = Sharding(()) if e.rule is None else result_sharding(e.rule, i, plan.splits.get(e, {}))
             if any(plan.shardings[v].dims):
@@ -197,8 +156,9 @@ def _of_block(block: Block, plan: Plan, notes: dict[Value, str]) -> None:
                 notes[v] = f"the parts of a sum that {at} makes are combined for every device"
             elif source is not None:
                 notes[v] = source
-            elif e.rule is not None and any(any(_dims(x, plan)) for x in e.inputs):
+            elif e.rule is not None and any(any(plan.shardings[x].dims) for x in operands):
                 notes[v] = f"computed whole by every device: what {at} reads is gathered, which is cheapest"
+    return notes
 
 
 # Unexpected: one warning for a function whose program is split otherwise than its marks and its layout suggest.

@@ -253,7 +253,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 _MIRRORED: dict[object, object] = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
 Value = tuple[object, ...] | None
-"""``("constant", n)``, ``("element", i)`` of the state, ``("add", i, n)``, or ``("compare", direction, left, right)``."""
+"""``("constant", n)``; ``("element", i)`` of the state; ``("add", i, n)``; ``("compare", direction, left, right)``."""
 
 
 def _element(module: Module, computation: Computation, of: str | None, i: int) -> Value:
