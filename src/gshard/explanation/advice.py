@@ -86,8 +86,6 @@ def advice(c: Collective, plan: Plan) -> str:
 
 # Budget: refuses a program in which a device sends more bytes than the user allows, and shows what to change.
 
-SHOWN = 3  # collectives that an error tells of
-
 
 def allowed_bytes(strict: Any) -> float | None:
     """The bytes that each device may send in one call by ``strict=``; None if it is about rules only.
@@ -111,8 +109,8 @@ def check_bytes(allowed: float, plan: Plan, spmd: SpmdProgram) -> None:
     if total <= allowed:
         return
     most = sorted(spmd.collectives, key=lambda c: -c.total_bytes)
-    rows = [_row(c, plan) + f"\n    {advice(c, plan)}" for c in most[:SHOWN]]
-    if rest := most[SHOWN:]:
+    rows = [_row(c, plan) + f"\n    {advice(c, plan)}" for c in most[:3]]
+    if rest := most[3:]:
         rows.append(f"and {len(rest)} more collectives, {_bytes(sum(c.total_bytes for c in rest))}")
     raise PlanError(
         f"each device would send {_bytes(total)} in one call of {plan.program.name}, "

@@ -23,7 +23,6 @@ from gshard.xla.hlo_parser import ArrayType, Instruction, Origin, arrays_of, ori
 # The arrays that the collectives of a compiled program move, each with its name, its line and its reason.
 
 REDUCTIONS = frozenset(("all_reduce", "reduce_scatter"))
-_MANY = 8  # devices of a group that are listed
 
 
 def moved_by(program: CompiledProgram) -> tuple[Moved, ...]:
@@ -181,19 +180,16 @@ def axes_text(program: CompiledProgram, sent: Sent) -> str:
     if atoms is not None:
         return program.mesh.format_atoms(atoms)
     group = sent.collective.group
-    listed = ",".join(map(str, group[:_MANY])) + (",…" if len(group) > _MANY else "")
+    listed = ",".join(map(str, group[:8])) + (",…" if len(group) > 8 else "")
     return f"{{{listed}}}"
 
 
 # Whole arrays: what every device of a compiled program holds whole.
 
-LARGE = 1 << 20  # bytes of an array that is worth a line
-_SHARE = 0.01  # or of all arguments of a device: what is less than that is not worth one
-
 
 def whole_arguments(program: CompiledProgram) -> list[CompiledArgument]:
-    """The large arguments that every device holds whole, largest first."""
-    least = max(LARGE, _SHARE * sum(a.local_bytes for a in program.arguments))
+    """The arguments that every device holds whole, of a MiB and of a hundredth of all or more, largest first."""
+    least = max(1 << 20, 0.01 * sum(a.local_bytes for a in program.arguments))
     found = [a for a in program.arguments if a.is_whole and a.local_bytes >= least]
     return sorted(found, key=lambda a: -a.local_bytes) if program.mesh.size > 1 else []
 

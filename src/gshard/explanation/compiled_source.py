@@ -108,7 +108,6 @@ def _network_seconds(program: CompiledProgram, sent: Sent, size: int, machine: M
 
 # Source.
 
-_READERS = 40  # lines that read an argument, at most
 # What JAX and XLA raise for a program with a sharding that they do not support, or that jax.jit was given otherwise.
 _REFUSED = (jax.errors.JaxRuntimeError, ValueError, TypeError, NotImplementedError)
 
@@ -293,7 +292,7 @@ class CompiledSource:
             dims = ((),) * len(shape) if a.is_whole else a.dims if a.dims and len(a.dims) == len(shape) else None
             spec = None if dims is None else self.mesh.spec_of(dims)
             readers = program.flow.readers(Array(program.module.entry, names[number_of[id(a)]]))
-            read = (places.of(program.place_of(self._told(made))) for _, made in itertools.islice(readers, _READERS))
+            read = (places.of(program.place_of(self._told(made))) for _, made in itertools.islice(readers, 40))
             rows.append({
                 "dtype": "" if local is None else local.dtype, "dims": None if dims is None else list(map(list, dims)),
                 "shape": [n * k for n, k in zip(shape, parts, strict=True)],

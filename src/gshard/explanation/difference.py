@@ -15,7 +15,6 @@ from gshard.device.cost import CallTotals
 FORMAT = 2  # of the data that is compared; it is written into it
 _ALIKE = 0.3  # files of two names with so much in common are one that was renamed
 _LIKE = 0.6  # a line that is similar to this degree was edited
-_SHOWN = 20  # lines in the text
 
 
 class DifferenceError(GShardError):
@@ -79,7 +78,7 @@ class Difference:
         """The same as lists and dictionaries, as the page shows them."""
         return dataclasses.asdict(self)
 
-    def format(self, lines: int = _SHOWN) -> str:
+    def format(self, lines: int = 20) -> str:
         """The totals, and at most so many lines."""
         a, b = self.before, self.after
         rows = [

@@ -49,7 +49,6 @@ from gshard.explanation.verdict import Verdict
 
 _Kind = TypeVar("_Kind", PlanSource, CompiledSource)
 _Found = TypeVar("_Found")
-_HELD = 3  # arrays that the text shows of what a device holds
 
 
 @without_our_frames_in_methods
@@ -334,7 +333,7 @@ class Explanation:
             *collective_lines(rows, collectives),
             self._sent_line,
             *lines_of_parts(rows[:collectives], self.mesh),
-            *(held_lines(source.held(found), _HELD) if self.is_compiled or found is not None else []),
+            *(held_lines(source.held(found), most=3) if self.is_compiled or found is not None else []),
             *([] if self.is_compiled else lists),
             *([] if found is None else ["", str(self.verdict(on, seconds))]),
         ]

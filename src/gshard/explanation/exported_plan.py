@@ -42,7 +42,6 @@ from gshard.xla.tpu import topology_mesh
 
 NEAR = 1.05  # of the plan's bytes, and of its products: what XLA may take and is taken to follow the plan
 _NO_HELP = frozenset(row.name for row in TRACE if not row.helps_xla)
-_LINES = 8  # of the source that are printed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -290,7 +289,7 @@ class ExportedPlan:
             lines.append(f"compiled with rewrites of gshard's, without which jax.jit may send more: {fired}")
         lines += [f"split less than by the plan: {line}" for line in self.less_split]
         lines += [f"  {_constraint_text(mark)}  {mark.at}" for mark in self.constraints]
-        lines += [self.difference.format(_LINES)] if self.worse else []
+        lines += [self.difference.format(lines=8)] if self.worse else []
         return "\n".join(lines)
 
 

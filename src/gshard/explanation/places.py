@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-CONTEXT = 3  # source lines shown around one that makes something
-
 
 class Place(NamedTuple):
     """A line of the user's source."""
@@ -51,7 +49,7 @@ class Places:
         """
         wanted: dict[str, set[int]] = {}
         for path, line in self.known:
-            wanted.setdefault(path, set()).update(range(line - CONTEXT, line + CONTEXT + 1))
+            wanted.setdefault(path, set()).update(range(line - 3, line + 4))
         shown = []
         for path, numbers in wanted.items():
             # A cell of a notebook is no file, but its text is known.

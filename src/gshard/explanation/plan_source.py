@@ -313,8 +313,6 @@ def _sums_product(v: Value, plan: Plan) -> bool:
 
 # Arrays: a row for each, with the reasons for its sharding.
 
-_NAMED = 24  # names of arguments in a message
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRow(ArrayRow):
@@ -590,7 +588,7 @@ class PlanSource:
         moved = {one.source.value for one in self.moved if name in (one.array.text, one.array.alike)} - {None}
         if row := next(filter(is_called, rows), None) or next((row for row in rows if row.value in moved), None):
             return row
-        arguments = [row.short.text for row in rows if row.is_argument][:_NAMED]
+        arguments = [row.short.text for row in rows if row.is_argument][:24]
         raise ArgumentError(
             f"no tensor is called {name!r}.",
             hint=known_names(name, arguments, "Arguments are")

@@ -41,9 +41,6 @@ from gshard.search.find import Best, axes_text, ended, how_near
 from gshard.search.patch import patch_of
 from gshard.search.pricing import PricedPlan, Pricing, as_run, plans_of
 
-_SHOWN_ROWS = 24  # rows of arguments
-_PRESETS = 5  # that are shown beside, the best
-
 
 def text_of_search(best: Best, tried: Sequence[Best], names: ArrayNames) -> str:
     """The best plan, why it takes its time, what was tried beside it, and how it splits the arguments."""
@@ -70,7 +67,7 @@ def text_of_search(best: Best, tried: Sequence[Best], names: ArrayNames) -> str:
     lines += filter(None, (headline(cost), does_not_pay(plan, cost)))
     lines += _idle(best, names)
     lines += ended(best.seconds, best.left_out, best.stopped, best.failed)
-    shown = best_presets(tried or (best,))[:_PRESETS]
+    shown = best_presets(tried or (best,))[:5]
     lines += ["presets"] if shown else []
     for o in shown:
         on = f" on mesh ({axes_text(o.plan.mesh)})" if len(tried) > 1 else ""
@@ -79,7 +76,7 @@ def text_of_search(best: Best, tried: Sequence[Best], names: ArrayNames) -> str:
         if other is not best and (known := other.searched) is not None:
             lines.append(f"mesh ({axes_text(other.mesh)}): {format_ms(known.cost.seconds)}{_note(known.cost, best)}")
     arguments = [row for row in rows_of_tensors(plan, names, {}) if row.is_argument]
-    return "\n".join([*lines, *array_lines("arguments", arguments, _SHOWN_ROWS)])
+    return "\n".join([*lines, *array_lines("arguments", arguments, most=24)])
 
 
 def best_presets(tried: Sequence[Best]) -> list[PricedPlan]:

@@ -15,7 +15,7 @@ from gshard.device.machine import Machine
 from gshard.explanation.places import Places
 from gshard.explanation.rows import CollectiveRow, TimedKernel
 
-ROUNDS = 3000  # events that the rounds of one loop are drawn with
+ROUNDS = 3000  # events that the rounds of one loop, or a lane of the page, are drawn with
 FIRST = 2  # rounds that are drawn of a longer loop, at least
 TRACKS = LOOPS, COMPUTE, NETWORK = "loops", "compute", "network"
 

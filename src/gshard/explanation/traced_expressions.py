@@ -31,7 +31,6 @@ from gshard.core.jax_adapter import (
 from gshard.core.jax_adapter_retracing import EachJaxpr
 from gshard.core.mark import text_of_spec
 
-_LONG = 60  # characters of an expression that are printed
 _ASSIGNED = re.compile(r"\s*(\w+)(?:\s*:[^=]*)?\s+=\s+")  # in front of the value of a variable, not of a keyword
 _AUGMENTED = re.compile(r"\s*(\w+)\s*(?:[-+*/@%&|^]|\*\*|//|<<|>>)=")
 
@@ -294,4 +293,4 @@ def _source_of(place: Expression) -> tuple[str, str]:
     is_whole = not after.strip() or after.lstrip().startswith("#")
     if is_whole and (name := _ASSIGNED.fullmatch(before) or (before.strip() == "" and _AUGMENTED.match(whole))):
         return name[1], ""
-    return "", text if len(text) <= _LONG else ""
+    return "", text if len(text) <= 60 else ""

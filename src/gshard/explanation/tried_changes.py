@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.core.errors import LISTED, listed
 from gshard.core.mark import axes_of_entry, spec_of_axes, text_of_spec
+from gshard.device.cost import WORTH
 from gshard.explanation.compiled_program import CompiledProgram
 from gshard.explanation.difference import Figures, change_text
 from gshard.explanation.rows import Moved
@@ -26,7 +27,6 @@ from gshard.solver.moves import improve, tried
 SECONDS = 30.0  # how long to try, if nothing else is asked for
 MORE_PEAK = 1.05  # of the peak: what a constraint may take for less time or fewer bytes
 _MORE_FLOPS = 1.02  # of the operations, without a machine: a constraint may move some elementwise work
-_WORTH = 0.98  # of bytes, memory or seconds: a change must spare 2 % of one
 _SAME = 1.001  # of bytes, memory or seconds: no more is no more
 SPECS = 12  # shardings of one array that are tried
 
@@ -133,16 +133,16 @@ def constraint_helps(now: Figures, then: Figures, peak: int) -> bool:
     """Whether a constraint lowers the time, or the bytes at no more time, and raises the peak by 5 % at most."""
     if now.peak > MORE_PEAK * peak:
         return False
-    sends_less = now.sent < _WORTH * then.sent
+    sends_less = now.sent < WORTH * then.sent
     if not then.seconds:
         return sends_less and now.flops <= _MORE_FLOPS * then.flops
-    return now.seconds < _WORTH * then.seconds or (sends_less and now.seconds <= _SAME * then.seconds)
+    return now.seconds < WORTH * then.seconds or (sends_less and now.seconds <= _SAME * then.seconds)
 
 
 def sharding_helps(now: Figures, then: Figures) -> bool:
     """Whether something is lower than before, and nothing higher."""
     pairs = [(now.sent, then.sent), (now.peak, then.peak), (now.seconds, then.seconds)]
-    return all(after <= _SAME * before for after, before in pairs) and any(a < _WORTH * b for a, b in pairs)
+    return all(after <= _SAME * before for after, before in pairs) and any(a < WORTH * b for a, b in pairs)
 
 
 def sharding_changes(program: CompiledProgram, moved: Sequence[Moved], leaves: Sequence[Any]) -> Iterator[Change]:

@@ -34,7 +34,6 @@ CALLING = ("fusion", "call", "async-start", "fusion-start", "call-start")  # run
 _TAKING = ("calls", "to_apply", "body", *BRANCHES)  # attributes that name computations of an instruction's operands
 _CALLS = (*_TAKING, "condition")
 _CARRIED = ("all-reduce", "all-reduce-start", "reduce-scatter", "dynamic-update-slice", "concatenate")
-_MOST = 4000  # arrays that are followed from one: what is further away names nothing
 
 
 class Array(NamedTuple):
@@ -186,7 +185,7 @@ class Dataflow:
     def _walk(self, array: Array, through: Collection[str]) -> Iterator[tuple[str, Instruction, int | None]]:
         """What reads an array, and what reads the results of ``through``; of a tuple as a result its element."""
         waiting, seen = deque([array]), {array}
-        while waiting and len(seen) < _MOST:
+        while waiting and len(seen) < 4000:  # what is further away names nothing
             at = waiting.popleft()
             following: list[Array] = []
             body = self.module.computations[at.computation]

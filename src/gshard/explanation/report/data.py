@@ -22,12 +22,9 @@ from gshard.explanation.rows import (
     seconds_of,
     spent_by,
 )
-from gshard.explanation.timeline import COMPUTE, Event, Timeline, thinned, timeline, track_of
+from gshard.explanation.timeline import COMPUTE, ROUNDS, Event, Timeline, thinned, timeline, track_of
 from gshard.explanation.verdict import Verdict
 
-MOMENTS = 1500  # points of the curve of memory
-EVENTS = 3000  # stretches of time that are drawn
-PEAK_ROWS = 15
 NO_MACHINE = (
     'No machine is named, so that no times are modelled. Name one: machine="h100:1x8", '
     "on the command line --machine h100:1x8."
@@ -194,8 +191,8 @@ def _timeline(
     lanes: dict[str, list[Event]] = {}
     for x in laid.kernels:
         lanes.setdefault(COMPUTE if x.kernel < 0 else track_of(kernels[x.kernel]), []).append(x)
-    events = [event(x, n) for lane in lanes.values() for x, n in thinned(lane, EVENTS)]
-    shown = [[*_when(x), x.depth, text(x.name)] for x in laid.loops if x.seconds * EVENTS > found.seconds]
+    events = [event(x, n) for lane in lanes.values() for x, n in thinned(lane, ROUNDS)]
+    shown = [[*_when(x), x.depth, text(x.name)] for x in laid.loops if x.seconds * ROUNDS > found.seconds]
     return {"events": sorted(events, key=lambda e: e[0]), "loops": shown, "texts": list(texts)}
 
 
@@ -206,16 +203,17 @@ def _when(x: Event) -> tuple[float, float]:
 def _memory(held: HeldRows, places: Places) -> dict[str, Any]:
     """The curve of temporaries (thinned to its maxima where it is long) and what makes the peak."""
     totals, moments = held.totals, held.moments
-    every = max(1, -(-len(moments) // MOMENTS))
+    every = max(1, -(-len(moments) // 1500))  # the curve has no more points than that
     kept = [max(moments[i : i + every], key=lambda m: m.bytes) for i in range(0, len(moments), every)]
     named = [(m.bytes, *held.named(m)) for m in kept]
     rows = [[kind, size, name, places.of(place), count] for kind, size, name, place, count in held.alive]
-    rest = held.alive[PEAK_ROWS:]
+    most = 15  # rows of arrays at the peak
+    rest = held.alive[most:]
     shown = ("fixed", "arguments", "results", "shared", "temporaries")
     return {name: getattr(totals, name) for name in shown} | {
         "by": held.by,
         "curve": [[size, f"{name} {places.of(place)}".strip()] for size, name, place in named],
-        "alive": rows[:PEAK_ROWS],
+        "alive": rows[:most],
         "more": [sum(row[4] for row in rest), sum(row[1] for row in rest)],
     }
 
