@@ -93,19 +93,20 @@ def test_a_left_over_constraint_is_removed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", [None, MACHINE])
-def test_activations_of_fsdp_stay_where_they_are(machine):
-    """With the batch split again, XLA gathers the weights and no activations, in a loop and on an abstract mesh."""
+def test_activations_of_fsdp_stay_where_they_are():
+    """With the batch split again, XLA gathers the weights and no activations, in a loop and on an abstract mesh.
+
+    It computes a third more then, so only a machine shows that it helps.
+    """
     mesh = AbstractMesh((2, 4), ("data", "model"))
     found = gshard.explain(jax.jit(step_of_fsdp), *arguments_of_fsdp(mesh))
-    found = dataclasses.replace(found, machine=machine and gshard.Machine.of(machine, found.mesh.size))
-    tried = tried_all(found, specs=2)
+    assert not tried_all(found, specs=2).helping
+    tried = tried_all(dataclasses.replace(found, machine=gshard.Machine.of(MACHINE, found.mesh.size)), specs=2)
     best = tried.helping[0]
     assert best.figures.sent < 0.25 * tried.before.sent
+    assert best.figures.seconds < 0.7 * tried.before.seconds
     assert best.figures.peak <= MORE_PEAK * tried.before.peak
     assert best.spec[0] is not None, "it splits the batch"
-    assert bool(tried.before.seconds) == (machine is not None)
-    assert ("computed" in str(tried)) == (machine is None)
 
 
 def test_no_time_tries_nothing():

@@ -67,12 +67,12 @@ class Proposal:
 
 
 def changes_of(rows: Sequence[Sequence[Collective]], plan: Plan) -> list[Proposal]:
-    """The changes that are worth a try: marks without what they replicate first, last what planning could choose.
+    """The changes that are worth a try: marks that can go first, then looser marks, last what planning could choose.
 
     Of each kind those at which most bytes are at stake come first.
     """
     found = [*_loosened(rows, plan), *_added(rows, plan)]
-    return sorted(found, key=lambda c: (not c.instead, c.as_wanted, -c.stake))
+    return sorted(found, key=lambda c: (not c.instead, bool(c.mark), c.as_wanted, -c.stake))
 
 
 def _added(rows: Sequence[Sequence[Collective]], plan: Plan) -> Iterator[Proposal]:
