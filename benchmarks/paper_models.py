@@ -39,7 +39,7 @@ from gshard.device.fusion_model import PRODUCT
 from gshard.device.machine import Machine
 from gshard.explanation.search_result import SearchResult
 from gshard.moe.config import TransformerConfig
-from gshard.moe.models import MODELS, model_name
+from gshard.moe.models import MODELS
 from gshard.moe.param import Param, shapes
 from gshard.moe.transformer import loss, param_specs
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of, peak_of
@@ -198,7 +198,7 @@ def arguments(config: TransformerConfig, sentences: int, length: int) -> tuple[A
 
 def configured(name: str, topology: str, remat: bool | str | None = None) -> tuple[TransformerConfig, Machine]:
     """A named model for all devices of a machine."""
-    config = MODELS[model_name(name)]
+    config = MODELS[name]
     machine = Machine.of(topology, None if ":" in topology else config.experts or 2048)
     deep = config.encoder_layers + config.decoder_layers >= 28
     # Marks ask for as many partitions as there are devices; a decoder has a layout.
@@ -347,7 +347,7 @@ def plan(
         collectives[c.kind] = (n + c.times, size + c.total_bytes)
     costs = cost_of(lowered.spmd, machine, lowered.donated)
     return PlannedModel(
-        model_name(name),
+        name,
         config,
         sum(whole for whole, _ in weights) // 4,
         batch,

@@ -281,7 +281,7 @@ WINGS = {
         explanation.explain: Explanation
         explanation.rows: CollectiveRow collective_lines held_lines listed_lines
         language.kernel_primitive: kernel_p
-        language.region: value_of
+        language.region: Interpreter
         planning.demands: at_boundary
         planning.settled: on_mesh
         remat.rematerialise: MemoryLimitError bytes_of

@@ -33,8 +33,6 @@ from gshard.moe.gating import Gating as Gating
 from gshard.moe.gating import balanced as balanced
 from gshard.moe.gating import top_k_gating as top_k_gating
 from gshard.moe.models import MODELS as MODELS
-from gshard.moe.models import model as model
-from gshard.moe.models import model_name as model_name
 from gshard.moe.param import Param as Param
 from gshard.moe.param import init_params as init_params
 from gshard.moe.param import names as names

@@ -14,18 +14,17 @@ from gshard.core.number_text import significant
 
 # Checks a model's configuration: which choices go together, and the errors for those that do not.
 
-CHOICES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "routing": ("paper", "lingvo", "top_k"),
-        "gates": ("softmax", "sigmoid"),
-        "balance": ("loss", "bias"),
-        "dispatch": ("einsum", "gather", "blocks", "ragged_all_to_all"),
-        "activation": ("relu", "swiglu"),
-        "positions": ("sinusoidal", "rotary"),
-    }
-)
+_CHOICES: dict[str, tuple[str | bool, ...]] = {
+    "routing": ("paper", "lingvo", "top_k"),
+    "gates": ("softmax", "sigmoid"),
+    "balance": ("loss", "bias"),
+    "dispatch": ("einsum", "gather", "blocks", "ragged_all_to_all"),
+    "activation": ("relu", "swiglu"),
+    "positions": ("sinusoidal", "rotary"),
+    "remat": (False, True, "branches"),
+}
 _SIZES = ("target_vocabulary", "model_dim", "hidden_dim", "heads", "head_dim", "decoder_layers", "partitions",
-    "top_k", "experts_every", "replicas")  # fmt: skip
+    "top_k", "experts_every", "replicas", "dense_hidden_dim", "kv_heads", "group_size", "groups")  # fmt: skip
 
 
 class ModelError(GShardError):
@@ -41,34 +40,34 @@ def require(holds: bool, what: str, got: str, hint: str | None = None) -> None:
 def check(config: TransformerConfig) -> None:
     """Refuses an invalid configuration."""
     for name in _SIZES:
-        require(getattr(config, name) >= 1, f"{name} must be at least 1.", f"{name}={getattr(config, name)}")
+        size = getattr(config, name)
+        require(size is None or size >= 1, f"{name} must be at least 1.", f"{name}={size}")
     for name in ("encoder_layers", "shared_experts", "dense_first", "source_vocabulary"):
         require(getattr(config, name) >= 0, f"{name} must not be negative.", f"{name}={getattr(config, name)}")
+    for name in ("rotary_base", "capacity_factor"):
+        require(getattr(config, name) > 0, f"{name} must be positive.", f"{name}={getattr(config, name)}")
+    for name in ("dropout", "attention_dropout"):
+        rate = getattr(config, name)
+        require(0.0 <= rate < 1.0, f"{name} must be a rate from 0 up to, not including, 1.", f"{name}={rate}")
+    for name, known in _CHOICES.items():
+        value = getattr(config, name)
+        hint = known_names(str(value), list(map(str, known)), "Use one of")
+        require(value in known, f"{name} {value!r} is not known.", f"{name}={value!r}", hint)
     require(
         (config.encoder_layers == 0) == (config.source_vocabulary == 0),
         "an encoder and a source vocabulary come together.",
         f"source_vocabulary={config.source_vocabulary}, encoder_layers={config.encoder_layers}",
         "Use both, or 0 for both: TransformerConfig.decoder_only(vocabulary, layers).",
     )
-    for name in ("dropout", "attention_dropout"):
-        rate = getattr(config, name)
-        require(0.0 <= rate < 1.0, f"{name} must be a rate from 0 up to, not including, 1.", f"{name}={rate}")
-    for name, known in CHOICES.items():
-        value = getattr(config, name)
-        hint = known_names(str(value), known, "Use one of")
-        require(value in known, f"{name} {value!r} is not known.", f"{name}={value!r}", hint)
-    for name in ("dense_hidden_dim", "kv_heads", "group_size", "groups"):
-        value = getattr(config, name)
-        require(value is None or value >= 1, f"{name} must be at least 1.", f"{name}={value}")
-    for name in ("rotary_base", "capacity_factor"):
-        require(getattr(config, name) > 0, f"{name} must be positive.", f"{name}={getattr(config, name)}")
     require(
-        config.remat in (False, True, "branches"),
-        f"remat {config.remat!r} is not known.",
-        f"remat={config.remat!r}",
-        'Use True for pairs of layers, "branches" for each attention and feed-forward by itself, or False.',
+        config.heads % (config.kv_heads or config.heads) == 0,
+        "heads of queries are shared out evenly among those of keys and values.",
+        f"heads={config.heads}, kv_heads={config.kv_heads}",
+        "Use a kv_heads that divides heads.",
     )
-    _check_positions(config)
+    halved = "model_dim" if config.positions == "sinusoidal" else "head_dim"
+    size = getattr(config, halved)
+    require(size % 2 == 0, f"{config.positions} positions need an even {halved}.", f"{halved}={size}")
     if config.experts:
         _check_experts(config)
         _check_axes(config)
@@ -109,22 +108,6 @@ def _check_axes(config: TransformerConfig) -> None:
     )
 
 
-def _check_positions(config: TransformerConfig) -> None:
-    kv_heads = config.kv_heads or config.heads
-    require(
-        config.heads % kv_heads == 0,
-        "heads of queries are shared out evenly among those of keys and values.",
-        f"heads={config.heads}, kv_heads={kv_heads}",
-        "Use a kv_heads that divides heads.",
-    )
-    if config.positions == "sinusoidal":
-        require(
-            config.model_dim % 2 == 0, "sinusoidal positions need an even model_dim.", f"model_dim={config.model_dim}"
-        )
-    else:
-        require(config.head_dim % 2 == 0, "rotary positions need an even head_dim.", f"head_dim={config.head_dim}")
-
-
 def _check_experts(config: TransformerConfig) -> None:
     require(
         config.experts >= 2,
@@ -136,11 +119,11 @@ def _check_experts(config: TransformerConfig) -> None:
     for name in ("encoder_layers", "decoder_layers"):
         layers = getattr(config, name)
         above = layers - config.dense_first
+        more = f" above {config.dense_first} dense ones" if config.dense_first else ""
         require(
             layers == 0 or (above > 0 and above % every == 0),
-            f"{name} must be {'even' if every == 2 and not config.dense_first else f'a multiple of {every}'}"
-            f"{f' above {config.dense_first} dense ones' if config.dense_first else ''}: layers come in "
-            f"{'pairs' if every == 2 else f'blocks of {every}'}, one with experts and {every - 1} without.",
+            f"{name} must be a multiple of {every}{more}: layers come "
+            f"in blocks of {every}, one with experts and {every - 1} without.",
             f"{name}={layers}, experts={config.experts}",
             f"Use {config.dense_first + every * max(1, -(-above // every))} layers, or experts=0.",
         )

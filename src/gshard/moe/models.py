@@ -1,17 +1,15 @@
 """Models by name: those of the paper's Table 1, and decoders by the names of their model cards.
 
-Sizes are those of the publishers' configurations: ``model("mixtral-8x7b").experts`` is 8. ``DeepSeek-V3-like`` has
+Sizes are those of the publishers' configurations: ``MODELS["Mixtral-8x7B"].experts`` is 8. ``DeepSeek-V3-like`` has
 grouped queries in place of latent attention. Derive smaller ones with ``dataclasses.replace``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import re
 from types import MappingProxyType
 
-from gshard.moe.config import TABLE_1, ModelError, TransformerConfig
+from gshard.moe.config import TABLE_1, TransformerConfig
 
 # Jiang et al. 2024, "Mixtral of Experts": 46.7e9 weights, 12.9e9 of them for a token.
 _MIXTRAL = TransformerConfig.decoder_only(
@@ -83,37 +81,3 @@ DECODERS = MappingProxyType(
 )
 
 MODELS = MappingProxyType({**TABLE_1, **DECODERS})
-
-
-def model(name: str) -> TransformerConfig:
-    """A model by its name; capitals, spaces and punctuation do not matter.
-
-    Raises:
-        ModelError: there is no such model. The message names the most similar one, and all.
-
-    >>> model("moe 128e 12l") is TABLE_1["MoE(128E, 12L)"]
-    True
-    """
-    return MODELS[model_name(name)]
-
-
-def model_name(name: str) -> str:
-    """The name of a model in this table.
-
-    Raises:
-        ModelError: there is no such model.
-
-    >>> model_name("mixtral 8X7b")
-    'Mixtral-8x7B'
-    """
-    written = {_folded(known): known for known in MODELS}
-    folded = _folded(name)
-    if folded not in written:
-        near = difflib.get_close_matches(folded, written, n=1)
-        meant = f"Did you mean {written[near[0]]!r}? " if near else ""
-        raise ModelError(f"no model is called {name!r}.", hint=f"{meant}Models are {', '.join(map(repr, MODELS))}.")
-    return written[folded]
-
-
-def _folded(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "", name.lower())

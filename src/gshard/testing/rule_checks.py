@@ -18,7 +18,7 @@ from gshard.api.kernel_function import KernelFunction
 from gshard.comm.collectives import collectives_of
 from gshard.comm.steps import identity
 from gshard.core.errors import ArgumentError, RuleError
-from gshard.core.jax_adapter import bind, user_line
+from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.mark import positions_of_parts
 from gshard.core.mesh import Mesh
@@ -29,7 +29,7 @@ from gshard.core.sharding import Sharding
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.emit.partition import partition
 from gshard.language.kernel_primitive import kernel_p
-from gshard.language.region import value_of
+from gshard.language.region import Interpreter
 from gshard.planning.demands import at_boundary
 from gshard.planning.settled import on_mesh
 from gshard.simulator.simulate import simulate
@@ -41,17 +41,18 @@ from gshard.tracing.trace import trace
 
 def emitted(jaxpr: Any, sizes: Mapping[str, int]) -> Counter[str]:
     """Bytes that each device sends in one call, by kind. The body of a loop of unknown length counts once."""
-    found: Counter[str] = Counter()
-    for kind, _, sent, _ in collectives_of(jaxpr, sizes):
-        found[kind] += sent
-    return +found
+    return _by_kind((kind, sent) for kind, _, sent, _ in collectives_of(jaxpr, sizes))
 
 
 def reported(collectives: Iterable[Collective]) -> Counter[str]:
     """The bytes that a program reports, in the same form."""
+    return _by_kind((c.kind, c.total_bytes) for c in collectives)
+
+
+def _by_kind(rows: Iterable[tuple[str, int]]) -> Counter[str]:
     found: Counter[str] = Counter()
-    for c in collectives:
-        found[c.kind] += c.total_bytes
+    for kind, sent in rows:
+        found[kind] += sent
     return +found
 
 
@@ -118,6 +119,14 @@ def check_rule(
     return tuple(checked)
 
 
+class _Unmarked(Interpreter):
+    """Runs equations on whole arrays; marks do nothing."""
+
+    def equation(self, e: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Runs one equation without a body."""
+        return inputs if e.mark is not None else super().equation(e, inputs)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Alone:
     """One equation as a program of its own."""
@@ -131,18 +140,10 @@ class Alone:
     def of(program: Program, equation: Equation, leaves: Sequence[Any]) -> Alone:
         """Takes an equation out of a program, outside of loops, that is called with these arrays."""
         values = dict(zip(program.block.inputs, (*program.captured, *map(jnp.asarray, leaves)), strict=True))
-        needed = {v for v in equation.inputs if isinstance(v, Value)}
         before = itertools.takewhile(lambda e: e is not equation, program.block.equations)
-        steps = []
-        for e in reversed(list(before)):
-            if needed & set(e.outputs):
-                needed |= {v for v in e.inputs if isinstance(v, Value)}
-                steps.append(e)
-        for e in reversed(steps):
-            given = [value_of(v, values) for v in e.inputs]
-            values.update(zip(e.outputs, given if e.mark else bind(e.primitive, e.params, given), strict=True))
+        _Unmarked().evaluate((*before, equation), values)
         inputs = tuple(dict.fromkeys(v for v in equation.inputs if isinstance(v, Value)))
-        made = bind(equation.primitive, equation.params, [value_of(v, values) for v in equation.inputs])
+        made = [values[v] for v in equation.outputs]
         read = {v for e in program.block.walk() for v in e.inputs} | set(program.block.outputs)
         expected = tuple(x if v in read else None for v, x in zip(equation.outputs, made, strict=True))
         block = Block(inputs, (equation,), equation.outputs)
@@ -354,19 +355,14 @@ def numbers_of(x: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
 
 
-def are_close(got: np.ndarray, want: np.ndarray, tolerance: float) -> np.ndarray:
-    """For each element whether it is equal, or near where a tolerance is given and sums may be made otherwise."""
+def first_difference(got: np.ndarray, want: np.ndarray, tolerance: float, one: str, other: str) -> str:
+    """The first element that is not equal, or near where it is inexact, and how many are not; nothing if all are."""
     if got.shape != want.shape or got.dtype != want.dtype:
         raise RuleError(f"a result is {got.dtype}{list(got.shape)} where {want.dtype}{list(want.shape)} belongs.")
-    if not jnp.issubdtype(want.dtype, jnp.inexact):
-        return np.asarray(got == want)
-    wide = np.complex128 if jnp.issubdtype(want.dtype, jnp.complexfloating) else np.float64
-    return np.isclose(got.astype(wide), want.astype(wide), rtol=tolerance, atol=tolerance, equal_nan=True)
-
-
-def first_difference(got: np.ndarray, want: np.ndarray, tolerance: float, one: str, other: str) -> str:
-    """The first element that differs, and how many do; nothing if none does."""
-    right = are_close(got, want, tolerance)
+    right = np.asarray(got == want)
+    if jnp.issubdtype(want.dtype, jnp.inexact):
+        wide = np.complex128 if jnp.issubdtype(want.dtype, jnp.complexfloating) else np.float64
+        right = np.isclose(got.astype(wide), want.astype(wide), rtol=tolerance, atol=tolerance, equal_nan=True)
     if right.all():
         return ""
     at = tuple(map(int, np.argwhere(~right)[0]))
