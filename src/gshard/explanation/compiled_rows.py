@@ -160,11 +160,11 @@ def atoms_of(program: CompiledProgram, sent: Sent) -> Atoms | None:
     """The atoms of the mesh that a collective runs over; None if its groups are along no axes."""
     mesh = program.mesh
     if sent.collective.kind == "collective_permute":
-        return _apart(mesh, pairs_of(sent.itself))
+        return atoms_apart(mesh, pairs_of(sent.itself))
     return atoms_among(mesh, sent.collective.groups)
 
 
-def _apart(mesh: Mesh, pairs: Sequence[tuple[int, int]]) -> Atoms:
+def atoms_apart(mesh: Mesh, pairs: Sequence[tuple[int, int]]) -> Atoms:
     """The atoms along which the ends of some pair are apart."""
     stride, found = mesh.size, []
     for atom, size in mesh.atom_sizes.items():

@@ -22,7 +22,7 @@ from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.mesh import MeshLike
 from gshard.core.program import format_bytes
 from gshard.explanation.compiled_program import CompiledArgument, CompiledProgram
-from gshard.explanation.compiled_rows import axes_text, whole_arguments_listed
+from gshard.explanation.compiled_rows import atoms_apart, axes_text, whole_arguments_listed
 from gshard.explanation.compiled_source import CompiledSource
 from gshard.explanation.explain import Explanation
 from gshard.explanation.rows import CollectiveRow, collective_lines, held_lines, listed_lines
@@ -169,16 +169,9 @@ class Counted:
 
 def crosses(program: CompiledProgram, sent: Sent, axes: Iterable[str]) -> bool:
     """Whether devices that communicate are apart along one of these axes of the mesh."""
-    mesh = program.mesh
-    if sent.collective.kind == "collective_permute":
-        pairs = pairs_of(sent.itself)
-    else:
-        pairs = [(group[0], device) for group in sent.collective.groups for device in group[1:]]
-    stride, strides = mesh.size, {}
-    for name, size in mesh.axes:
-        stride //= size
-        strides[name] = (stride, size)
-    return any(a // strides[x][0] % strides[x][1] != b // strides[x][0] % strides[x][1] for x in axes for a, b in pairs)
+    groups = [(group[0], device) for group in sent.collective.groups for device in group[1:]]
+    apart = atoms_apart(program.mesh, groups or pairs_of(sent.itself))
+    return any(not {*program.mesh.atoms_of[axis]}.isdisjoint(apart) for axis in axes)
 
 
 def cures_of(kinds: Iterable[str]) -> list[str]:
@@ -366,16 +359,13 @@ def row_lines(rows: Sequence[CollectiveRow], most: int = ROWS) -> list[str]:
     return lines
 
 
-# Baselines: files with what a function sent when they were written.
-
-
 # Sent record: what a compiled program sends and holds, as the text of a baseline file and read from it.
 
 IN_ALL = "in all"
 _UNNAMED = "(not named)"
 _APART = re.compile(r"\s{2,}")
-# The function, the version of JAX with the platform, the mesh, and the bytes at the peak.
-_HEAD = r"^# Collectives in one call of (.*?):", r"^# jax (\S+), (\S+)", r"^mesh  (.+)$", r"^peak  ([\d,]+) bytes$"
+# The version of JAX with the platform, the mesh, and the bytes at the peak.
+_HEAD = r"^# (jax .*)$", r"^mesh  (.+)$", r"^peak  ([\d,]+) bytes$"
 
 Key = tuple[str, str, str, str]  # kind, axes, array, module
 Sums = Mapping[tuple[str, str], tuple[int, int]]  # of a kind over axes: how many run, and the bytes of all
@@ -385,14 +375,12 @@ Sums = Mapping[tuple[str, str], tuple[int, int]]  # of a kind over axes: how man
 class SentRecord:
     """What a compiled program sends and holds."""
 
-    name: str  # of the function
     mesh: str  # the axes of the mesh with their sizes
     peak: int  # bytes that a device holds
     # of each array how many collectives move it, and the bytes that each device sends in all of them
     rows: Mapping[Key, tuple[int, int]]
     sums: Sums  # the same of all collectives of a kind over the same axes; one that moves several arrays counts once
-    jax: str  # the version
-    platform: str  # what it was compiled for
+    compiler: str  # the version of JAX and the platform, ``jax 0.10.2, cpu``
 
     @staticmethod
     def of(found: Explanation) -> SentRecord:
@@ -404,25 +392,22 @@ class SentRecord:
             runs.setdefault(key, {}).update((one.source, one.times) for one in row.moved)
             sizes[key] += row.bytes
         rows = {key: (sum(times.values()), sizes[key]) for key, times in runs.items()}
-        times_of: Counter[tuple[str, str]] = Counter()
-        size_of: Counter[tuple[str, str]] = Counter()
         program = source_of(found).program
+        sums: dict[tuple[str, str], tuple[int, int]] = {}
         for sent in program.sent:
             where = sent.collective.kind, _word(axes_text(program, sent))
-            times_of[where] += sent.collective.executions
-            size_of[where] += sent.collective.total_bytes
-        sums = {where: (times_of[where], size_of[where]) for where in times_of}
+            times, size = sums.get(where, (0, 0))
+            sums[where] = times + sent.collective.executions, size + sent.collective.total_bytes
         mesh = _word(" ".join(f"{name}={size}" for name, size in found.mesh.axes))
-        return SentRecord(
-            found.name, mesh, found.peak, rows, sums, jax.__version__, program.platform or "unknown devices"
-        )
+        compiler = f"jax {jax.__version__}, {program.platform or 'unknown devices'}"
+        return SentRecord(mesh, found.peak, rows, sums, compiler)
 
-    def text(self) -> str:
-        """The file."""
+    def text(self, name: str) -> str:
+        """The file of a function with this name."""
         head = [
-            f"# Collectives in one call of {self.name}: number, bytes that each device sends, axes, array, module.",
+            f"# Collectives in one call of {name}: number, bytes that each device sends, axes, array, module.",
             "# gshard writes this file: review it, and write it again with pytest --gshard-update.",
-            f"# jax {self.jax}, {self.platform}",
+            f"# {self.compiler}",
             "",
         ]
         return "\n".join([*head, *self.body(), ""])
@@ -456,11 +441,11 @@ class SentRecord:
                 rows[kind, axes, array, " ".join(module)] = counted
             elif kind != "total":
                 sums[kind, axes] = counted
-        name, version, mesh, peak = (re.search(pattern, text, re.MULTILINE) for pattern in _HEAD)
+        compiler, mesh, peak = (re.search(pattern, text, re.MULTILINE) for pattern in _HEAD)
         if mesh is None or peak is None:
             raise ValueError("it has no line 'mesh' or no line 'peak'")
-        known = version.groups() if version else ("unknown", "unknown devices")
-        return SentRecord(name[1] if name else "", mesh[1], int(peak[1].replace(",", "")), rows, sums, *known)
+        known = compiler[1] if compiler else "an unknown version"
+        return SentRecord(mesh[1], int(peak[1].replace(",", "")), rows, sums, known)
 
     def differs(self, now: SentRecord, exact: bool, tolerance: float) -> list[str]:
         """How another record exceeds this one, or differs from it, in words; nothing if it does not."""
@@ -550,11 +535,11 @@ def assert_no_more_collectives(
     found = compiled_subject(f, args, kwargs, mesh)
     check_devices(found)
     path, now = Path(baseline), SentRecord.of(found)
-    before = _read(path)
+    before = _read(path) if path.is_file() else None
     if update:
         if before is None or before.differs(now, exact=True, tolerance=tolerance):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(now.text(), "utf-8")
+            path.write_text(now.text(found.name), "utf-8")
         return found
     if before is None:
         raise AssertionError(
@@ -566,13 +551,9 @@ def assert_no_more_collectives(
     return found
 
 
-def _read(path: Path) -> SentRecord | None:
+def _read(path: Path) -> SentRecord:
     try:
-        text = path.read_text("utf-8")
-    except FileNotFoundError:
-        return None
-    try:
-        return SentRecord.read(text)
+        return SentRecord.read(path.read_text("utf-8"))
     except ValueError as error:
         raise ArgumentError(
             "this file is no baseline of collectives.",
@@ -583,12 +564,7 @@ def _read(path: Path) -> SentRecord | None:
 
 
 def _message(
-    found: Explanation,
-    path: Path,
-    before: SentRecord,
-    now: SentRecord,
-    differences: Sequence[str],
-    exact: bool,
+    found: Explanation, path: Path, before: SentRecord, now: SentRecord, differences: Sequence[str], exact: bool
 ) -> str:
     more = before.differs(now, exact=False, tolerance=0.0)
     lines = [f"{compiled(found)} {'does more than' if more else 'is not as'} its baseline says", ""]
@@ -602,13 +578,11 @@ def _message(
     lines += cures_of(row.kind for row in rows)
     if any(text.startswith("peak") for text in differences) and now.peak > before.peak:
         lines += cures_of([PEAK])
-    if before.jax != jax.__version__:
+    if before.compiler != now.compiler:
         lines.append(
-            f"The baseline was written with jax {before.jax}, and this is jax {jax.__version__}: XLA may partition, "
-            "combine and hold otherwise."
+            f"The baseline was written with {before.compiler}, and this is {now.compiler}: XLA may partition, combine "
+            "and hold otherwise."
         )
-    if before.platform != now.platform:
-        lines.append(f"The baseline was compiled for {before.platform}, and this program for {now.platform}.")
     lines.append(
         "If this is meant, write the baseline again with pytest --gshard-update or update=True, and review it."
     )
