@@ -8,7 +8,7 @@ same holds for programs of gshard and of XLA's partitioner.
 
 from __future__ import annotations
 
-from gshard.xla.hlo_collectives import sent_by
+from gshard.xla.hlo_collectives import collectives_of
 from gshard.xla.hlo_parser import Computation, Instruction, Module, read_module, type_bytes
 
 NARROW = "bf16", "f8"
@@ -18,8 +18,8 @@ MOVES = frozenset("bitcast copy transpose reshape slice dynamic-slice concatenat
 def bytes_sent(text: str) -> int:
     """Bytes that each device sends in one call of ``compiled.as_text()``."""
     module, total = read_module(text), 0.0
-    for sent in sent_by(module):
-        c, computation, made = sent.collective, module.computations[sent.inside], sent.itself
+    for sent in collectives_of(module):
+        c, computation, made = sent, module.computations[sent.inside], sent.itself
         operands = [computation.instructions[o] for o in made.operands if o in computation.instructions]
         back = is_narrowed(module, computation, made.name)
         sizes = [type_bytes(x.type) / (1 + (back or is_widened(module, computation, x.name))) for x in operands]

@@ -201,8 +201,8 @@ def scattered(text: str) -> float:
     """Bytes that a device would send less of all-reduces of which it takes a part, were they reduce-scatters."""
     module = read_module(text)
     spared = 0.0
-    for sent in hlo_collectives.sent_by(module):
-        computation, made, c = module.computations[sent.inside], sent.itself, sent.collective
+    for sent in hlo_collectives.collectives_of(module):
+        computation, made, c = module.computations[sent.inside], sent.itself, sent
         if made.opcode == "all-reduce":
             sizes = [type_bytes(x.type) for x in map(computation.instructions.get, made.operands) if x is not None]
             for i, size in enumerate(sizes):

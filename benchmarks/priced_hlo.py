@@ -33,7 +33,7 @@ NAMES = {"f32": "f32", "f64": "f64", "bf16": "bf16", "f16": "bf16", "s8": "s8", 
 def seconds(text: str, machine: Machine) -> float:
     """Of one call, on the device that is in the first group of every collective."""
     module = read_module(text)
-    sent = {c.name: c for c in hlo_collectives.collectives(text)}
+    sent = {c.itself.name: c for c in hlo_collectives.collectives(text)}
     joined = {name: before for c in module.computations.values() for name, before in joins(c, sent, machine)}
     total = 0.0
     cutting: set[tuple[int, str]] = set()

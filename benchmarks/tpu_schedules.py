@@ -58,7 +58,7 @@ def _of_computation(module: Module, name: str, times: int) -> list[Scheduled]:
     products = [_multiplies(module, made) for made in computation.instructions.values()]
     rows = []
     for sent in sent_in(module, name):
-        read, start, end = sent.collective, order[sent.made.name], order[sent.ends.name]
+        read, start, end = sent, order[sent.made.name], order[sent.ends.name]
         # A fusion that carries a collective on computes besides, the last one too; what only waits for it does not.
         until = end if sent.ends.opcode.endswith("-done") else end + 1
         beside = range(start + 1, until) if sent.is_asynchronous else range(0)

@@ -252,7 +252,7 @@ WINGS = {
         solver.solve: Solution solve
     """,
     "xla": """
-        comm.collectives: sent_sizes
+        comm.collectives: sent_bytes sent_sizes
         device.async_overlap: Step timed
         device.cost: Loop PricedKernel Run Stretch
         device.fusion_model: COLLECTIVE OPERATOR PRODUCT
@@ -288,7 +288,7 @@ WINGS = {
         simulator.simulate: simulate
         tracing.permitted: permitted
         tracing.trace: trace
-        xla.hlo_collectives: KINDS Sent pairs_of
+        xla.hlo_collectives: CompiledCollective KINDS pairs_of
     """,
 }
 

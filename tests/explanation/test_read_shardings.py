@@ -31,9 +31,9 @@ def test_axes_are_found_whatever_the_order_of_the_devices_in_the_text(from_text)
     read = found.source.program.arguments
     assert len(read) == len(SPECS)
     for argument, spec in zip(read, SPECS, strict=True):
-        assert argument.dims is not None, spec
-        assert found.mesh.spec_of(argument.dims) == spec
-        assert np.prod(argument.parts) * argument.local_bytes == argument.bytes == 4 * 8**3
+        assert argument.cut.dims is not None, spec
+        assert found.mesh.spec_of(argument.cut.dims) == spec
+        assert np.prod(argument.cut.parts) * argument.local_bytes == argument.bytes == 4 * 8**3
 
 
 @pytest.mark.parametrize(("text", "parts", "dims", "shown"), [

@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gshard.device.machine import Machine
 from gshard.xla.dataflow import Array, Dataflow
-from gshard.xla.hlo_collectives import computations_run, sent_by
+from gshard.xla.hlo_collectives import collectives_of, computations_run
 from gshard.xla.hlo_parser import Origin, arrays_of, origin_of, read_module
 from gshard.xla.kernels import Work, aliased_results, bytes_in_memory, elapsed, held_by, work_of
 
@@ -97,8 +97,8 @@ def flow_of(f, mesh, *arguments):
 
 def moved(flow, kind):
     found = []
-    for sent in sent_by(flow.module):
-        if sent.collective.kind == kind:
+    for sent in collectives_of(flow.module):
+        if sent.kind == kind:
             several = len(sent.itself.operands) > 1
             for i, operand in enumerate(sent.itself.operands):
                 result = Array(sent.computation, sent.ends.name, i if several else None)

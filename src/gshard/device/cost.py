@@ -124,12 +124,10 @@ class Run:
 class CallTotals:
     """Totals over the kernels of one call: of a per-device program (``Cost``), or of one that XLA compiled."""
 
+    machine: Machine
+    kernels: Sequence[PricedKernel]
     if TYPE_CHECKING:
 
-        @property
-        def machine(self) -> Machine: ...
-        @property
-        def kernels(self) -> Sequence[PricedKernel]: ...
         @property
         def call(self) -> Run: ...
         @property

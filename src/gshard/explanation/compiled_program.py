@@ -19,7 +19,7 @@ from gshard.explanation.places import Place
 from gshard.explanation.rows import ArrayRow
 from gshard.naming.argument_names import argument_names
 from gshard.xla.dataflow import PRODUCTS, Array, Dataflow
-from gshard.xla.hlo_collectives import Sent, sent_by
+from gshard.xla.hlo_collectives import CompiledCollective, collectives_of
 from gshard.xla.hlo_parser import Instruction, Module, arrays_of, read_module
 from gshard.xla.kernels import HeldMemory, aliased_results, held_by
 
@@ -136,10 +136,7 @@ class CompiledArgument(ArrayRow):
     """One argument of a compiled program."""
 
     type: str  # of one device's part, ``f32[8,4]``
-    cut: str  # how it is cut, as text; empty if the program does not tell
-    # in how many parts each dimension is cut; empty if each device has the whole array, or if it is unknown
-    parts: tuple[int, ...] = ()
-    dims: tuple[Atoms, ...] | None = None  # the atoms of the mesh that cut each dimension; None if they are not known
+    cut: ReadSharding | None  # how it is cut; None if the program does not tell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,9 +157,9 @@ class CompiledProgram:
         return Dataflow(self.module)
 
     @functools.cached_property
-    def sent(self) -> tuple[Sent, ...]:
+    def sent(self) -> tuple[CompiledCollective, ...]:
         """Its collectives."""
-        return sent_by(self.module)
+        return collectives_of(self.module)
 
     @functools.cached_property
     def held(self) -> HeldMemory:
@@ -332,12 +329,11 @@ def _arguments(
         attributes = f"{made.attributes} {more}"
         cut = ReadSharding((), (), "") if program.mesh.size == 1 else read_sharding(attributes, program.mesh)
         size, text = (None, "") if cut is None else (local * cut.count, cut.text)
-        parts, dims = ((), None) if cut is None else (cut.parts, cut.dims)
         pieces = 1 if size is None or not local else round(size / local)
         note = "the program does not tell" if size is None else f"one of {pieces} parts" if pieces > 1 else "all of it"
         row = CompiledArgument(
             name=name, short=short[name], sharding=f"{kind} {text}".strip(), bytes=size, local_bytes=local, note=note,
-            type=kind, cut=text, parts=parts, dims=dims,
+            type=kind, cut=cut,
         )  # fmt: skip
         rows.append(row)
     return tuple(rows)

@@ -17,7 +17,7 @@ from gshard.explanation.rows import Listed, Moved
 from gshard.naming.argument_names import ArrayName, common_name, equal_modules
 from gshard.naming.array_names import GRADIENT, UPDATE
 from gshard.xla.dataflow import Array
-from gshard.xla.hlo_collectives import Sent, pairs_of
+from gshard.xla.hlo_collectives import CompiledCollective, pairs_of
 from gshard.xla.hlo_parser import ArrayType, Instruction, Origin, arrays_of, origin_of
 
 # The arrays that the collectives of a compiled program move, each with its name, its line and its reason.
@@ -41,7 +41,7 @@ class _Part:
     """One array that a collective moves."""
 
     program: CompiledProgram
-    sent: Sent
+    sent: CompiledCollective
     number: int
 
     @property
@@ -102,7 +102,7 @@ class _Part:
         numbers = () if self.operand is None else flow.arguments(self.operand)
         if numbers and max(numbers) < len(program.arguments):
             return common_name([program.arguments[n].short for n in numbers])
-        if origin.is_backward or self.sent.collective.kind in REDUCTIONS or not program.updates:
+        if origin.is_backward or self.sent.kind in REDUCTIONS or not program.updates:
             reach = flow.reach(self.result)
             changed = {program.updates[r] for r in reach.results if r in program.updates} | reach.beside
             known = sorted(n for n in changed if n < len(program.arguments))
@@ -124,7 +124,7 @@ class _Part:
     def why(self) -> str:
         """What needs it moved."""
         operation = self.origin.operation
-        if self.sent.collective.kind in REDUCTIONS:
+        if self.sent.kind in REDUCTIONS:
             own = "" if self.made is None else origin_of(self.made.op_name).operation
             return f"result of {own or operation or 'an operator'}{_phase(self.origin)}"
         if self.reader is None or (self.reader[1].opcode == "tuple" and self.reader[0] == self.program.module.entry):
@@ -134,18 +134,18 @@ class _Part:
 
 
 def _moved(part: _Part, folded: Mapping[str, str]) -> Moved:
-    program, sent, collective, i = part.program, part.sent, part.sent.collective, part.number
+    program, sent, i = part.program, part.sent, part.number
     computation, place, module, why = program.module.computations[sent.inside], part.place, part.origin.module, part.why
     operands = [computation.instructions[o] for o in sent.itself.operands if o in computation.instructions]
     types = [arrays_of(o.type) for o in operands] or [arrays_of(sent.itself.literal or sent.itself.type)]
     until = [0, *itertools.accumulate(sum(a.bytes for a in own) for own in types)]
-    begin, end = (round(collective.total_bytes * n / until[-1]) if until[-1] else 0 for n in until[i : i + 2])
+    begin, end = (round(sent.total_bytes * n / until[-1]) if until[-1] else 0 for n in until[i : i + 2])
     return Moved(
-        kind=collective.kind, axes=axes_text(program, sent), times=collective.executions, bytes=end - begin,
+        kind=sent.kind, axes=axes_text(program, sent), times=sent.executions, bytes=end - begin,
         shape=str(types[i][0] if types[i] else ArrayType("token", (), 0, False)),
         line="" if place is None else f"{place.path.rpartition('/')[2]}:{place.line}", cause=place,
         array=part.name, module=ArrayName(module, folded.get(module, module)), why=ArrayName(why, why),
-        exact=collective.exact, source=sent, key=id(sent.itself),
+        exact=sent.exact, source=sent, key=id(sent.itself),
     )  # fmt: skip
 
 
@@ -156,12 +156,12 @@ def _phase(origin: Origin) -> str:
     return ", backward" if origin.is_backward else ""
 
 
-def atoms_of(program: CompiledProgram, sent: Sent) -> Atoms | None:
+def atoms_of(program: CompiledProgram, sent: CompiledCollective) -> Atoms | None:
     """The atoms of the mesh that a collective runs over; None if its groups are along no axes."""
     mesh = program.mesh
-    if sent.collective.kind == "collective_permute":
+    if sent.kind == "collective_permute":
         return atoms_apart(mesh, pairs_of(sent.itself))
-    return atoms_among(mesh, sent.collective.groups)
+    return atoms_among(mesh, sent.groups)
 
 
 def atoms_apart(mesh: Mesh, pairs: Sequence[tuple[int, int]]) -> Atoms:
@@ -174,12 +174,12 @@ def atoms_apart(mesh: Mesh, pairs: Sequence[tuple[int, int]]) -> Atoms:
     return tuple(found)
 
 
-def axes_text(program: CompiledProgram, sent: Sent) -> str:
+def axes_text(program: CompiledProgram, sent: CompiledCollective) -> str:
     """What a collective runs over, as text: axes of the mesh, or the group of device 0."""
     atoms = atoms_of(program, sent)
     if atoms is not None:
         return program.mesh.format_atoms(atoms)
-    group = sent.collective.group
+    group = sent.group
     listed = ",".join(map(str, group[:8])) + (",…" if len(group) > 8 else "")
     return f"{{{listed}}}"
 

@@ -66,7 +66,7 @@ from gshard.explanation.tried_changes import (
 from gshard.explanation.verdict import Verdict, sentences_of
 from gshard.naming.argument_names import equal_modules
 from gshard.xla.dataflow import Array
-from gshard.xla.hlo_collectives import Sent, pairs_of
+from gshard.xla.hlo_collectives import CompiledCollective, pairs_of
 from gshard.xla.hlo_parser import Instruction, Origin, arrays_of, origin_of
 from gshard.xla.kernels import Ran, elapsed
 
@@ -90,20 +90,20 @@ class CompiledCost(CallTotals):
         return sum(k.work.products * k.times for k in self.kernels if k.work is not None)
 
 
-def _network_seconds(program: CompiledProgram, sent: Sent, size: int, machine: Machine) -> float:
+def _network_seconds(program: CompiledProgram, sent: CompiledCollective, size: int, machine: Machine) -> float:
     """Seconds of one run of a collective whose operands have these bytes, by the links of its groups."""
-    read, mesh = sent.collective, program.mesh
+    mesh = program.mesh
     # A ragged exchange is priced as a full one, and a broadcast as a gather.
-    kind = "all_to_all" if read.kind.endswith("all_to_all") else read.kind.replace("collective_broadcast", "all_gather")
+    kind = "all_to_all" if sent.kind.endswith("all_to_all") else sent.kind.replace("collective_broadcast", "all_gather")
     order = mesh.order or range(mesh.size)
     if kind == "collective_permute":
         pairs = [(order[a], order[b]) for a, b in pairs_of(sent.itself) if a != b]
-        return permutation_seconds(min(size, read.bytes_moved), pairs, machine) if pairs else 0.0
-    if read.group_size < 2:
+        return permutation_seconds(min(size, sent.bytes_moved), pairs, machine) if pairs else 0.0
+    if sent.group_size < 2:
         return 0.0
     if (atoms := atoms_of(program, sent)) is not None:
         return seconds(kind, size, mesh, machine, atoms)
-    return max(seconds_among(kind, size, sorted(order[d] for d in group), machine) for group in read.groups)
+    return max(seconds_among(kind, size, sorted(order[d] for d in group), machine) for group in sent.groups)
 
 
 # Source.
@@ -210,11 +210,11 @@ class CompiledSource:
         rows = []
         for k in found.kernels:
             sent, kind = k.collective, k.kind
-            name, made = (self._called(k.made), k.made) if sent is None else (sent.collective.kind, sent.itself)
+            name, made = (self._called(k.made), k.made) if sent is None else (sent.kind, sent.itself)
             result = arrays_of(made.type)
             place = self._line_near(k.computation, k.made) if sent is None else first.get(id(sent.itself))
             if kind == COLLECTIVE and sent is not None:
-                kind = sent.collective.kind
+                kind = sent.kind
             elif kind == OPERATOR and k.made.opcode.startswith("fusion"):
                 kind = FUSED
             key = None if sent is None else id(sent.itself)
@@ -273,7 +273,7 @@ class CompiledSource:
         sent, atoms = row.moved[0].source, atoms_of(self.program, row.moved[0].source)
         is_permutation = row.kind == "collective_permute"
         return {
-            "atoms": atoms, "groups": sent.collective.groups if atoms is None else groups(self.mesh, atoms),
+            "atoms": atoms, "groups": sent.groups if atoms is None else groups(self.mesh, atoms),
             "emitted": places.of(row.moved[0].cause), "moved": "", "advice": "",
             "pairs": pairs_of(sent.itself) if is_permutation else [], "over": self.mesh.atoms if is_permutation else (),
         }  # fmt: skip
@@ -288,8 +288,9 @@ class CompiledSource:
         for a in self.arrays:
             local = next(iter(arrays_of(a.type)), None)
             shape = () if local is None else local.shape
-            parts = a.parts if len(a.parts) == len(shape) else (1,) * len(shape)
-            dims = ((),) * len(shape) if a.is_whole else a.dims if a.dims and len(a.dims) == len(shape) else None
+            parts, dims = ((), None) if a.cut is None else (a.cut.parts, a.cut.dims)
+            parts = parts if len(parts) == len(shape) else (1,) * len(shape)
+            dims = ((),) * len(shape) if a.is_whole else dims if dims and len(dims) == len(shape) else None
             spec = None if dims is None else self.mesh.spec_of(dims)
             readers = program.flow.readers(Array(program.module.entry, names[number_of[id(a)]]))
             read = (places.of(program.place_of(self._told(made))) for _, made in itertools.islice(readers, 40))

@@ -153,7 +153,7 @@ def sharding_changes(program: CompiledProgram, moved: Sequence[Moved], leaves: S
         stake[name] = stake.get(name, 0) + part.bytes
     groups: dict[tuple[str, str], list[int]] = {}
     for i, argument in enumerate(program.arguments):
-        groups.setdefault((argument.short.alike, argument.cut), []).append(i)
+        groups.setdefault((argument.short.alike, "" if argument.cut is None else argument.cut.text), []).append(i)
 
     def weight(group: tuple[tuple[str, str], list[int]]) -> int:
         (name, _), members = group

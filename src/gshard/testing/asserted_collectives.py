@@ -27,7 +27,7 @@ from gshard.explanation.compiled_source import CompiledSource
 from gshard.explanation.explain import Explanation
 from gshard.explanation.rows import CollectiveRow, collective_lines, held_lines, listed_lines
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
-from gshard.xla.hlo_collectives import KINDS, Sent, pairs_of
+from gshard.xla.hlo_collectives import KINDS, CompiledCollective, pairs_of
 
 # Collective limits: what a program may send and hold, and what of it exceeds that.
 
@@ -159,17 +159,17 @@ class Counted:
         kept = {id(sent) for sent in counted}
         numbers: Counter[tuple[str, bool]] = Counter()
         for sent in counted:
-            for kind in (sent.collective.kind, TOTAL):
-                numbers[kind, False] += sent.collective.executions
-                numbers[kind, True] += sent.collective.total_bytes
+            for kind in (sent.kind, TOTAL):
+                numbers[kind, False] += sent.executions
+                numbers[kind, True] += sent.total_bytes
         whole = [a for a in source_of(found).arrays if a.is_whole and found.mesh.size > 1]
         numbers[PEAK, True], numbers[WHOLE, True] = found.peak, max((a.local_bytes for a in whole), default=0)
         return Counted([row for row in found.collectives if id(row.moved[0].source) in kept], whole, numbers)
 
 
-def crosses(program: CompiledProgram, sent: Sent, axes: Iterable[str]) -> bool:
+def crosses(program: CompiledProgram, sent: CompiledCollective, axes: Iterable[str]) -> bool:
     """Whether devices that communicate are apart along one of these axes of the mesh."""
-    groups = [(group[0], device) for group in sent.collective.groups for device in group[1:]]
+    groups = [(group[0], device) for group in sent.groups for device in group[1:]]
     apart = atoms_apart(program.mesh, groups or pairs_of(sent.itself))
     return any(not {*program.mesh.atoms_of[axis]}.isdisjoint(apart) for axis in axes)
 
@@ -359,7 +359,7 @@ def row_lines(rows: Sequence[CollectiveRow], most: int = ROWS) -> list[str]:
     return lines
 
 
-# Sent record: what a compiled program sends and holds, as the text of a baseline file and read from it.
+# Baseline: what a compiled program sends and holds, as the text of a baseline file and read from it.
 
 IN_ALL = "in all"
 _UNNAMED = "(not named)"
@@ -385,7 +385,7 @@ class SentRecord:
     @staticmethod
     def of(found: Explanation) -> SentRecord:
         """Records a compiled program."""
-        runs: dict[Key, dict[Sent, int]] = {}
+        runs: dict[Key, dict[CompiledCollective, int]] = {}
         sizes: Counter[Key] = Counter()
         for row in found.collectives:
             key = as_recorded(row)
@@ -395,9 +395,9 @@ class SentRecord:
         program = source_of(found).program
         sums: dict[tuple[str, str], tuple[int, int]] = {}
         for sent in program.sent:
-            where = sent.collective.kind, _word(axes_text(program, sent))
+            where = sent.kind, _word(axes_text(program, sent))
             times, size = sums.get(where, (0, 0))
-            sums[where] = times + sent.collective.executions, size + sent.collective.total_bytes
+            sums[where] = times + sent.executions, size + sent.total_bytes
         mesh = _word(" ".join(f"{name}={size}" for name, size in found.mesh.axes))
         compiler = f"jax {jax.__version__}, {program.platform or 'unknown devices'}"
         return SentRecord(mesh, found.peak, rows, sums, compiler)

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from gshard.comm.collectives import sent_sizes
+from gshard.comm.collectives import sent_bytes, sent_sizes
 from gshard.xla.hlo_parser import Computation, Instruction, Module, read_module, trip_count, type_bytes
 
 _OPCODES = (
@@ -42,14 +42,12 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompiledCollective:
-    """One collective instruction of a compiled program."""
+    """One collective of a compiled program, where it runs."""
 
     # all_gather, all_reduce, reduce_scatter, all_to_all, collective_permute, ragged_all_to_all (counted as if all
     # devices received the same) and the rarer collective_broadcast (as if everything were sent)
     kind: str
-    name: str  # the instruction's
-    operand_bytes: int  # operand_bytes, result_bytes: on one device, all operands of a combined collective together
-    result_bytes: int
+    operand_bytes: int  # on one device, all operands of a combined collective together
     group_size: int  # how many devices communicate (the largest group; all devices for a permutation)
     bytes_moved: int  # bytes that each device sends in one execution
     executions: int  # how often it runs in one call of the program
@@ -57,7 +55,17 @@ class CompiledCollective:
     # does not tell (counted as one round)
     exact: bool
     line: str  # the user's ``file:line``, or empty
-    groups: Groups = ()  # the devices that communicate, each group in rising order; none for a permutation
+    groups: Groups  # the devices that communicate, each group in rising order; none for a permutation
+    computation: str  # where it is scheduled;
+    made: Instruction  # the instruction there, which may be a fusion;
+    ends: Instruction  # and the one with which it ends; the same for one that stops everything
+    inside: str  # the computation that lists the collective itself;
+    itself: Instruction  # and the collective
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether other instructions run between its start and its end."""
+        return self.made is not self.ends
 
     @property
     def group(self) -> tuple[int, ...]:
@@ -70,37 +78,18 @@ class CompiledCollective:
         return self.bytes_moved * self.executions
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sent:
-    """One collective where it runs."""
-
-    collective: CompiledCollective  # what it sends, and how often it runs
-    computation: str  # where it is scheduled;
-    made: Instruction  # the instruction there, which may be a fusion;
-    ends: Instruction  # and the one with which it ends; the same for one that stops everything
-    inside: str  # the computation that lists the collective itself;
-    itself: Instruction  # and the collective
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether other instructions run between its start and its end."""
-        return self.made is not self.ends
-
-
 def collectives(text: str) -> tuple[CompiledCollective, ...]:
     """The collectives of ``jax.jit(f).lower(...).compile().as_text()``, in the order of the program.
 
     A computation that is called from two places gives its collectives twice. The two halves of an asynchronous
     collective count once, and so do the fusions that carry one on while they compute.
     """
-    return tuple(sent.collective for sent in sent_by(read_module(text)))
+    return collectives_of(read_module(text))
 
 
-def sent_by(module: Module) -> tuple[Sent, ...]:
-    """The collectives of a program in the order in which they start, each with where it is scheduled."""
-    return tuple(
-        sent for name, times, exact in computations_run(module) for sent in sent_in(module, name, times, exact)
-    )
+def collectives_of(module: Module) -> tuple[CompiledCollective, ...]:
+    """The collectives of a program in the order in which they start."""
+    return tuple(c for name, times, exact in computations_run(module) for c in sent_in(module, name, times, exact))
 
 
 def summary(found: Iterable[CompiledCollective]) -> dict[str, tuple[int, int]]:
@@ -127,7 +116,7 @@ def computations_run(module: Module) -> Iterator[tuple[str, int, bool]]:
         yield from walk(module.entry, 1, True)
 
 
-def sent_in(module: Module, name: str, times: int = 1, exact: bool = True) -> list[Sent]:
+def sent_in(module: Module, name: str, times: int = 1, exact: bool = True) -> list[CompiledCollective]:
     """The collectives that start in one computation, in order."""
     computation = module.computations[name]
     rows = [
@@ -138,20 +127,19 @@ def sent_in(module: Module, name: str, times: int = 1, exact: bool = True) -> li
     # Fusions that carry one collective on share its channel.
     last = {channel: made for made, _, _, channel in rows if channel}
     done = {m.operands[0]: m for m in computation.instructions.values() if m.opcode.endswith("-done") and m.operands}
-    found: list[Sent] = []
+    found: list[CompiledCollective] = []
     seen: set[str] = set()
     for made, inside, itself, channel in rows:
-        if channel in seen:
-            continue
-        read = collective_of(module, module.computations[inside], itself, times, exact)
-        if read.kind == "all_reduce" and inside.startswith("all-reduce-scatter"):
-            # libtpu writes a reduce-scatter as an all-reduce; each device keeps a part of its result.
-            part = read.operand_bytes // read.group_size
-            read = dataclasses.replace(
-                read, kind="reduce_scatter", bytes_moved=read.bytes_moved // 2, result_bytes=part
-            )
+        if channel not in seen:
+            ends = last.get(channel) or done.get(made.name) or made
+            kind, operand, size, moved, groups = _read(module, inside, itself)
+            found.append(
+                CompiledCollective(
+                    kind, operand, size, moved, times, exact, module.line_of(itself), groups, name, made, ends,
+                    inside, itself,
+                )
+            )  # fmt: skip
         seen |= {channel} if channel else set()
-        found.append(Sent(read, name, made, last.get(channel) or done.get(made.name) or made, inside, itself))
     return found
 
 
@@ -178,32 +166,19 @@ def _calls(module: Module, computation: Computation, instruction: Instruction) -
         yield from ((inner, 1, instruction.opcode == "call") for inner in instruction.bodies)
 
 
-def collective_of(
-    module: Module, computation: Computation, made: Instruction, times: int, exact: bool
-) -> CompiledCollective:
-    """One collective instruction."""
-    starts, kind = made.opcode.endswith("-start"), made.opcode.removesuffix("-start").replace("-", "_")
-    types = [computation.instructions[o].type for o in made.operands if o in computation.instructions]
-    sizes = sent_sizes(kind, list(map(type_bytes, types)))
+def _read(module: Module, inside: str, made: Instruction) -> tuple[str, int, int, int, Groups]:
+    """Of a collective the kind, the bytes of its operands, the size of groups, the bytes sent, and the groups."""
+    kind = made.opcode.removesuffix("-start").replace("-", "_")
+    if kind == "all_reduce" and inside.startswith("all-reduce-scatter"):
+        kind = "reduce_scatter"  # as libtpu writes it: each device keeps a part of the result
+    instructions = module.computations[inside].instructions
+    sizes = sent_sizes(kind, [type_bytes(instructions[o].type) for o in made.operands if o in instructions])
     operand = sum(sizes) if sizes else type_bytes(made.literal)
-    pairs = pairs_of(made)
     groups = () if kind == "collective_permute" else groups_of(made, module)
-    g = max(map(len, groups), default=module.devices)
-    if starts:  # its type also lists operands and buffers
-        result = {"all_gather": operand * g, "reduce_scatter": operand // g}.get(kind, operand)
-    else:
-        result = type_bytes(made.type)
-    moved = {
-        "all_gather": result * (g - 1) // g,
-        "all_reduce": 2 * operand * (g - 1) // g,
-        "reduce_scatter": operand * (g - 1) // g,
-        "all_to_all": operand * (g - 1) // g,
-        "ragged_all_to_all": operand * (g - 1) // g,
-        "collective_permute": 0 if pairs and all(a == b for a, b in pairs) else operand,
-    }.get(kind, operand)
-    return CompiledCollective(
-        kind, made.name, operand, result, g, moved, times, exact, module.line_of(made), groups,
-    )  # fmt: skip
+    size = max(map(len, groups), default=module.devices)
+    moved = operand if kind == "collective_broadcast" else sent_bytes(kind, operand, size)
+    pairs = pairs_of(made)
+    return kind, operand, size, 0 if pairs and all(a == b for a, b in pairs) else moved, groups
 
 
 def groups_of(made: Instruction, module: Module) -> Groups:

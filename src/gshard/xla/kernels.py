@@ -18,7 +18,7 @@ from gshard.device.machine import Machine
 from gshard.device.memory import MemoryTotals
 from gshard.device.roofline import roofline
 from gshard.xla.dataflow import ELEMENTWISE, Array
-from gshard.xla.hlo_collectives import OPCODE, Sent, sent_in
+from gshard.xla.hlo_collectives import OPCODE, CompiledCollective, sent_in
 from gshard.xla.hlo_parser import Computation, Instruction, Module, arrays_of, trip_count
 
 # Take no time of their own: names for what is there, or the other half of what started before.
@@ -201,10 +201,10 @@ class Ran(PricedKernel):
     computation: str  # computation, made: which
     made: Instruction
     work: Work | None = None  # of a kernel
-    collective: Sent | None = None  # of a collective where it runs
+    collective: CompiledCollective | None = None  # of a collective where it runs
 
 
-Network = Callable[[Sent, int], float]
+Network = Callable[[CompiledCollective, int], float]
 """The seconds of one run of a collective, if its operands have so many bytes."""
 
 
@@ -224,8 +224,8 @@ class _Clock:
     def run(self, name: str, times: int) -> Run:
         """One computation, which runs so often in a call."""
         computation = self.module.computations[name]
-        starts: dict[str, list[Sent]] = {}
-        ends: dict[str, list[Sent]] = {}
+        starts: dict[str, list[CompiledCollective]] = {}
+        ends: dict[str, list[CompiledCollective]] = {}
         for sent in sent_in(self.module, name, times, True):
             starts.setdefault(sent.made.name, []).append(sent)
             ends.setdefault(sent.ends.name, []).append(sent)
@@ -233,7 +233,7 @@ class _Clock:
         for made in computation.instructions.values():
             for sent in starts.get(made.name, ()):
                 row = self._of_collective(sent, name, times)
-                run.append((row, Step(row.seconds, (), (id(sent),), sent.collective.kind)))
+                run.append((row, Step(row.seconds, (), (id(sent),), sent.kind)))
             what = self._kernel(computation, name, made, times) or self._loop(computation, made, times)
             if what is not None:
                 run.append((what, Step(what.seconds, (), ())))
@@ -246,12 +246,12 @@ class _Clock:
         ]
         return Run(laid.seconds, sorted(stretches, key=lambda stretch: stretch.start))
 
-    def _of_collective(self, sent: Sent, name: str, times: int) -> Ran:
+    def _of_collective(self, sent: CompiledCollective, name: str, times: int) -> Ran:
         """One collective, as if nothing ran beside it."""
-        taken = self.network(sent, sent.collective.operand_bytes)
+        taken = self.network(sent, sent.operand_bytes)
         latency = min(taken, self.network(sent, 1)) if taken else 0.0
         return Ran(
-            computation=name, made=sent.made, kind=COLLECTIVE, times=times, sent=sent.collective.bytes_moved,
+            computation=name, made=sent.made, kind=COLLECTIVE, times=times, sent=sent.bytes_moved,
             seconds=taken, parts=(("network", taken - latency), ("latency", latency)), collective=sent,
         )  # fmt: skip
 
