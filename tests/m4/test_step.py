@@ -45,15 +45,6 @@ def step_and_state(model):
     return jax.jit(make_step(model, TrainConfig())), state | {"params": params}
 
 
-def test_second_moments_are_averaged_within_a_weight():
-    specs = moe.param_specs(dataclasses.replace(SPARSE, experts=4096, group_size=4096, model_dim=64))
-    sparse = specs["encoder"]["blocks"]["sparse"]
-    axes = optimizer.factor_axes
-    assert axes(sparse["experts"]["wi"]) == (2, 3)  # although there are more experts than either
-    assert (axes(sparse["experts"]["wg"]), axes(sparse["attention_norm"])) == ((1, 2), None)
-    assert axes(specs["source_embedding"]) == (0, 1)
-
-
 def test_micro_batches_add_up_to_the_batch(rng):
     """Sentences are of all lengths, so the mean of the micro-batches' means would be another number."""
     given, (step, state) = batch(rng), step_and_state(ALONE)

@@ -56,6 +56,16 @@ def test_shapes_are_those_of_the_values():
     assert odd["encoder"]["blocks"]["dense"]["feed_forward"]["wi"].shape == (3, 512, 2048)
 
 
+def test_batch_and_factor_axes():
+    specs = param_specs(dataclasses.replace(MOE, experts=4096, group_size=4096, model_dim=64))
+    sparse = specs["encoder"]["blocks"]["sparse"]
+    assert sparse["experts"]["wi"].batch_axes == (0, 1)
+    assert sparse["experts"]["wi"].factor_axes == (2, 3)  # although there are more experts than either
+    assert (sparse["experts"]["wg"].factor_axes, sparse["attention_norm"].batch_axes) == ((1, 2), (0,))
+    assert sparse["attention_norm"].factor_axes is None
+    assert specs["source_embedding"].factor_axes == (0, 1)
+
+
 def test_values_depend_on_the_path_only():
     wi = Param((2, 3), ("model", "hidden"))
     few = init_params({"a": {"wi": wi}}, jax.random.key(0))

@@ -6,8 +6,8 @@ dimensions that an optimizer may average over follow from it.
     specs = {"wi": Param((8, 64, 256), ("experts", "model", "hidden"), init="normal", scale=64**-0.5)}
     params = init_params(specs, jax.random.key(0))        # the same tree, of arrays
 
-Dimensions have names. ``layers`` (layers stacked for ``scan``) and ``experts`` count separate arrays. An optimizer that
-averages second moments over rows and columns (Adafactor) must not average over them.
+Dimensions have names. ``layers`` (layers stacked for ``scan``) and ``experts`` are *batch* dimensions: they count
+separate arrays. An optimizer that averages second moments over rows and columns (Adafactor) must not average over them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+BATCH_DIMS = ("layers", "experts")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,8 +36,8 @@ class Param:
         dtype: name of the dtype it is stored in.
 
     >>> wi = Param((6, 8, 64, 256), ("layers", "experts", "model", "hidden"), scale=0.125)
-    >>> wi.size
-    786432
+    >>> wi.size, wi.batch_axes, wi.factor_axes
+    (786432, (0, 1), (2, 3))
     """
 
     shape: tuple[int, ...]
@@ -52,6 +54,23 @@ class Param:
     def size(self) -> int:
         """Number of weights."""
         return math.prod(self.shape)
+
+    @property
+    def batch_axes(self) -> tuple[int, ...]:
+        """Positions of the dimensions that count separate arrays."""
+        return tuple(i for i, name in enumerate(self.dims) if name in BATCH_DIMS)
+
+    @property
+    def factor_axes(self) -> tuple[int, int] | None:
+        """Positions of the two dimensions a factored second moment keeps, or None if it cannot be factored.
+
+        They are the two largest that are no batch dimensions, in order; the later ones among equals.
+        """
+        inner = [i for i in range(len(self.shape)) if i not in self.batch_axes]
+        if len(inner) < 2:
+            return None
+        first, second = sorted(sorted(inner, key=lambda i: (self.shape[i], i))[-2:])
+        return first, second
 
     def stacked(self, layers: int) -> Param:
         """The same parameter for each of ``layers`` layers, in one array."""

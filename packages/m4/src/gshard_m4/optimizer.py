@@ -85,26 +85,11 @@ def learning_rate(step: jax.Array | int, config: Adafactor = Adafactor()) -> jax
     return rate
 
 
-def factor_axes(spec: Param) -> tuple[int, int] | None:
-    """Positions of the two dimensions that a factored second moment keeps, or None if it cannot be factored.
-
-    They are the two largest that do not count separate arrays, in order; the later ones among equals.
-
-    >>> factor_axes(Param((6, 8, 64, 256), ("layers", "experts", "model", "hidden")))
-    (2, 3)
-    """
-    inner = [i for i, name in enumerate(spec.dims) if name not in ("layers", "experts")]
-    if len(inner) < 2:
-        return None
-    first, second = sorted(sorted(inner, key=lambda i: (spec.shape[i], i))[-2:])
-    return first, second
-
-
 def init(specs: Specs) -> Moments:
     """Zero second moments for the parameters that `specs` describe."""
 
     def zeros(spec: Param) -> dict[str, jax.Array]:
-        matrix = factor_axes(spec)
+        matrix = spec.factor_axes
         if matrix is None:
             return {"full": jnp.zeros(spec.shape, jnp.float32)}
         row, column = matrix
@@ -161,7 +146,7 @@ def _update_one(
     value = param.astype(jnp.float32)
     squared = jnp.square(g) + config.epsilon
 
-    matrix = factor_axes(spec)
+    matrix = spec.factor_axes
     if matrix is None:
         full = decay * moments["full"] + (1.0 - decay) * squared
         moments = {"full": full}
