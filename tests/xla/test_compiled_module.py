@@ -66,7 +66,7 @@ ENTRY %main (x: f32[100,10], y: f32[1,10]) -> f32[] {
     held = held_by(read_module(text))
     # The copy, updated and negated in place, and the slice that nothing reads while it is made.
     assert held.temporaries == 4000 + 2000
-    assert [h.array.name for h in held.alive] == ["c", "unread"]
+    assert [h.made.name for h in held.alive] == ["c", "unread"]
 
 
 def test_arrays_on_the_chip_and_on_the_host_do_not_count():

@@ -224,20 +224,17 @@ class CompiledSource:
     def held(self, found: CompiledCost | None = None) -> HeldRows:
         """What a device holds, on any machine: the compiler's totals if it gives them, the rest from the schedule."""
         held = self.program.held
-        computations = self.program.module.computations
-        made = [computations[one.array.computation].instructions[one.array.name] for one in held.alive]
-        modules = [self._origin(m).module for m in made]
+        modules = [self._origin(one.made).module for one in held.alive]
         folded = equal_modules((module, "array") for module in modules)
         sizes, counts = Counter[tuple[str, str, Place | None]](), Counter[tuple[str, str, Place | None]]()
-        for one, m, module in zip(held.alive, made, modules, strict=True):
-            key = one.type, self._described(m, folded.get(module, module)), self.program.place_of(self._told(m))
+        for one, module in zip(held.alive, modules, strict=True):
+            key = one.type, self._described(one.made, folded.get(module, module)), self._place(one.made)
             sizes[key] += one.bytes
             counts[key] += 1
         alive = [(kind, size, what, at, counts[kind, what, at]) for (kind, what, at), size in sizes.most_common()]
 
         def named(moment: Any) -> tuple[str, Place | None]:
-            m = computations[moment.computation].instructions[moment.name]
-            return self._described(m, self._origin(m).module), self.program.place_of(self._told(m))
+            return self._described(moment.made, self._origin(moment.made).module), self._place(moment.made)
 
         by = "as read from the schedule" if self.program.memory is None else "as the compiler reports"
         return HeldRows(self.program.totals, by, held.moments, named, alive)
@@ -293,7 +290,7 @@ class CompiledSource:
             dims = ((),) * len(shape) if a.is_whole else dims if dims and len(dims) == len(shape) else None
             spec = None if dims is None else self.mesh.spec_of(dims)
             readers = program.flow.readers(Array(program.module.entry, names[number_of[id(a)]]))
-            read = (places.of(program.place_of(self._told(made))) for _, made in itertools.islice(readers, 40))
+            read = (places.of(self._place(made)) for _, made in itertools.islice(readers, 40))
             rows.append({
                 "dtype": "" if local is None else local.dtype, "dims": None if dims is None else list(map(list, dims)),
                 "shape": [n * k for n, k in zip(shape, parts, strict=True)],
@@ -316,6 +313,10 @@ class CompiledSource:
         )
         return next(inside, made)
 
+    def _place(self, made: Instruction) -> Place | None:
+        """The line of an instruction, or of what is inside of a fusion."""
+        return self.program.place_of(self._told(made))
+
     def _line_near(self, computation: str, made: Instruction) -> Place | None:
         """The line of an instruction; of a copy that the compiler made, of what is copied, or else of what reads it."""
         array, flow = Array(computation, made.name), self.program.flow
@@ -326,7 +327,7 @@ class CompiledSource:
                 yield copied
             yield from (reader for _, reader in itertools.islice(flow.readers(array), 1))
 
-        return next(filter(None, (self.program.place_of(self._told(one)) for one in near())), None)
+        return next(filter(None, map(self._place, near())), None)
 
     def _origin(self, made: Instruction) -> Origin:
         """The operator that an instruction comes from."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from gshard.device.fusion_model import COLLECTIVE, OPERATOR, PRODUCT
 from gshard.device.machine import Machine
 from gshard.device.memory import MemoryTotals
 from gshard.device.roofline import roofline
-from gshard.xla.dataflow import ELEMENTWISE, Array
+from gshard.xla.dataflow import ELEMENTWISE
 from gshard.xla.hlo_collectives import OPCODE, CompiledCollective, sent_in
 from gshard.xla.hlo_parser import Computation, Instruction, Module, arrays_of, trip_count
 
@@ -284,12 +283,11 @@ _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{")
 _Buffers = tuple[int, ...]  # one for each element of a result; -1 for what takes no memory here
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """An array that a device holds."""
 
-    array: Array  # which
-    bytes: int  # of it
+    made: Instruction  # what makes it
+    bytes: int
     type: str  # ``f32[8,4]``
 
 
@@ -297,12 +295,10 @@ class Moment(NamedTuple):
     """What is held while an instruction runs."""
 
     bytes: int  # of temporaries
-    computation: str  # computation, name: of the instruction
-    name: str
+    made: Instruction
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Peak:
+class _Peak(NamedTuple):
     """The most bytes of temporaries in a computation, those of the computations that it runs included."""
 
     bytes: int = 0
@@ -322,12 +318,12 @@ class HeldMemory(MemoryTotals):
 def held_by(module: Module) -> HeldMemory:
     """Reads what a scheduled program holds; arrays on the chip and on the host do not count."""
     entry = module.computations[module.entry]
-    arguments = {i.number: bytes_in_memory(i.type) for i in entry.instructions.values() if i.opcode == "parameter"}
+    arguments = sum(bytes_in_memory(i.type) for i in entry.instructions.values() if i.opcode == "parameter")
     results = [a.bytes for a in arrays_of(entry.instructions[entry.root].type)]
     shared = sum(results[out] for out in aliased_results(module) if out < len(results))
-    peak = _peak(module, module.entry, is_entry=True)
+    peak = _peak(module, module.entry)
     ordered = tuple(sorted(peak.alive, key=lambda h: -h.bytes))
-    return HeldMemory(sum(arguments.values()), sum(results), shared, peak.bytes, ordered, tuple(peak.moments))
+    return HeldMemory(arguments, sum(results), shared, peak.bytes, ordered, tuple(peak.moments))
 
 
 def aliased_results(module: Module) -> dict[int, int]:
@@ -340,7 +336,7 @@ def aliased_results(module: Module) -> dict[int, int]:
     return {int(out or 0): int(argument) for out, argument in found}
 
 
-def _peak(module: Module, name: str, *, is_entry: bool = False) -> _Peak:
+def _peak(module: Module, name: str) -> _Peak:
     """What one computation holds."""
     computation = module.computations[name]
     order = list(computation.instructions.values())
@@ -350,33 +346,34 @@ def _peak(module: Module, name: str, *, is_entry: bool = False) -> _Peak:
     new: list[range] = []  # for each instruction, the buffers that it makes
     for i, made in enumerate(order):
         count = len(held)
-        of[made.name] = _buffers(module, name, computation, made, of, held)
+        of[made.name] = _buffers(module, computation, made, of, held)
         new.append(range(count, len(held)))
         last.update(dict.fromkeys(new[-1], i))
         for operand in made.operands:
             last.update(dict.fromkeys(of.get(operand, ()), i))
     # The results of the whole program count by themselves; those of a body are the state that its caller holds.
     returned = set(of.get(computation.root, ()))
+    elsewhere, kept = (returned, set[int]()) if name == module.entry else (set[int](), returned)
     ends: dict[int, list[int]] = {}
     for buffer, i in last.items():
-        ends.setdefault(i, []).append(buffer)
+        if buffer not in kept:
+            ends.setdefault(i, []).append(buffer)
     now, most = 0, _Peak()
     live: set[int] = set()
     moments: list[Moment] = []
     for i, made in enumerate(order):
         for buffer in new[i]:
-            if is_entry and buffer in returned:
+            if buffer in elsewhere:
                 continue
+            size = held[buffer].bytes
             if made.opcode == "fusion" or made.opcode in ELEMENTWISE:
                 # Each element is read before it is written: an operand of that size that nothing else reads is the
                 # buffer of the result.
-                size = held[buffer].bytes
-                ending = (b for b in ends.get(i, ()) if b in live and held[b].bytes == size)
-                for taken in itertools.islice((b for b in ending if is_entry or b not in returned), 1):
-                    live.discard(taken)
-                    now -= size
+                taken = next((b for b in ends.get(i, ()) if b in live and held[b].bytes == size), None)
+                now -= 0 if taken is None else size
+                live -= {taken}
             live.add(buffer)
-            now += held[buffer].bytes
+            now += size
         # Of a loop the body, if its condition holds as much.
         bodies = (_peak(module, body) for body in reversed(made.bodies))
         inside = max(bodies, key=lambda found: found.bytes, default=_Peak())
@@ -385,16 +382,15 @@ def _peak(module: Module, name: str, *, is_entry: bool = False) -> _Peak:
         if inside.moments:
             moments += [moment._replace(bytes=moment.bytes + now) for moment in inside.moments]
         elif made.opcode not in FREE:
-            moments.append(Moment(now, name, made.name))
-        for buffer in ends.get(i, ()):
-            if buffer in live and (is_entry or buffer not in returned):
-                live.discard(buffer)
-                now -= held[buffer].bytes
-    return dataclasses.replace(most, moments=moments)
+            moments.append(Moment(now, made))
+        dying = live.intersection(ends.get(i, ()))
+        live -= dying
+        now -= sum(held[b].bytes for b in dying)
+    return most._replace(moments=moments)
 
 
 def _buffers(
-    module: Module, name: str, computation: Computation, made: Instruction, of: dict[str, _Buffers], held: list[Held]
+    module: Module, computation: Computation, made: Instruction, of: dict[str, _Buffers], held: list[Held]
 ) -> _Buffers:
     """The buffers of an instruction's result: those of its operands where it passes them on, and new ones."""
     operands = [of.get(operand, ()) for operand in made.operands]
@@ -427,7 +423,7 @@ def _buffers(
         elif array.is_on_chip or not array.bytes:
             found.append(-1)
         else:
-            held.append(Held(Array(name, made.name, i if len(kept) > 1 else None), array.bytes, str(array)))
+            held.append(Held(made, array.bytes, str(array)))
             found.append(len(held) - 1)
     return tuple(found)
 
