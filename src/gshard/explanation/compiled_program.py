@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -268,23 +269,8 @@ def parameter_shardings(compiled: jax.stages.Compiled) -> list[str]:
     """The shardings of a program's parameters as XLA prints them; XLA of JAX 0.12 leaves them out of the text."""
     executable = compiled.runtime_executable()
     found: Sequence[Any] = getattr(executable, "get_parameter_shardings", list)() or []
-    return [_sharding_text(s) for s in found]
-
-
-def _sharding_text(sharding: Any) -> str:
-    """An ``OpSharding`` as text."""
-    if not sharding.tile_assignment_dimensions:
-        return f"sharding={{{sharding.type.name.lower()}}}"
-
-    def joined(given: Iterable[Any]) -> str:
-        return ",".join(map(str, given))
-
-    order = joined(sharding.tile_assignment_devices)
-    if sharding.iota_reshape_dims:
-        order = f"<=[{joined(sharding.iota_reshape_dims)}]T({joined(sharding.iota_transpose_perm)})"
-    beside = f" last_tile_dims={{{joined(sharding.last_tile_dims)}}}" if sharding.last_tile_dims else ""
-    beside = " last_tile_dim_replicate" if sharding.replicate_on_last_tile_dim else beside
-    return f"sharding={{devices=[{joined(sharding.tile_assignment_dimensions)}]{order}{beside}}}"
+    # The module of what an executable returns has what prints it.
+    return [f"sharding={sys.modules[type(s).__module__].HloSharding.from_proto(s)!r}" for s in found]
 
 
 def _refuse_unfinished(module: Module) -> None:

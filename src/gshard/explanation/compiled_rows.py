@@ -8,6 +8,8 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import format_bytes
 from gshard.device.network import atoms_among
@@ -166,12 +168,8 @@ def atoms_of(program: CompiledProgram, sent: CompiledCollective) -> Atoms | None
 
 def atoms_apart(mesh: Mesh, pairs: Sequence[tuple[int, int]]) -> Atoms:
     """The atoms along which the ends of some pair are apart."""
-    stride, found = mesh.size, []
-    for atom, size in mesh.atom_sizes.items():
-        stride //= size
-        if any(a // stride % size != b // stride % size for a, b in pairs):
-            found.append(atom)
-    return tuple(found)
+    digits = np.unravel_index(np.asarray(pairs, int).reshape(-1, 2), (1, *mesh.atom_sizes.values()))[1:]
+    return tuple(a for a, ends in zip(mesh.atom_sizes, digits, strict=True) if (ends[:, 0] != ends[:, 1]).any())
 
 
 def axes_text(program: CompiledProgram, sent: CompiledCollective) -> str:
