@@ -170,7 +170,6 @@ def test_gradients_that_are_results_are_named_by_their_path_and_what_is_written_
 
     found = gshard.explain(gradients, params, f32(512, 64), mesh=MESH)
     assert {row.array.text for row in found.source.moved if "reduce" in row.kind} == {"result/a/w", "result/b/w"}
-    assert all("gradients of weights" in line for line in found.lists["purposes"] if "reduce" in line.split()[0])
     decode = lambda cache, new, i: gshard.replicate(  # noqa: E731
         jax.lax.dynamic_update_slice_in_dim(gshard.split(cache, 1, 8), new, i, 0)
     )

@@ -161,7 +161,7 @@ class Explanation:
     def lists(self) -> dict[str, tuple[str, ...]]:
         """What to know of the program, as lists of lines by name.
 
-        Of a plan: ``purposes`` (what collectives are for); ``host`` (what is in the memory of the host, and moves);
+        Of a plan: ``host`` (what is in the memory of the host, and moves);
         ``collective_matmuls``; ``recomputed``; ``replicated`` (work that devices repeat, and devices without work);
         ``pipelines``; ``batches``; ``returned`` (results that a ``jax.Array`` cannot hold in the shards of the plan);
         ``low_precision``; ``layout`` (how many values each row applies to); ``unused`` (marks and rows of the layout

@@ -6,13 +6,13 @@ import dataclasses
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 
 from gshard.core.errors import ArgumentError, MeshError, PlanError, counted, known_names, listed
-from gshard.core.jax_adapter import is_transposed, scan_counts, user_place
+from gshard.core.jax_adapter import scan_counts, user_place
 from gshard.core.layout import Named
 from gshard.core.mark import text_of_spec
 from gshard.core.memory_kinds import is_host_kind, shape_in_memory
@@ -23,7 +23,7 @@ from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Equation, Program, Value, format_bytes, type_text
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.device.cost import Cost, KernelCost, cause_of, cost, origins
-from gshard.device.fusion_model import COLLECTIVE, device_program, is_product
+from gshard.device.fusion_model import COLLECTIVE, device_program
 from gshard.device.machine import Machine, machine_of, unknown_devices
 from gshard.device.memory import held_at_peak
 from gshard.device.network import groups
@@ -57,7 +57,7 @@ from gshard.explanation.warnings import (
 from gshard.language.mark_primitive import bound_text
 from gshard.language.transfer import changes_memory
 from gshard.naming.argument_names import ArrayName
-from gshard.naming.array_names import UPDATE, ArrayNames
+from gshard.naming.array_names import ArrayNames
 from gshard.planning.demands import demands
 from gshard.xla.peer import xla_function
 
@@ -230,85 +230,6 @@ def sent_narrow(program: Program, names: ArrayNames) -> tuple[str, ...]:
         name = names.array(e.inputs[0]).alike if names.is_named(e.inputs[0]) else ""
         arrays.setdefault((e.line, bound), {}).setdefault(name or e.mark.leaf or "an array", None)
     return tuple(f"{line}: {', '.join(called)} as {bound}" for (line, bound), called in arrays.items())
-
-
-# Purposes: what the collectives of a program are for, in the terms of data, fully sharded and tensor parallelism.
-
-_PRODUCT = "sums partial results of products (tensor parallelism: row-parallel forward, column-parallel backward)"
-_SCATTERED = f"{_PRODUCT[:-1]}, with sequence parallelism)"
-_OTHER = {
-    "all_gather": "gathers an array",
-    "all_reduce": "combines partial results of a reduction (a norm, a loss, a maximum)",
-    "reduce_scatter": "combines partial results of a reduction, and splits the result",
-    "all_to_all": "moves a split from one dimension of an activation to another",
-    "collective_permute": "sends shards or edges of shards to other devices",
-}
-
-
-def purposes_of(spmd: SpmdProgram, plan: Plan, names: ArrayNames) -> tuple[str, ...]:
-    """A line for collectives of one kind over the same axes with one purpose, most bytes first."""
-    program = plan.program
-    state = {i for i, _ in program.state(range(len(program.block.inputs)))}
-    data = {names.arguments[v].text: v for i, v in enumerate(program.block.inputs) if i not in state}
-    atoms_of_data = {a for v in data.values() for a in plan.shardings[v].atoms}
-    times, sent = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
-    for c in spmd.collectives:
-        purpose = _purpose(c, names, plan, data, along_data=not atoms_of_data.isdisjoint(c.atoms))
-        key = c.kind, plan.mesh.format_atoms(c.atoms), purpose
-        times[key] += c.times
-        sent[key] += c.total_bytes
-    return tuple(
-        f"{kind:<18} over {axes:<12} x{times[kind, axes, purpose]:<4} {format_bytes(n):>10}  {purpose}"
-        for (kind, axes, purpose), n in sent.most_common()
-    )
-
-
-def _purpose(c: Collective, names: ArrayNames, plan: Plan, data: Collection[str], *, along_data: bool) -> str:
-    """What a collective is for; ``along_data``: whether it is over an axis that splits an input that is no state."""
-    name = names.array(c.value).text
-    if names.is_gradient(c.value):
-        if c.kind == "reduce_scatter" and not along_data:
-            return "sums gradients of weights that products gathered over an axis that splits no input"
-        if c.kind == "reduce_scatter":
-            return "sums gradients of weights, one shard for each device (FSDP, ZeRO)"
-        if c.kind == "all_reduce":
-            return "sums gradients of weights (data parallelism)"
-        return "moves gradients of weights"
-    if name.startswith(UPDATE):
-        return "gathers updated weights (ZeRO-1)" if c.kind == "all_gather" else "moves updated weights"
-    is_read = c.cause is not None and c.cause.rule is not None and is_product(c.cause.rule)
-    if c.kind == "all_gather":
-        if name in data:
-            return "gathers an input"
-        if names.is_named(c.value):
-            if not along_data:
-                return "gathers weights over an axis that splits no input: this costs less than moving activations"
-            return "gathers weights for products (FSDP, ZeRO-3)" if is_read else "gathers weights"
-        return "gathers activations for products (sequence parallelism)" if is_read else "gathers activations"
-    if c.kind in ("all_reduce", "reduce_scatter") and c.value is not None and _sums_product(c.value, plan):
-        if not along_data:
-            return _PRODUCT if c.kind == "all_reduce" else _SCATTERED
-        if c.cause is not None and is_transposed(c.cause.source_info):
-            return "sums gradients over the batch (data parallelism)"
-        return "sums partial results of products whose summed dimension is split"
-    if c.kind == "all_to_all" and c.value is None and c.cause is not None:
-        return f"sends elements to other devices inside {c.cause.name}"
-    return _OTHER[c.kind]
-
-
-def _sums_product(v: Value, plan: Plan) -> bool:
-    """Whether a value is made of partial results of a product, through equations that keep parts of sums."""
-    open_values, seen = [v], set[Value]()
-    while open_values:
-        value = open_values.pop()
-        e = plan.program.producers.get(value)
-        if value in seen or e is None:
-            continue
-        seen.add(value)
-        if e.rule is not None and is_product(e.rule):
-            return True
-        open_values += [x for x in e.inputs if isinstance(x, Value) and plan.shardings[x].unreduced]
-    return False
 
 
 # Arrays: a row for each, with the reasons for its sharding.
@@ -495,9 +416,7 @@ class PlanSource:
             ("dropped", "features of the program that gshard drops (strict=True refuses them)",
              map(str, program.dropped)),
         )  # fmt: skip
-        purposes = purposes_of(self.spmd, plan, self.names)
-        listed = Listed("purposes", "what the collectives are for", purposes, is_in_text=False)
-        return listed, *(Listed(key, title, tuple(lines)) for key, title, lines in rows)
+        return tuple(Listed(key, title, tuple(lines)) for key, title, lines in rows)
 
     def machine(self) -> Machine | None:
         """The devices of the mesh, and CPUs for an abstract one."""

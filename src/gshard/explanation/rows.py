@@ -101,7 +101,6 @@ class Listed:
     key: str  # its name in the data
     title: str
     lines: tuple[str, ...]
-    is_in_text: bool = True  # False if it is shown on the page only
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,8 +238,7 @@ def lines_of_parts(rows: Sequence[CollectiveRow], mesh: Mesh) -> list[str]:
 
 def listed_lines(lists: Iterable[Listed]) -> list[str]:
     """The lists that are not empty, with their titles."""
-    shown = [one for one in lists if one.is_in_text and one.lines]
-    return [line for one in shown for line in ("", one.title, *(f"  {text}" for text in one.lines))]
+    return [line for one in lists if one.lines for line in ("", one.title, *(f"  {text}" for text in one.lines))]
 
 
 def held_lines(held: HeldRows, most: int) -> list[str]:
