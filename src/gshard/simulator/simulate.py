@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,6 @@ from jax.extend import core
 
 from gshard.core import jax_adapter
 from gshard.core.errors import RuleError, TraceError
-from gshard.core.jax_adapter_dispatch import Cache
 from gshard.core.planning_tables import tabulated, with_tables
 from gshard.core.xla_workarounds import AS_WRITTEN, NegativePads
 
@@ -188,229 +188,66 @@ COLLECTIVES: dict[str, Callable[..., PerDevice]] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Scalar:
-    """A literal of a jaxpr, compared by its bits."""
-
-    bits: bytes
-    dtype: np.dtype
-    shape: tuple[int, ...]
-
-    @staticmethod
-    def of(literal: core.Literal) -> Scalar:
-        value = np.asarray(literal.val, literal.aval.dtype)  # type: ignore[attr-defined]
-        return Scalar(value.tobytes(), value.dtype, value.shape)
-
-    @property
-    def value(self) -> np.ndarray:
-        return np.frombuffer(self.bits, self.dtype).reshape(self.shape)
-
-
-Operand = int | Scalar
-"""A slot (the number of a value of a flat program) or a literal."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Operation:
-    """One equation, with slots instead of variables."""
-
-    primitive: core.Primitive
-    params: tuple[tuple[str, Any], ...]
-    operands: tuple[Operand, ...]
-    results: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """A function without communication. Its slots are numbered from 0; the operands come first."""
+    """Equations without communication."""
 
-    operands: int
-    operations: tuple[Operation, ...]
-    results: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PlacedRun:
-    """A run in a program."""
-
-    run: Run  # the run
-    reads: tuple[int, ...]  # reads, writes: the slots of the program for its operands and results
-    writes: tuple[int, ...]
+    invars: tuple[Any, ...]  # invars, outvars: the variables of its operands and results
+    outvars: tuple[Any, ...]
+    call: Callable[..., list[Any]]  # the compiled function
     repeat: bool  # whether it must be called for each device, even if operands are the same, because it has effects
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Communication:
-    """An equation that several devices run together: a collective, or a region that contains one."""
-
-    eqn: core.JaxprEqn
-    reads: tuple[Operand, ...]
-    writes: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FlatProgram:
-    """A flattened jaxpr."""
-
-    operands: tuple[int, ...]  # the slots of its operands
-    constants: tuple[tuple[int, Any], ...]  # the slots and values of its constants
-    steps: tuple[PlacedRun | Communication, ...]  # runs and communications, in the order of their times
-    results: tuple[Operand, ...]  # the slots of its results, or literals
-
-
-@tabulated(1024)
-def communicates(jaxpr: Any) -> bool:
-    """Whether devices communicate inside a jaxpr. ``axis_index`` is not communication."""
-    eqns = jax_adapter.closed(jaxpr)[0].eqns
-    return any(_communicates(eqn) and eqn.primitive.name != "axis_index" for eqn in eqns)
-
-
-@tabulated(1024)
-def names_axes(jaxpr: Any) -> bool:
-    """Whether an equation inside a jaxpr names a mesh axis, so that the jaxpr cannot run on a single device."""
-    eqns = jax_adapter.closed(jaxpr)[0].eqns
-    return any(_names_axes(eqn) for eqn in eqns)
-
-
-def _communicates(eqn: core.JaxprEqn) -> bool:
-    inner = jax_adapter.sub_jaxprs(eqn.params)
-    return any(map(communicates, inner)) if inner else _names_axes(eqn)
-
-
-def _names_axes(eqn: core.JaxprEqn) -> bool:
-    if eqn.primitive.name in COLLECTIVES:
-        return True
-    inner = jax_adapter.sub_jaxprs(eqn.params)
-    return any(map(names_axes, inner)) if inner else bool(jax_adapter.named_axes(eqn))
-
-
 @tabulated(256)
-def flat_program(jaxpr: Any) -> FlatProgram:
-    """The flattened form of a ClosedJaxpr or Jaxpr."""
-    timeline = _Timeline()
-    opened, consts = jax_adapter.closed(NegativePads().jaxpr(jaxpr))
-    operands = tuple(timeline.slot(0) for _ in (*opened.constvars[len(consts) :], *opened.invars))
-    constants = timeline.constants_for(consts)
-    results = timeline.inline(opened, (*constants, *operands))
-    return FlatProgram(operands, tuple(timeline.constants), timeline.steps(results), results)
+def divided(jaxpr: Any) -> tuple[core.Jaxpr, Sequence[Any], tuple[Run | core.JaxprEqn, ...]]:
+    """The body of a ClosedJaxpr or Jaxpr, its constants, and its runs and equations that communicate, in order."""
+    body, consts = jax_adapter.closed(NegativePads().jaxpr(jaxpr))
+    steps: list[Run | core.JaxprEqn] = []
+    needed = _variables(body.outvars)  # by later steps
+    groups = itertools.groupby(body.eqns, functools.partial(_communicates, by_index=True))
+    for together, eqns in reversed([(together, list(eqns)) for together, eqns in groups]):
+        for step in reversed(eqns) if together else [_run_of(eqns, needed)]:
+            needed |= _variables(step.invars)
+            steps.append(step)
+    return body, consts, tuple(reversed(steps))
 
 
-class _Timeline:
-    """Collects the equations of a jaxpr and of the bodies that it calls, by their times."""
-
-    def __init__(self) -> None:
-        self.times: list[int] = []  # for each slot the time at which it is computed
-        self.constants: list[tuple[int, Any]] = []
-        self.pure: dict[int, list[tuple[Operation, bool]]] = {}
-        self.communications: dict[int, list[Communication]] = {}
-
-    def slot(self, time: int) -> int:
-        """A new slot."""
-        self.times.append(time)
-        return len(self.times) - 1
-
-    def constants_for(self, values: tuple[Any, ...]) -> tuple[int, ...]:
-        """New slots for constants."""
-        slots = tuple(self.slot(0) for _ in values)
-        self.constants.extend(zip(slots, values, strict=True))
-        return slots
-
-    def inline(self, jaxpr: core.Jaxpr, operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
-        """Adds the equations of ``jaxpr``, applied to ``operands`` (constvars first); returns its results."""
-        first = len(jaxpr.constvars)
-        held, given = operands[:first], operands[first:]
-        return tuple(jax_adapter.evaluate(jaxpr, held, given, lambda e, xs: self.add(e, tuple(xs)), Scalar.of))
-
-    def add(self, eqn: core.JaxprEqn, operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
-        """Adds one equation; returns its results."""
-        body = jax_adapter.called_jaxpr(eqn)
-        if body is not None:
-            opened, consts = jax_adapter.closed(body)
-            return self.inline(opened, (*self.constants_for(consts), *operands))
-        if eqn.primitive.name == "layout_constraint":  # the simulation has no layouts
-            return operands
-        ready = max((self.times[o] for o in operands if isinstance(o, int)), default=0)
-        if _names_axes(eqn):
-            time = ready + ready % 2
-            writes = tuple(self.slot(time) for _ in eqn.outvars)
-            self.communications.setdefault(time, []).append(Communication(eqn, operands, writes))
-            return writes
-        writes = tuple(self.slot(ready | 1) for _ in eqn.outvars)
-        operation = Operation(eqn.primitive, tuple(eqn.params.items()), operands, writes)
-        self.pure.setdefault(ready | 1, []).append((operation, bool(eqn.effects)))
-        return writes
-
-    def steps(self, results: tuple[Operand, ...]) -> tuple[PlacedRun | Communication, ...]:
-        """All steps in the order of their times. A run returns only values that other steps or the results read."""
-        computed_at = {slot: time for time, run in self.pure.items() for op, _ in run for slot in op.results}
-        needed = _slots(results)
-        needed |= _slots(x for steps in self.communications.values() for step in steps for x in step.reads)
-        for time, run in self.pure.items():
-            reads = _slots(x for op, _ in run for x in op.operands)
-            needed |= {slot for slot in reads if computed_at.get(slot) != time}
-        steps: list[PlacedRun | Communication] = []
-        for time in sorted({*self.pure, *self.communications}):
-            if time % 2:
-                steps.append(_place(self.pure[time], needed))
-            else:
-                steps.extend(self.communications[time])
-        return tuple(steps)
+def _variables(operands: Iterable[Any]) -> dict[Any, None]:
+    return {v: None for v in operands if not isinstance(v, core.Literal)}
 
 
-def _slots(operands: Iterable[Operand]) -> set[int]:
-    return {operand for operand in operands if isinstance(operand, int)}
+def _run_of(eqns: Sequence[core.JaxprEqn], needed: Container[Any]) -> Run:
+    """The run of consecutive equations, of which later steps need some results."""
+    computed = [v for eqn in eqns for v in eqn.outvars]
+    reads = tuple(v for v in _variables(v for eqn in eqns for v in eqn.invars) if v not in {*computed})
+    writes = tuple(v for v in computed if v in needed)
 
-
-def _place(operations: list[tuple[Operation, bool]], needed: set[int]) -> PlacedRun:
-    """The run of these operations. Slots are numbered by first use, so that equal runs are equal values."""
-    computed = {slot for op, _ in operations for slot in op.results}
-    slots = (x for op, _ in operations for x in op.operands if isinstance(x, int))
-    reads = list(dict.fromkeys(slot for slot in slots if slot not in computed))
-    number = {slot: n for n, slot in enumerate(reads)}
-    renumbered = []
-    for op, _ in operations:
-        for slot in op.results:
-            number[slot] = len(number)
-        operands = tuple(number[x] if isinstance(x, int) else x for x in op.operands)
-        results = tuple(number[slot] for slot in op.results)
-        renumbered.append(dataclasses.replace(op, operands=operands, results=results))
-    writes = tuple(slot for op, _ in operations for slot in op.results if slot in needed)
-    run = Run(len(reads), tuple(renumbered), tuple(number[slot] for slot in writes))
-    return PlacedRun(run, tuple(reads), writes, any(has_effects for _, has_effects in operations))
-
-
-def compiled(run: Run) -> Callable[..., list[Any]]:
-    """A run as a compiled function of its operands. Equal runs share it."""
-    device = jax.config.jax_default_device  # type: ignore[attr-defined]
-    platform = jax.default_backend() if device is None else getattr(device, "platform", device)
-    try:
-        return _COMPILED.get((run, platform), lambda: _compiled(run, platform))  # type: ignore[no-any-return]
-    except TypeError:  # a parameter without a hash
-        return _compiled(run, platform)
-
-
-# `jax.clear_caches` empties it, as it does JAX's own caches.
-_COMPILED = Cache(1024)
-
-
-def _compiled(run: Run, platform: str) -> Callable[..., list[Any]]:
     def call(*operands: Any) -> list[Any]:
-        env = dict(enumerate(operands))
-        for op in run.operations:
-            values = [env[x] if isinstance(x, int) else x.value for x in op.operands]
-            env.update(zip(op.results, jax_adapter.bind(op.primitive, dict(op.params), values), strict=True))
-        return [env[slot] for slot in run.results]
+        env = dict(zip(reads, operands, strict=True))
+        for eqn in eqns:
+            values = [_literal(v) if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
+            env.update(zip(eqn.outvars, jax_adapter.bind(eqn.primitive, eqn.params, values), strict=True))
+        return [env[v] for v in writes]
 
     # Without the simplifier, XLA:GPU ends the process when it compiles a sort of one element.
-    return jax.jit(call, compiler_options=AS_WRITTEN if platform == "cpu" else None)
+    options = AS_WRITTEN if jax.default_backend() == "cpu" else None
+    return Run(reads, writes, jax.jit(call, compiler_options=options), any(eqn.effects for eqn in eqns))
 
 
-def unknown_collective(eqn: core.JaxprEqn) -> TraceError:
-    """The error for an equation that names mesh axes and has no simulation."""
-    axes = sorted(map(str, jax_adapter.named_axes(eqn)))
-    return TraceError(
-        f"'{eqn.primitive.name}' communicates over {axes} and has no simulation.",
-        where=jax_adapter.user_line(eqn.source_info),
-    )
+@tabulated(1024)
+def communicates(jaxpr: Any, *, by_index: bool = False) -> bool:
+    """Whether devices communicate inside a jaxpr, or, ``by_index``, read their positions on the mesh."""
+    return any(_communicates(eqn, by_index=by_index) for eqn in jax_adapter.closed(jaxpr)[0].eqns)
+
+
+def _communicates(eqn: core.JaxprEqn, *, by_index: bool) -> bool:
+    if eqn.primitive.name in COLLECTIVES:
+        return by_index or eqn.primitive.name != "axis_index"
+    inner = jax_adapter.sub_jaxprs(eqn.params)
+    return any(communicates(x, by_index=by_index) for x in inner) if inner else bool(jax_adapter.named_axes(eqn))
+
+
+def _literal(v: core.Literal) -> np.ndarray:
+    return np.asarray(v.val, v.aval.dtype)  # type: ignore[attr-defined]
 
 
 @with_tables
@@ -452,47 +289,46 @@ def _stack(values: PerDevice) -> Any:
 
 
 def _interpret(jaxpr: Any, axis_sizes: AxisSizes, devices: int, operands: list[PerDevice]) -> list[PerDevice]:
-    program = flat_program(jaxpr)
-    values: dict[int, PerDevice] = {slot: [_on_host(value)] * devices for slot, value in program.constants}
-    values.update(zip(program.operands, operands, strict=True))
+    """The results of a jaxpr, whose open constvars come first among the operands."""
+    body, consts, steps = divided(jaxpr)
+    held = [[_on_host(x)] * devices for x in consts]
+    values: dict[Any, PerDevice] = dict(zip((*body.constvars, *body.invars), [*held, *operands], strict=True))
 
-    def read(operand: Operand) -> PerDevice:
-        return values[operand] if isinstance(operand, int) else [operand.value] * devices
+    def read(v: Any) -> PerDevice:
+        return [_literal(v)] * devices if isinstance(v, core.Literal) else values[v]
 
-    for step in program.steps:
-        if isinstance(step, PlacedRun):
-            results = _run(step, [values[slot] for slot in step.reads], devices)
-        else:
-            results = _communicate(step, axis_sizes, devices, [read(operand) for operand in step.reads])
-        values.update(zip(step.writes, results, strict=True))
-    return [read(operand) for operand in program.results]
+    for step in steps:
+        arrays = [read(v) for v in step.invars]
+        run = _run if isinstance(step, Run) else functools.partial(_communicate, axis_sizes)
+        values.update(zip(step.outvars, run(step, devices, arrays), strict=True))
+    return [read(v) for v in body.outvars]
 
 
-def _run(step: PlacedRun, operands: list[PerDevice], devices: int) -> list[PerDevice]:
+def _run(run: Run, devices: int, operands: list[PerDevice]) -> list[PerDevice]:
     """Calls a run for every device, but only once for devices whose operands are the same objects."""
-    function = compiled(step.run)
     results: dict[Any, list[Any]] = {}
     per_device = []
     for device in range(devices):
         local = [operand[device] for operand in operands]
-        key = device if step.repeat else tuple(map(id, local))
+        key = device if run.repeat else tuple(map(id, local))
         if key not in results:
             # As NumPy arrays, because the type of a JAX array contains a mesh, and the next program has another mesh.
-            results[key] = [_on_host(result) for result in function(*local)]
+            results[key] = [_on_host(result) for result in run.call(*local)]
         per_device.append(results[key])
     return [list(result) for result in zip(*per_device, strict=True)]
 
 
-def _communicate(
-    step: Communication, axis_sizes: AxisSizes, devices: int, operands: list[PerDevice]
-) -> list[PerDevice]:
-    name, params = step.eqn.primitive.name, step.eqn.params
+def _communicate(axis_sizes: AxisSizes, eqn: core.JaxprEqn, devices: int, operands: list[PerDevice]) -> list[PerDevice]:
+    name = eqn.primitive.name
     if name in COLLECTIVES:
-        return [COLLECTIVES[name](params, axis_sizes, *operands)]
-    region = _REGIONS.get(name)
-    if region is None:
-        raise unknown_collective(step.eqn)
-    return region(step.eqn, axis_sizes, devices, operands)
+        return [COLLECTIVES[name](eqn.params, axis_sizes, *operands)]
+    if (called := jax_adapter.called_jaxpr(eqn)) is not None:
+        return _interpret(called, axis_sizes, devices, operands)
+    if name not in _REGIONS:
+        axes = sorted(map(str, jax_adapter.named_axes(eqn)))
+        where = jax_adapter.user_line(eqn.source_info)
+        raise TraceError(f"'{name}' communicates over {axes} and has no simulation.", where=where)
+    return _REGIONS[name](eqn, axis_sizes, devices, operands)
 
 
 def _scan(eqn: core.JaxprEqn, axis_sizes: AxisSizes, devices: int, operands: list[PerDevice]) -> list[PerDevice]:
