@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gshard.comm.route import pairs
+from gshard.comm.route import Chunk, pairs, routed
 from gshard.comm.shards import Shards
 from gshard.comm.steps import PERMUTE
 from gshard.core.jax_adapter_context import in_context
@@ -71,38 +71,16 @@ class Rotation:
         returned = [x + y for x, y in zip(older, more, strict=True)] if older else more
         return state, self._moved(returned, -sign * steps, 1)
 
-    def zigzag(self, x: Any, dim: int) -> Any:
+    def zigzag(self, x: Any, dim: int, *, back: bool = False) -> Any:
         """Two halves of parts for each device: half ``d`` and half ``2 * parts - 1 - d`` for device ``d``, joined.
 
-        Before, device ``d`` has the halves ``2 * d`` and ``2 * d + 1``. Where work grows with the position (causal
-        attention), all devices then have equally much.
+        Before, or after the way ``back``, device ``d`` has the halves ``2 * d`` and ``2 * d + 1``. Where work grows
+        with the position (causal attention), all devices then have equally much.
         """
-        even, odd = jnp.split(x, 2, axis=dim)
-        places = [self._place(h) for h in range(2 * self.parts)]
-        even = self._permuted(even, [(d, places[2 * d]) for d in range(self.parts)])
-        odd = self._permuted(odd, [(d, places[2 * d + 1]) for d in range(self.parts)])
-        self._note([x], 1)
-        low = self._has_even_low
-        return jnp.concatenate([jnp.where(low, even, odd), jnp.where(low, odd, even)], axis=dim)
-
-    def unzigzag(self, x: Any, dim: int) -> Any:
-        """The inverse of ``zigzag``."""
-        first, second = jnp.split(x, 2, axis=dim)
-        low = self._has_even_low
-        even, odd = jnp.where(low, first, second), jnp.where(low, second, first)
-        places = [self._place(h) for h in range(2 * self.parts)]
-        even = self._permuted(even, [(places[2 * d], d) for d in range(self.parts)])
-        odd = self._permuted(odd, [(places[2 * d + 1], d) for d in range(self.parts)])
-        self._note([x], 1)
-        return jnp.concatenate([even, odd], axis=dim)
-
-    def _place(self, half: int) -> int:
-        return min(half, 2 * self.parts - 1 - half)
-
-    @property
-    def _has_even_low(self) -> Any:
-        """Whether the lower half of this device has an even number."""
-        return lax.axis_index(self.atoms) % 2 == 0
+        parts, half = self.parts, x.shape[dim] // 2
+        ends = [((h // 2, h % 2 * half), (min(h, 2 * parts - 1 - h), h // parts * half)) for h in range(2 * parts)]
+        chunks = (Chunk(*there, *here, half) if back else Chunk(*here, *there, half) for here, there in ends)
+        return self.shards.route(x, dim, self.atoms, routed(tuple(chunks)), 2 * half)
 
     def _moved(self, arrays: Sequence[Any], shift: int, times: int) -> list[Any]:
         """Each array of the device ``shift`` places behind. ``times`` permutes are noted."""

@@ -26,11 +26,11 @@ class Region:
 
     # returns the jaxprs of the bodies, from the parameters of the equation
     bodies: Callable[[dict[str, Any]], list[Any]]
-    edges: Callable[[Equation], list[Edge]]  # returns the pairs of values that must agree
     entry: Callable[[Equation, ShardingOf], list[Sharding]]  # returns the sharding of each operand at the entry
     leave: Callable[[Equation, ShardingOf], list[Sharding]]  # returns the sharding of each result at the exit
     emit: Callable[[Equation, Interpreter, Sequence[Any]], Sequence[Any]]  # runs the equation on local arrays
-    crossings: Callable[[Equation], list[Crossing]]  # returns the values that are moved at the boundary of a body
+    # returns the values that are moved at the boundary of a body. The two values of each must agree.
+    crossings: Callable[[Equation], list[Crossing]]
     trip_count: Callable[[dict[str, Any]], int] = lambda params: 1  # returns the number of runs of the bodies, if known
     # for each body returns the operands that are its first inputs in every iteration
     same: Callable[[dict[str, Any]], list[range]] = lambda params: []
@@ -47,18 +47,13 @@ class Crossing:
     each_round: bool = False  # whether this happens in each run of the body, or once before or after the region
 
 
-def edge(outer: Any, inner: Any, stacked: int = 0) -> list[Edge]:
-    """The edge between an outer and an inner value; none if one is a constant or both are the same value."""
-    if isinstance(outer, Value) and isinstance(inner, Value) and outer is not inner:
-        return [Edge(outer, inner, stacked)]
-    return []
-
-
 def crossing(
     outer: Any, inner: Any, stacked: int = 0, *, inward: bool = True, each_round: bool = False
 ) -> list[Crossing]:
     """The crossing between an outer and an inner value; none if one is a constant or both are the same value."""
-    return [Crossing(e, inward, each_round) for e in edge(outer, inner, int(stacked))]
+    if isinstance(outer, Value) and isinstance(inner, Value) and outer is not inner:
+        return [Crossing(Edge(outer, inner, int(stacked)), inward, each_round)]
+    return []
 
 
 def _stacked(sharding: Sharding) -> Sharding:
@@ -72,19 +67,6 @@ def moved_to(
     """The arrays of values, moved to the shardings of other values."""
     found = zip(values, arrays, like, strict=True)
     return [emitter.move(v, x, emitter.sharding(other), equation, trip_count) for v, x, other in found]
-
-
-def _scan_edges(equation: Equation) -> list[Edge]:
-    (body,) = equation.blocks
-    consts, carry = scan_counts(equation.params)
-    edges: list[Edge] = []
-    for i, (outer, inner) in enumerate(zip(equation.inputs, body.inputs, strict=True)):
-        edges += edge(outer, inner, int(i >= consts + carry))
-    for i, (outer, result) in enumerate(zip(equation.outputs, body.outputs, strict=True)):
-        edges += edge(outer, result, int(i >= carry))
-        if i < carry:
-            edges += edge(body.inputs[consts + i], result)
-    return edges
 
 
 def _scan_entry(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
@@ -131,18 +113,6 @@ def _emit_scan(equation: Equation, emitter: Interpreter, arrays: Sequence[Any]) 
         unroll=equation.params["unroll"],
     )
     return [*end, *stacked]
-
-
-def _while_edges(equation: Equation) -> list[Edge]:
-    condition, body = equation.blocks
-    cond_consts, body_consts = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-    edges: list[Edge] = []
-    for outer, inner in zip(equation.inputs, (*condition.inputs[:cond_consts], *body.inputs), strict=True):
-        edges += edge(outer, inner)
-    for i, inner in enumerate(body.inputs[body_consts:]):
-        edges += edge(inner, condition.inputs[cond_consts + i]) + edge(inner, body.outputs[i])
-        edges += edge(equation.outputs[i], inner)
-    return edges
 
 
 def _while_entry(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
@@ -215,7 +185,6 @@ def _emit_cond(equation: Equation, emitter: Interpreter, arrays: Sequence[Any]) 
 REGIONS: dict[str, Region] = {
     "scan": Region(
         lambda params: [params["jaxpr"]],
-        _scan_edges,
         _scan_entry,
         _scan_leave,
         _emit_scan,
@@ -225,7 +194,6 @@ REGIONS: dict[str, Region] = {
     ),
     "while": Region(
         lambda params: [params["cond_jaxpr"], params["body_jaxpr"]],
-        _while_edges,
         _while_entry,
         lambda equation, sharding: list(map(sharding, equation.blocks[1].inputs[equation.params["body_nconsts"] :])),
         _emit_while,
@@ -238,7 +206,6 @@ REGIONS: dict[str, Region] = {
     ),
     "cond": Region(
         lambda params: list(params["branches"]),
-        lambda equation: [c.edge for c in _cond_crossings(equation)],
         lambda equation, sharding: [Sharding(()), *map(sharding, equation.inputs[1:])],
         lambda equation, sharding: list(map(sharding, equation.outputs)),
         _emit_cond,
@@ -251,7 +218,10 @@ REGIONS: dict[str, Region] = {
 
 def with_edges(equation: Equation) -> Equation:
     """An equation with edges that are computed again, after its operands, results or bodies have changed."""
-    return dataclasses.replace(equation, edges=tuple(REGIONS[equation.name].edges(equation)))
+    crossings = REGIONS[equation.name].crossings(equation)
+    # The value of the next iteration is unreduced if that of the last one is.
+    edges = (Edge(c.edge.inner, c.edge.outer) if c.each_round else c.edge for c in crossings)
+    return dataclasses.replace(equation, edges=tuple(dict.fromkeys(edges)))
 
 
 # Runs a block on arrays, without splitting or moving them.

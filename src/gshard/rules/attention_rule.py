@@ -143,7 +143,7 @@ class _Ring:
             out, lse = state
             # Devices exchange the result in its final dtype.
             out = out.astype(self._shards.equation.outputs[0].dtype)
-            return self._rotation.unzigzag(out, self._dim), self._rotation.unzigzag(lse, self._dim)
+            return self._rotation.zigzag(out, self._dim, back=True), self._rotation.zigzag(lse, self._dim, back=True)
         return state
 
     def backward(self) -> list[Any]:
@@ -169,7 +169,7 @@ class _Ring:
         if self._zigzags:
             outputs = self._shards.equation.outputs
             cast = [x.astype(v.dtype) for x, v in zip(gradients, outputs, strict=True)]
-            gradients = [self._rotation.unzigzag(x, self._dim) for x in cast]
+            gradients = [self._rotation.zigzag(x, self._dim, back=True) for x in cast]
         return gradients
 
     @property
