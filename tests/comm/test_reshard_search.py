@@ -20,7 +20,7 @@ from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
 from gshard.device.network import StepTimes
-from laws.test_reshard_any import can_be_exchanged, can_move_in_tiles, shardings
+from laws.test_reshard_any import can_move_in_tiles, shardings
 from simulated import simulate_function
 
 CUBE, SHAPE, BYTES = Mesh.abstract(a=2, b=2, c=2), (64, 64, 64), 4
@@ -56,8 +56,6 @@ def every_step(here):
             yield steps.Step(steps.PERMUTE, CUBE.atoms, here, after)
         if can_move_in_tiles(here, after, SHAPE, CUBE):
             yield steps.Step(steps.ALL_TO_ALL, steps.moved(here.dims, after.dims), here, after)
-        elif can_be_exchanged(here, after, SHAPE, CUBE):
-            yield steps.Step(steps.PERMUTE, CUBE.atoms, here, after)
 
 
 def least_bytes(source):

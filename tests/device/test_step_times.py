@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from device.models import f32
 from families import CASES
-from gshard.comm.reshard import plan_reshard
-from gshard.comm.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, Step, is_exchange
+from gshard.comm.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Step
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.device.cost import cost
@@ -88,24 +87,6 @@ def test_what_uneven_parts_pad_and_cut_is_copied(named):
     local = 4 * (2 * n - 1)  # one row, which is padded, and whose parts lie in order
     sent = seconds(ALL_TO_ALL, local, mesh, machine, mesh.atoms) + 0.1 * machine.launch
     assert times.seconds(exchange, (n, 2 * n - 1), 4, mesh) - sent == pytest.approx(copy_seconds(machine, local))
-
-
-def test_tiles_of_an_exchange_are_cut_and_put_in_place():
-    """Where starting a kernel takes long and messages are short, an all-to-all and a permutation are less."""
-    mesh = Mesh.abstract(x=2, y=4)
-    x, y = (mesh.atoms_of[name] for name in ("x", "y"))
-    before, after = Sharding((x, y, ())), Sharding((y, x, ()))
-    machine = Machine.of("h100:1x8")
-    times = StepTimes(machine)
-    tiles = Step(PERMUTE, mesh.atoms, before, after)
-    assert is_exchange(tiles, mesh)
-    apart = times.seconds(tiles, (32, 16, 64), 4, mesh)
-    assert apart >= 4 * machine.launch, "two tiles, each cut and put"
-    way = plan_reshard(before, after, (32, 16, 64), 4, dataclasses.replace(mesh, times=times))
-    assert len(way) > 1
-    assert sum(times.seconds(s, (32, 16, 64), 4, mesh) for s in way) < apart
-    large = plan_reshard(before, after, (3200, 1600, 640), 4, dataclasses.replace(mesh, times=times))
-    assert [is_exchange(s, mesh) for s in large] == [True], "there the bytes decide"
 
 
 # Loops copy slices of their stacks and fill stacks with zeros as XLA does, and planning pays for both.

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from gshard.comm.reshard import axes_of, plan_reshard, reshard_bytes, reshards_of, step_cost
-from gshard.comm.steps import moved, rounds_of, run
+from gshard.comm.steps import moved, run
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import tables
 from gshard.core.sharding import Sharding, common_prefix
@@ -57,17 +57,6 @@ def can_move_in_tiles(before, after, shape, mesh):
     atoms_after = {a for dim in after.dims for a in dim}
     unreduced = {a for a, _ in before.unreduced}
     return bool(moving) and moving <= atoms_after and unreduced.isdisjoint(atoms_after)
-
-
-def can_be_exchanged(before, after, shape, mesh):
-    """Whether an exchange leads from a sharding to another with fewer messages than moving atom by atom."""
-    used = [{a for dim in s.dims for a in dim} for s in (before, after)]
-    counts = [(mesh.count(have), mesh.count(want)) for have, want in zip(before.dims, after.dims, strict=True)]
-    if before.unreduced != after.unreduced or used[0] != used[1]:
-        return False
-    if all(p == q for p, q in counts) or any(n % math.lcm(*c) for n, c in zip(shape, counts, strict=True)):
-        return False
-    return rounds_of(before.dims, after.dims, mesh) < mesh.count(moved(before.dims, after.dims)).bit_length()
 
 
 def parts(x, sharding, mesh):

@@ -13,7 +13,6 @@ from gshard.comm.steps import (
     REDUCE_SCATTER,
     Step,
     aligned,
-    is_exchange,
     is_of_tiles,
     moved,
 )
@@ -37,7 +36,7 @@ def objective(mesh, machine):
 def is_possible(step, shape, mesh):
     """Whether the parts of an array of this very shape line up."""
     before, after = ([mesh.count(dim) for dim in s.dims] for s in (step.before, step.after))
-    if is_of_tiles(step) or is_exchange(step, mesh):
+    if is_of_tiles(step):
         return all(n % p == n % q == 0 for n, p, q in zip(shape, before, after, strict=True))
     g, d, e = mesh.count(step.atoms), step.dim, step.to
     if step.kind == ALL_TO_ALL:

@@ -36,7 +36,6 @@ from gshard.comm.steps import (
     is_of_tiles,
     laid_out,
     moved,
-    rounds,
 )
 from gshard.core.deadline import check_deadline
 from gshard.core.mesh import Atoms, Mesh
@@ -74,7 +73,7 @@ def step_cost(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh, who
     outermost = 1 - min(map(whole.atoms.index, atoms), default=0) / len(whole.atoms)
     sent = bytes_sent(step, shape, itemsize, mesh) * (1 + _OUTER * outermost)
     copied = sum(laid_out(step, shape, mesh)) * itemsize
-    return sent + MESSAGE * rounds(step, mesh) + _COPIED * copied
+    return sent + MESSAGE + _COPIED * copied
 
 
 # Determines the axes that move as wholes.
@@ -352,20 +351,20 @@ class AxisSteps:
                     yield Step(ALL_REDUCE, axes, here, _without(here, axes), monoid=monoid)
 
     def _permuted(self, here: Sharding) -> Iterator[Step]:
-        """Permutes and exchanges, after which other axes split the dimensions, or the same ones in other places."""
+        """Permutes, after which other axes split the dimensions into as many parts."""
         mesh, rank = self.coarse, len(here.dims)
         if len(mesh.atoms) > FEW and self._through is None:
-            found = _Placements([*dict.fromkeys(_redistributed(here.dims, mesh.atoms))], mesh)
+            swaps = ({a: b, b: a} for a, b in itertools.combinations(mesh.atoms, 2))
+            found = _Placements([*dict.fromkeys(_renamed(here, swap).dims for swap in swaps)], mesh)
         else:
             if rank not in self._placements:
                 self._placements[rank] = _Placements(self._all_placements(rank), mesh)
             found = self._placements[rank]
-        for dims, messages in found.near(here):
-            if messages == 1 or messages < mesh.count(moved(here.dims, dims)).bit_length():
-                yield Step(PERMUTE, mesh.atoms, here, Sharding(dims, here.unreduced))
+        for dims in found.of_parts_like(here):
+            yield Step(PERMUTE, mesh.atoms, here, Sharding(dims, here.unreduced))
 
     def _all_placements(self, rank: int) -> list[tuple[Atoms, ...]]:
-        """All dimensions of shardings of a rank to which permutes and exchanges lead."""
+        """All dimensions of shardings of a rank to which permutes lead."""
         if isinstance(self._through, Between):
             return [self._through.target.dims]
         if isinstance(self._through, Listed):
@@ -388,40 +387,23 @@ class AxisSteps:
 
 
 class _Placements:
-    """Dimensions of shardings, to which permutes and exchanges lead."""
+    """Dimensions of shardings, to which permutes lead."""
 
     def __init__(self, dims: Sequence[tuple[Atoms, ...]], mesh: Mesh):
         self._dims, self._mesh, self._bits = dims, mesh, {name: 1 << i for i, name in enumerate(mesh.atoms)}
         self._parts = np.array([[*map(mesh.count, each)] for each in dims], dtype=np.int64)
-        self._sizes = self._parts.prod(1)
         self._used = np.array([self._bits_of(itertools.chain(*each)) for each in dims], dtype=np.int64)
 
     def _bits_of(self, names: Iterable[str]) -> int:
         return sum(map(self._bits.__getitem__, names))
 
-    def near(self, here: Sharding) -> Iterator[tuple[tuple[Atoms, ...], int]]:
-        """The dimensions to which few messages lead, and their number: 1 if the numbers of parts stay the same."""
+    def of_parts_like(self, here: Sharding) -> Iterator[tuple[Atoms, ...]]:
+        """Those of the same numbers of parts, over other axes or in another order."""
         own = np.array([*map(self._mesh.count, here.dims)], dtype=np.int64)
-        used, unreduced = self._bits_of(itertools.chain(*here.dims)), self._bits_of(a for a, _ in here.unreduced)
-        some = np.flatnonzero((self._sizes == own.prod()) & (self._used & unreduced == 0))
-        messages = (np.lcm(self._parts[some], own) // own).prod(1)
-        is_near = (messages == 1) | ((self._used[some] == used) & (messages < self._mesh.size.bit_length()))
-        for k, several in zip(some[is_near].tolist(), messages[is_near].tolist()):
+        unreduced = self._bits_of(a for a, _ in here.unreduced)
+        for k in np.flatnonzero((self._parts == own).all(1) & (self._used & unreduced == 0)).tolist():
             if self._dims[k] != here.dims:
-                yield self._dims[k], several
-
-
-def _redistributed(dims: tuple[Atoms, ...], names: Atoms) -> Iterator[tuple[Atoms, ...]]:
-    """The dimensions of a sharding after two axes change places, or two dimensions share their axes in another way."""
-    for a, b in itertools.combinations(names, 2):
-        swap = {a: b, b: a}
-        yield tuple(tuple(swap.get(name, name) for name in dim) for dim in dims)
-    for d, e in itertools.combinations(range(len(dims)), 2):
-        both = dims[d] + dims[e]
-        for order in itertools.permutations(both) if len(both) > 1 else ():
-            for k in range(len(order) + 1):
-                changes = {d: order[:k], e: order[k:]}
-                yield tuple(changes.get(i, dim) for i, dim in enumerate(dims))
+                yield self._dims[k]
 
 
 def _with(sharding: Sharding, changes: dict[int, Atoms]) -> Sharding:
@@ -440,7 +422,7 @@ def _axis_steps(mesh: Mesh, axes: tuple[Atoms, ...], through: Through | None) ->
 
 # Tabulates the steps between all shardings of one rank, and prices them for arrays of any shape.
 
-_OTHER, _SLICED, _SCATTERED, _GATHERED, _TURNED, _EXCHANGED = range(6)
+_OTHER, _SLICED, _SCATTERED, _GATHERED, _TURNED = range(5)
 _KINDS = {ALL_SLICE: _SLICED, REDUCE_SCATTER: _SCATTERED, ALL_GATHER: _GATHERED, ALL_TO_ALL: _TURNED}
 _HASH = np.random.default_rng(0).integers(1 << 62, size=10)  # factors that give rows of numbers different sums
 _SOURCES = 64  # the most sources of paths at a time, which bounds the memory
@@ -500,8 +482,6 @@ class Table:
     def _class_of(self, step: Step, *parts: tuple[int, ...]) -> int:
         mesh, groups = self._axis_steps.coarse, self._axis_steps.groups
         kind = _KINDS.get(step.kind, _OTHER)
-        if step.kind == PERMUTE and parts[0] != parts[1]:
-            kind = _EXCHANGED
         group = groups.setdefault(self._axis_steps.group(step), len(groups))
         numbers = group, kind, max(step.dim, 0), max(step.to, 0), mesh.count(step.atoms)
         if (key := (numbers, parts)) not in self._classes:
@@ -537,7 +517,6 @@ class Table:
         left = np.where(turned, of_dim[:, 2], of_dim[:, 1])
         fits = ~(turned | scattered | (kind == _SLICED)) | _aligned(of_dim[:, 0], left, devices)
         fits &= ~turned | _aligned(of_to[:, 0], of_to[:, 1], devices)
-        fits &= (kind != _EXCHANGED) | (n % np.lcm(before, after) == 0).all(1)
         local = -(-n // parts)
         # A device copies parts into place if more than one element lies before the dimension, or between the two.
         several, at = local.min(1) > 1, np.arange(n.size)
@@ -739,8 +718,8 @@ class _Prices:
             step, mesh = step_of(k), self._mesh
             atoms = self._steps.over_atoms(step.atoms)
             if mesh.times is None:
-                outermost, messages = min(map(mesh.atoms.index, atoms), default=0), rounds(step, self._steps.coarse)
-                alike: Hashable = step.kind, mesh.count(atoms), outermost, messages, step.monoid, is_of_tiles(step)
+                outermost = min(map(mesh.atoms.index, atoms), default=0)
+                alike: Hashable = step.kind, mesh.count(atoms), outermost, step.monoid, is_of_tiles(step)
             else:
                 alike = mesh.times.price_class(step, self._steps.coarse, mesh, atoms)
             self._classes[group] = self._class_numbers.setdefault(alike, len(self._class_numbers))

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from gshard.comm.route import Chunk, Route, carry, chunks_of, colored, numbered, pairs, routed
+from gshard.comm.route import Chunk, Route, carry, chunks_of, numbered, routed
 from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
@@ -78,99 +78,6 @@ def _order(before: Sequence[Atoms], after: Sequence[Atoms], moving: Atoms) -> li
     return [i for d, atoms in enumerate(lost) for i in (*map(moving.index, atoms), len(moving) + d)]
 
 
-# Exchanges the atoms of dimensions with different numbers of parts, and sends each tile directly to its destination.
-
-Ints = NDArray[np.int64]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Exchange:
-    """The tiles of an exchange, with their senders."""
-
-    atoms: Atoms  # the atoms along which tiles move. Devices are numbered along them.
-    held: tuple[int, ...]  # for each dimension the number of tiles of a part before the exchange
-    wanted: tuple[int, ...]  # the same after the exchange
-    # sender, source: int64 [devices, tiles]: for each tile of a part after the exchange, the device that holds it
-    # before, and the number of the tile there
-    sender: Ints
-    source: Ints
-
-    def messages(self) -> tuple[tuple[Chunk, ...], ...]:
-        """The rounds. In each, every device sends a tile, perhaps to itself. One element of a chunk is one tile."""
-        return _messages(self)
-
-    def ends(self, mesh: Mesh) -> tuple[Ints, Ints]:
-        """For each tile of each device, the device of the mesh that sends it and the device that receives it."""
-        numbers, offsets = numbered(mesh, self.atoms)
-        receivers = np.broadcast_to(np.arange(mesh.size)[:, None], self.sender[numbers].shape)
-        senders = receivers - offsets[numbers][:, None] + offsets[self.sender[numbers]]
-        return senders.ravel(), receivers.ravel()
-
-
-@tabulated(64)
-def _messages(tiles: Exchange) -> tuple[tuple[Chunk, ...], ...]:
-    receiver, target = np.indices(tiles.sender.shape)
-    columns = (x.ravel().tolist() for x in (tiles.sender, tiles.source, receiver, target))
-    return colored([Chunk(s, low, r, to, 1) for s, low, r, to in zip(*columns, strict=True)])
-
-
-def rounds_of(before: Sequence[Atoms], after: Sequence[Atoms], mesh: Mesh) -> int:
-    """The number of messages. It is the number of tiles of a part, because some device keeps none."""
-    cuts = zip(map(mesh.count, before), map(mesh.count, after), strict=True)
-    return math.prod(math.lcm(p, q) // p for p, q in cuts)
-
-
-@tabulated(1024)
-def exchange(before: tuple[Atoms, ...], after: tuple[Atoms, ...], mesh: Mesh) -> Exchange:
-    """The exchange between two splits of an array."""
-    atoms = moved(before, after)
-    _, group = numbered(mesh, atoms)
-    devices = len(group)
-    sender = source = np.zeros((devices, 1), np.int64)
-    held, wanted, ordinals = [], [], np.zeros(devices, np.int64)
-    for have, want in zip(before, after, strict=True):
-        same = len(common_prefix(have, want))
-        own, other = have[same:], want[same:]
-        p, q = mesh.count(own), mesh.count(other)
-        fine = math.lcm(p, q)
-        ordinals = ordinals * p + numbered(mesh, own)[0][group]
-        # Tiles of this dimension in a part after, and the part before that each comes from.
-        tile = numbered(mesh, other)[0][group][:, None] * (fine // q) + np.arange(fine // q)
-
-        def further(x: Any, by: int, digit: Any) -> Any:
-            return (x[:, :, None] * by + digit[:, None, :]).reshape(devices, -1)
-
-        sender = further(sender, p, tile // (fine // p))
-        source = further(source, fine // p, tile % (fine // p))
-        held.append(fine // p)
-        wanted.append(fine // q)
-    who = np.empty(devices, np.int64)
-    who[ordinals] = np.arange(devices)
-    return Exchange(atoms, tuple(held), tuple(wanted), who[sender], source)
-
-
-@in_context(NO_CONTEXT)
-def changed(x: Any, before: tuple[Atoms, ...], after: tuple[Atoms, ...], mesh: Mesh) -> Any:
-    """Runs an exchange on one device's part of an array, inside ``shard_map``."""
-    tiles = exchange(before, after, mesh)
-    tile = [n // k for n, k in zip(x.shape, tiles.held, strict=True)]
-    result = jnp.zeros([n * k for n, k in zip(tile, tiles.wanted, strict=True)], x.dtype)
-    me, devices = lax.axis_index(tiles.atoms), mesh.count(tiles.atoms)
-
-    def begin(numbers: dict[int, int], counts: tuple[int, ...]) -> list[Any]:
-        """The first position of the tile with the number of this device."""
-        listed = np.array([numbers[i] for i in range(devices)])
-        places = [np.asarray(i * n, np.int32) for i, n in zip(np.unravel_index(listed, counts), tile, strict=True)]
-        return [int(i[0]) if (i == i[0]).all() else jnp.asarray(i)[me] for i in places]
-
-    for chunks in tiles.messages():
-        sent = lax.dynamic_slice(x, begin({p.source: p.low for p in chunks}, tiles.held), tile)
-        sent = ppermute(sent, mesh.atoms, pairs([(p.source, p.receiver) for p in chunks], tiles.atoms, mesh))
-        place = begin({p.receiver: p.at for p in chunks}, tiles.wanted)
-        result = lax.dynamic_update_slice(result, sent, place)
-    return result
-
-
 ALL_SLICE, ALL_GATHER, ALL_TO_ALL = "all_slice", "all_gather", "all_to_all"
 PERMUTE, REDUCE_SCATTER, ALL_REDUCE = "collective_permute", "reduce_scatter", "all_reduce"
 TO_PARTIAL = "to_partial"
@@ -207,19 +114,6 @@ class Times(Protocol):
 def is_of_tiles(step: Step) -> bool:
     """Whether a step is an all-to-all of tiles, in which atoms of several dimensions move at once."""
     return step.kind == ALL_TO_ALL and step.to < 0
-
-
-def is_exchange(step: Step, mesh: Mesh) -> bool:
-    """Whether a step is an exchange, which leads to a split into other numbers of parts."""
-    cuts = zip(step.before.dims, step.after.dims, strict=True)
-    return step.kind == PERMUTE and any(mesh.count(have) != mesh.count(wanted) for have, wanted in cuts)
-
-
-def rounds(step: Step, mesh: Mesh) -> int:
-    """The number of consecutive messages of a step."""
-    if is_exchange(step, mesh):
-        return rounds_of(step.before.dims, step.after.dims, mesh)
-    return int(step.kind not in LOCAL)
 
 
 def aligned(n: int, parts: int, more: int) -> bool:
@@ -263,8 +157,7 @@ def step_collectives(
             permuted = math.prod(local) // local[step.dim] * length * itemsize
             sent -= permuted
             yield PERMUTE, permuted
-    for _ in range(messages := max(1, rounds(step, mesh))):
-        yield step.kind, sent // messages
+    yield step.kind, sent
 
 
 @in_context(NO_CONTEXT)
@@ -289,8 +182,6 @@ def run(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
         case "all_to_all":
             padded = _pad(x, step.to, g * local[step.to])
             return _trim(_dealt(padded, step.to, step.dim, g, step.atoms), step.dim, local[step.dim])
-        case "collective_permute" if is_exchange(step, mesh):
-            return changed(x, step.before.dims, step.after.dims, mesh)
         case "collective_permute":
             return ppermute(x, mesh.atoms, permutation(step.before, step.after, mesh))
         case "reduce_scatter":

@@ -19,12 +19,9 @@ from gshard.comm.steps import (
     PERMUTE,
     Step,
     bytes_sent,
-    exchange,
-    is_exchange,
     is_of_tiles,
     is_turned,
     laid_out,
-    rounds,
     targets,
 )
 from gshard.core.mesh import Atoms, Mesh
@@ -336,8 +333,6 @@ class StepTimes:
         """
         if step.kind in LOCAL:
             return ()
-        if is_exchange(step, mesh):
-            return step.kind, rounds(step, mesh), _exchanging(step.before, step.after, mesh, self.machine)
         if step.kind == PERMUTE:
             return step.kind, _permuting(step.before, step.after, mesh, self.machine)
         classes = interchangeable(dataclasses.replace(whole, times=None), self.machine)
@@ -347,14 +342,10 @@ class StepTimes:
         """Bytes of the arrays that are copied.
 
         These are: copies into another layout (``layout_copies``), even if an elementwise kernel beside the step could
-        avoid them; the tiles of an exchange, cut and put in their places; and, for a maximum of floats, integers of the
-        same order.
+        avoid them; and, for a maximum of floats, integers of the same order.
         """
         if step.kind == ALL_REDUCE and step.monoid in ("max", "min"):
             return [math.prod(step.before.local_shape(mesh, shape)) * itemsize]
-        if is_exchange(step, mesh):
-            whole, tiles = math.prod(step.after.local_shape(mesh, shape)) * itemsize, rounds(step, mesh)
-            return [whole / 2, *2 * tiles * [whole / tiles]]  # the empty array before them is only written
         return [*self._laid_out(step, shape, itemsize, mesh), *self._cut_to_size(step, shape, itemsize, mesh)]
 
     def _cut_to_size(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> list[float]:
@@ -387,10 +378,6 @@ class StepTimes:
         return [math.prod(after) * itemsize] if is_turned(part, step.to, step.dim) else []
 
     def _sent(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh, among: tuple[Mesh, Atoms]) -> float:
-        if is_exchange(step, mesh):
-            latency, a_byte = _exchanging(step.before, step.after, mesh, self.machine)
-            messages = rounds(step, mesh)
-            return messages * latency + a_byte * bytes_sent(step, shape, itemsize, mesh) / messages
         if step.kind == PERMUTE:
             latency, a_byte = _permuting(step.before, step.after, mesh, self.machine)
             return latency + a_byte * bytes_sent(step, shape, itemsize, mesh)
@@ -401,12 +388,6 @@ class StepTimes:
         bytes_before = 1 if self.joined and step.kind in self.machine.compiler.combines else 0
         seconds_before = seconds(step.kind, bytes_before, network_mesh, self.machine, atoms)
         return seconds(step.kind, bytes_before + local, network_mesh, self.machine, atoms) - seconds_before
-
-
-@tabulated(4096)
-def _exchanging(before: Sharding, after: Sharding, mesh: Mesh, machine: Machine) -> tuple[float, float]:
-    """The latency of a message of an exchange, and the seconds of a byte of each tile, over all messages."""
-    return permuting(*exchange(before.dims, after.dims, mesh).ends(mesh), machine)
 
 
 @tabulated(4096)

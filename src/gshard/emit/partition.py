@@ -16,7 +16,7 @@ from gshard.comm.reshard import plan_reshard
 from gshard.comm.rotation import Note, collective_matmul
 from gshard.comm.shards import Fetched, Shards
 from gshard.comm.shards import Note as NoteOfEquation
-from gshard.comm.steps import ALL_GATHER, LOCAL, PERMUTE, is_exchange, run, step_collectives
+from gshard.comm.steps import ALL_GATHER, LOCAL, PERMUTE, run, step_collectives
 from gshard.comm.steps import permutation as moves_of
 from gshard.core.errors import GShardError, RuleError
 from gshard.core.jax_adapter import as_if_at, as_weak, no_mesh_set, of_no_mesh
@@ -423,7 +423,7 @@ class _Emitter(Interpreter):
                 local = type_text(value, x.shape)
                 what: _Moved = (value if isinstance(value, Value) else None, step.before, step.after, source)
                 over = step.atoms
-                if self.gathers and step.kind == PERMUTE and not is_exchange(step, mesh):
+                if self.gathers and step.kind == PERMUTE:
                     over = moved_over(moves_of(step.before, step.after, mesh), mesh.atom_sizes)
                 for kind, sent in step_collectives(step, shape, value.dtype, size, mesh):
                     self._note(kind, over, sent, self.trip_count, local, why, cause, what)
