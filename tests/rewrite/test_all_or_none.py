@@ -80,9 +80,9 @@ def check(seeds):
 
 
 def test_programs_compute_the_same_with_all_rewrites_and_with_none():
-    assert len(check(range(15))) >= 6
+    assert len(check(range(15))) >= 5
 
 
 @pytest.mark.slow
 def test_many_programs_do():
-    assert len(check(range(100, 500))) == 7  # all that do not depend on shardings
+    assert len(check(range(100, 500))) == 5  # all that do not depend on shardings

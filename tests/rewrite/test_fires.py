@@ -38,14 +38,6 @@ def rows_split(f):
     return lambda x, *others: f(gshard.split(x, 0, "x"), *others)
 
 
-def scattered(x, labels, start):
-    return jnp.full((8, 13), start, x.dtype).at[jnp.arange(8)[:, None], labels].add(x[:, :2]).sum(1)
-
-
-def halves(f, x):
-    return jnp.concatenate([f(x[4:]), x[:4]])
-
-
 def averaged(x, start):
     padded = lax.pad(x, np.float32(start), ((0, 1, 1), (0, 0, 0)))
     return lax.reduce_window(padded, np.float32(0), lax.add, (2, 1), (1, 1), "VALID")
@@ -59,23 +51,13 @@ def few_of_many(x):
     return jnp.pad(x[1:2] + x[3:4], ((0, 15), (0, 0)))
 
 
-def with_token(x, reduce=jnp.sum):
-    return reduce(jnp.sin(jnp.concatenate([jnp.ones((1, x.shape[1])), x])))
-
-
 X = whole(8, 6)
 EXAMPLES = {
-    "sum_of_scatter": Example(
-        functools.partial(scattered, start=0.0),
-        functools.partial(scattered, start=2.0),
-        (X, np.array([0, 12, 5, 13, -1, 3, 3, 9] * 2, np.int32).reshape(8, 2)),
-    ),
     "split_merged_dims": Example(
         lambda x, w: (x.reshape(-1, 6) @ w).reshape(2, 8, 5),
         lambda x, w: jnp.sort(x.reshape(-1, 6), 0) @ w,
         (whole(2, 8, 6), whole(6, 5)),
     ),
-    "sink_elementwise": Example(functools.partial(halves, jnp.negative), functools.partial(halves, lambda x: x), (X,)),
     "sink_pad": Example(mean_of_neighbours, few_of_many, (whole(8, 3),)),
     "compose_movement": Example(
         lambda x: jnp.roll(jnp.roll(x, 1, 0), 1, 0), lambda x: lax.concatenate([x, x], 0), (X,)
@@ -105,9 +87,6 @@ EXAMPLES = {
         (X,),
     ),
     "fft_by_dimension": Example(rows_split(jnp.fft.fft2), rows_split(lambda x: jnp.fft.fft(x, axis=1)), (X,)),
-    "piecewise": Example(
-        rows_split(with_token), rows_split(functools.partial(with_token, reduce=lambda x: x)), (whole(64, 3),)
-    ),
 }  # fmt: skip
 
 

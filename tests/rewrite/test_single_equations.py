@@ -75,50 +75,6 @@ def test_the_same_on_two_axes_and_in_unequal_parts(name, spec):
 
 
 MESH = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-LABELS = np.array([0, 12, 5, 13, -1, -14], np.int32)
-
-
-def scattered(u, labels, mode, start=0.0, dtype=jnp.float32):
-    rows = jnp.arange(6)[:, None]
-    return jnp.full((6, 13), start, dtype).at[rows, labels].add(u, mode=mode)
-
-
-def updates(*shape):
-    u = np.random.default_rng(0).integers(-9, 9, shape).astype(np.float32)
-    u[3, 0], u[1, 0], u[0, 0] = np.nan, np.inf, -0.0
-    return u
-
-
-@pytest.mark.parametrize("mode", ["drop", "clip", "promise_in_bounds"])
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("negated", [False, True])
-@pytest.mark.one_in(3)
-def test_the_same_bits(mode, count, negated):
-    labels = np.stack([np.roll(LABELS, i) for i in range(count)], 1)
-    labels = np.clip(labels, 0, 12) if mode == "promise_in_bounds" else labels
-
-    def f(u):
-        x = scattered(u, labels, mode)
-        return (-x if negated else x).sum(1)
-
-    u = updates(6, count)
-    whole, ours = np.asarray(jax.jit(f)(u)), np.asarray(gshard.jit(f, mesh=MESH)(u))
-    np.testing.assert_array_equal(whole, ours)
-    np.testing.assert_array_equal(np.signbit(whole), np.signbit(ours))
-    if mode != "promise_in_bounds":
-        assert "scatter-add" not in {e.name for e in trace(f, u).block.equations}
-
-
-@pytest.mark.parametrize("axes", [0, (0, 1), 1])
-def test_others_stay(axes):
-    start = 0.0 if axes != 1 else 2.0
-    u = updates(6, 1)
-
-    def f(u):
-        return scattered(u, LABELS[:, None], "drop", start).sum(axes)
-
-    assert "scatter-add" in {e.name for e in trace(f, u).block.equations}
-    np.testing.assert_array_equal(jax.jit(f)(u), gshard.jit(f, mesh=MESH)(u))
 
 
 def whole(*shape):
@@ -228,26 +184,3 @@ def same_bits(found, expected):
 def test_the_same_bits_on_two_axes_and_in_unequal_parts(name, spec):
     for x in (X, np.arange(-48, 48, dtype=np.int32).reshape(6, 16), X[:5, :14]):
         same_bits(gshard.jit(lambda x: MOVED[name](gshard.shard(x, spec)), mesh=GRID)(x), jax.jit(MOVED[name])(x))
-
-
-@pytest.mark.parametrize("name", ["halves", "halves, by slices"])
-def test_one_message_moves_all(name):
-    """Where halves were computed first, each was cut in parts of its own."""
-    jitted = gshard.jit(MOVED[name], mesh=MESH, in_shardings=COLUMNS, out_shardings=COLUMNS)
-    (sent,) = jitted.lower(X).spmd.collectives
-    assert (sent.kind, sent.bytes) == ("collective_permute", X.nbytes // 8)
-
-
-def test_what_stays_as_it_is():
-    def read_elsewhere(x):
-        b = -x[:, 8:]
-        return jnp.concatenate([b, x[:, :8]], 1), b
-
-    stays = (
-        read_elsewhere,
-        lambda x: jnp.concatenate([-x[:, 8:], (x * 2)[:, :8]], 1),  # two arrays
-        lambda x: jnp.concatenate([jnp.exp(x[:, 15:]), x[:, :15]], 1),  # much for little
-        lambda x: jnp.concatenate([x[:, 8:].astype(jnp.int8).astype(jnp.float32), x[:, :8]], 1),  # another type
-    )
-    for f in stays:
-        assert "select_n" not in names(f, (X,))

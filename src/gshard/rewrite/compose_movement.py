@@ -1,4 +1,4 @@
-"""Composes slices, pads and concatenations to one equation, and sinks elementwise operators below them."""
+"""Composes slices, pads and concatenations to one equation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jax import lax
 
 from gshard.core.program import Constant, Equation, Value
 from gshard.language.traits import names_where, traits_of
-from gshard.rewrite.driver import at, over
-from gshard.rewrite.equation_graph import Array, Graph, Others, again
+from gshard.rewrite.driver import over
+from gshard.rewrite.equation_graph import Array, Graph, Others
 from gshard.rules.shape import index_of
 from gshard.rules.slicing import concatenate_slices_p
 
@@ -319,53 +319,3 @@ def _joined(segments: Sequence[Segment], axis: int, *, added: bool, is_alone: bo
         return lax.add_p, {}, (*operands, Constant(np.zeros((), operands[0].dtype)))
     slices = tuple((p.start, p.end) for p in segments)
     return concatenate_slices_p, {"dimension": axis, "slices": slices, "added": added}, operands
-
-
-# Sinks elementwise operators below a concatenation of slices of one array.
-
-_TIMES = 2  # largest ratio of computed and needed elements: rotary embeddings negate half of the elements
-
-
-@at("concatenate")
-def sink_elementwise(graph: Graph, e: Equation) -> Sequence[Equation] | None:
-    """Replaces ``concatenate(f(slice), slice)`` by ``where(first, f(y), y)`` with ``y = concatenate(slice, slice)``."""
-    axis, (result,) = e.params["dimension"], e.outputs
-    slices, chains = zip(*(_chain(graph, x) for x in e.inputs), strict=True)
-    cuts = {q.inputs[0] if (q := graph.producer(x, "slice", "split")) is not None else None for x in slices}
-    computed = sum(map(len, chains)) * result.shape[axis]
-    kept = sum(len(chain) * x.shape[axis] for chain, x in zip(chains, slices, strict=True))
-    if not kept or None in cuts or len(cuts) > 1 or computed > _TIMES * kept:
-        return None
-    numbers = [x for chain in chains for q in chain for x in q.inputs if not x.shape]
-
-    def sunk(*operands: Any) -> Any:
-        scalars = dict(zip(numbers, operands[len(slices) :], strict=True))
-        position = lax.broadcasted_iota(np.int32, result.shape, axis)
-        selected, end = None, result.shape[axis]
-        for chain, x in zip(reversed(chains), reversed(slices), strict=True):
-            value = lax.concatenate(operands[: len(slices)], axis)
-            for q in chain:
-                value = again(q, [value if y.shape else scalars[y] for y in q.inputs])
-            selected = value if selected is None else lax.select(position < np.int32(end), value, selected)
-            end -= x.shape[axis]
-        return selected
-
-    return graph.write(sunk, (*slices, *numbers), e.outputs, e)
-
-
-def _chain(graph: Graph, x: Array) -> tuple[Array, list[Equation]]:
-    """An array, and the elementwise equations, in order, that compute ``x`` from it and are read once."""
-    chain: list[Equation] = []
-    while graph.is_read_once(x) and (q := graph.producer(x)) is not None and (i := _operand(q)) is not None:
-        chain.insert(0, q)
-        x = q.inputs[i]
-    return x, chain
-
-
-def _operand(q: Equation) -> int | None:
-    """The only operand of an elementwise equation that is an array, if the result has its shape and dtype."""
-    arrays = [i for i, x in enumerate(q.inputs) if x.shape] if traits_of(q.name).computes else []
-    if len(arrays) != 1:
-        return None
-    x, y = q.inputs[arrays[0]], q.outputs[0]
-    return arrays[0] if (x.shape, x.dtype) == (y.shape, y.dtype) else None

@@ -2,8 +2,8 @@
 
 A rewrite of the phase TRACE is a decorated function. It returns equations that compute the same results, or None:
 
-    @at("reduce_sum")                                      tried at each equation of this name
-    def sum_of_scatter(graph: Graph, e: Equation) -> Sequence[Equation] | None: ...
+    @at("transpose")                                       tried at each equation of this name
+    def transpose_of_dot(graph: Graph, e: Equation) -> Others | None: ...
 
     @over("pad")                                           tried once for a block that has such an equation
     def sink_pad(graph: Graph) -> Others: ...

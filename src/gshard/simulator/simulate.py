@@ -299,12 +299,15 @@ def _interpret(jaxpr: Any, axis_sizes: AxisSizes, devices: int, operands: list[P
 
     for step in steps:
         arrays = [read(v) for v in step.invars]
-        run = _run if isinstance(step, Run) else functools.partial(_communicate, axis_sizes)
-        values.update(zip(step.outvars, run(step, devices, arrays), strict=True))
+        if isinstance(step, Run):
+            results = _run(step, arrays, devices)
+        else:
+            results = _communicate(step, axis_sizes, devices, arrays)
+        values.update(zip(step.outvars, results, strict=True))
     return [read(v) for v in body.outvars]
 
 
-def _run(run: Run, devices: int, operands: list[PerDevice]) -> list[PerDevice]:
+def _run(run: Run, operands: list[PerDevice], devices: int) -> list[PerDevice]:
     """Calls a run for every device, but only once for devices whose operands are the same objects."""
     results: dict[Any, list[Any]] = {}
     per_device = []
@@ -318,7 +321,7 @@ def _run(run: Run, devices: int, operands: list[PerDevice]) -> list[PerDevice]:
     return [list(result) for result in zip(*per_device, strict=True)]
 
 
-def _communicate(axis_sizes: AxisSizes, eqn: core.JaxprEqn, devices: int, operands: list[PerDevice]) -> list[PerDevice]:
+def _communicate(eqn: core.JaxprEqn, axis_sizes: AxisSizes, devices: int, operands: list[PerDevice]) -> list[PerDevice]:
     name = eqn.primitive.name
     if name in COLLECTIVES:
         return [COLLECTIVES[name](eqn.params, axis_sizes, *operands)]
