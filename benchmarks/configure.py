@@ -32,6 +32,7 @@ from gshard.device.cost import Cost, cost
 from steps import FSDP, TENSOR, TRUE_SIZES, Step
 
 MACHINE, BATCH, LENGTH = "h100:8x8", 512, 4096
+CHOICES = {"micro_batches": [n for n in range(1, BATCH + 1) if BATCH % n == 0], "recompute": ["", "products", "full"]}
 LLAMA = TRUE_SIZES["8B"].model
 BY_HAND = {
     "FSDP 64": ({"fsdp": 64}, FSDP, (1, 8)),
@@ -54,13 +55,13 @@ class Unmarked(Step):
         return Unconstrained()
 
 
-def build(global_batch: int, micro_batches: int, recompute: str) -> Any:
+def build(micro_batches: int, recompute: str) -> Any:
     """The step without constraints, and its arguments without shardings."""
     model = dataclasses.replace(LLAMA, remat=recompute)
-    marked = Step("8B", model, {"fsdp": 64}, FSDP, (global_batch, LENGTH), parts=micro_batches)
-    free = Unmarked("8B", model, {"fsdp": 64}, FSDP, (global_batch, LENGTH), parts=micro_batches)
+    marked = Step("8B", model, {"fsdp": 64}, FSDP, (BATCH, LENGTH), parts=micro_batches)
+    free = Unmarked("8B", model, {"fsdp": 64}, FSDP, (BATCH, LENGTH), parts=micro_batches)
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), marked.arguments())
-    return free.function(), *arguments
+    return jax.jit(free.function(), donate_argnums=0), *arguments
 
 
 def by_hand() -> Iterator[tuple[str, Cost | None]]:
@@ -101,8 +102,7 @@ def main() -> None:
         print(row(name, found), flush=True)
     wall, processor = time.perf_counter(), time.process_time()
     result = gshard.configure(
-        build, mesh=64, machine=MACHINE, global_batch=BATCH, donate_argnums=0,
-        choices={"recompute": ["", "products", "full"]}, budget_seconds=options.budget_seconds, progress=True,
+        build, mesh=64, machine=MACHINE, choices=CHOICES, budget_seconds=options.budget_seconds, progress=True
     )  # fmt: skip
     wall, processor = time.perf_counter() - wall, time.process_time() - processor
     print(row("gshard.configure", result.best.cost), flush=True)

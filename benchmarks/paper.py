@@ -256,7 +256,7 @@ def dense() -> tuple[tuple[str, ...], Rows]:
             return step(state, gshard.split(batch, 0, "data"), number)
 
         mesh = gshard.Mesh.abstract(data=machine.size // stages, stage=stages)
-        found = gshard.explain(staged, *arguments(config, 2**15, 128), mesh=mesh, donate_argnums=0)
+        found = gshard.explain(jax.jit(staged, donate_argnums=0), *arguments(config, 2**15, 128), mesh=mesh)
         cost, pipelines = found.cost(machine), found.plan.program.pipelines
         schedule = Schedule("stage", micro_batches)
         rows.append((

@@ -266,13 +266,12 @@ def searched(
     group = config.tokens_of_a_group(sentences * length) if config.experts else None
     bare = dataclasses.replace(config, group_size=group, partitions=1)
     found = search(
-        training_step(bare),
+        jax.jit(training_step(bare), donate_argnums=0),
         *arguments(bare, *batch),
         mesh=list(meshes(mesh.size, mesh.devices)),
         machine=machine,
         memory_limit=memory_limit,
         budget_seconds=math.inf,  # every computer finds the same
-        donate_argnums=0,
     )
     return bare, found
 

@@ -2,7 +2,7 @@
 
     python examples/layout_transformer.py
 
-Names inside and names of arguments say what dimensions are, and a table says how they are split.
+Names say what dimensions are, and a table says how they are split.
 """
 
 import os
@@ -17,7 +17,20 @@ import gshard
 BATCH, LENGTH, EMBED, HIDDEN, HEADS, HEAD, LAYERS, VOCABULARY = 8, 16, 32, 96, 4, 8, 2, 50
 
 
+NAMES = {
+    "table": "vocabulary width",
+    "blocks": {
+        **dict.fromkeys("qkv", "layers width heads head"),
+        "o": "layers heads head width",
+        "w1": "layers width hidden",
+        "w2": "layers hidden width",
+    },
+}
+
+
 def loss(params, tokens):
+    params = gshard.name(params, NAMES)
+
     def block(x, p):
         x = gshard.name(x, "batch length embed")
         q, k, v = (jnp.einsum("ble,enh->blnh", x, p[name]) for name in ("q", "k", "v"))
@@ -47,23 +60,16 @@ params = {
 tokens = jax.random.randint(next(keys), (BATCH, LENGTH), 0, VOCABULARY)
 gradient = jax.value_and_grad(loss)
 
-names = {
-    "params/table": "vocabulary embed",
-    **dict.fromkeys(("params/blocks/q", "params/blocks/k", "params/blocks/v"), "layers embed heads head"),
-    "params/blocks/o": "layers heads head embed",
-    "params/blocks/w1": "layers embed hidden",
-    "params/blocks/w2": "layers hidden embed",
-}
 layouts = {
     "data parallel": gshard.Layout(batch=("data", "model")),
-    "ZeRO-3": gshard.Layout({"params:embed": ("data", "model")}, batch=("data", "model")),
+    "ZeRO-3": gshard.Layout(width=("data", "model"), batch=("data", "model")),
     "two axes": gshard.Layout(
-        {"params:embed": "data"}, batch="data", heads="model", hidden="model", vocabulary="model", embed=None
+        width="data", batch="data", heads="model", hidden="model", vocabulary="model", embed=None
     ),
 }
 held = {}
 for kind, layout in layouts.items():
-    step = gshard.jit(gradient, mesh={"data": 2, "model": 4}, layout=layout, names=names)
+    step = gshard.jit(gradient, mesh={"data": 2, "model": 4}, layout=layout)
     explained = gshard.explain(step, params, tokens)
     held[kind] = explained.argument_bytes[1]
     print(f"{kind}: {held[kind]} bytes of arguments on each device, {explained.total_bytes} bytes sent")

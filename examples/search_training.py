@@ -50,7 +50,9 @@ slow = dataclasses.replace(
     launch=0.0,
     network=tuple(dataclasses.replace(d, latency=1e-6) for d in cpu.network),
 )
-found = gshard.search(step, params, momentum, x, y, mesh={"data": 2, "model": 4}, machine=slow, donate_argnums=(0, 1))
+found = gshard.search(
+    jax.jit(step, donate_argnums=(0, 1)), params, momentum, x, y, mesh={"data": 2, "model": 4}, machine=slow
+)
 print(found)
 print(*found.explain().instead("params['w1']"), sep="\n")
 assert found.best.fits

@@ -282,7 +282,6 @@ WINGS = {
         explanation.rows: CollectiveRow collective_lines held_lines listed_lines
         language.kernel_primitive: kernel_p
         language.region: Interpreter
-        planning.demands: at_boundary
         planning.settled: on_mesh
         remat.rematerialise: MemoryLimitError bytes_of
         simulator.simulate: simulate

@@ -52,20 +52,6 @@ def _target(command: argparse.ArgumentParser, more: str = "") -> None:
     command.add_argument(
         "--arg", action="append", default=[], metavar="f32[64,512]", help="an argument; repeat for each"
     )
-    _static_and_donated(command)
-
-
-def _static_and_donated(command: argparse.ArgumentParser) -> None:
-    for what, told in (("static", "that is a plain value"), ("donate", "whose memory results take")):
-        command.add_argument(
-            f"--{what}-argnums", type=int, action="append", metavar="0", help=f"an argument {told}, by number; repeat"
-        )
-        command.add_argument(
-            f"--{what}-argnames", action="append", metavar="NAME", help=f"an argument {told}, by name; repeat"
-        )
-    command.add_argument(
-        "--finite", action="store_true", help="state that parts of sums of floats are finite: jit(finite=True)"
-    )
 
 
 def _add_explain(command: argparse.ArgumentParser) -> None:
@@ -77,7 +63,7 @@ def _add_explain(command: argparse.ArgumentParser) -> None:
         "--partitioner",
         choices=("gshard", "xla"),
         help="who partitions a function from jax.jit (default: xla if its arguments are placed on several devices and "
-        "none of --mesh, --memory-limit, --plan and --finite is given; else gshard)",
+        "none of --mesh, --memory-limit and --plan is given; else gshard)",
     )
     add("--memory-limit", metavar="70GiB", help="what a device may hold: jit(memory_limit=...)")
     add("--plan", type=Path, metavar="plan.json", help="explain this plan, which gshard search --save wrote")
@@ -141,7 +127,6 @@ def _add_configure(command: argparse.ArgumentParser) -> None:
     add("target", help="module:builder or file.py:builder: a function of keywords that returns (step, *arguments)")
     add("--mesh", help="64: any mesh of up to two axes; data=8,model=8: this mesh (default: the devices of --machine)")
     add("--machine", help=_MACHINES)
-    add("--global-batch", type=int, metavar="512", help="examples of a step, in all micro-batches")
     add(
         "--choice",
         action="append",
@@ -152,9 +137,7 @@ def _add_configure(command: argparse.ArgumentParser) -> None:
     add("--memory-limit", metavar="70GiB", help="what a device may hold (default: the machine's memory)")
     add("--budget-seconds", type=float, help="how long everything may take (default: 300)")
     add("--html", type=Path, metavar="page.html", help="write the report of the best plan as one page")
-    add("--json", type=Path, metavar="found.json", help="write the table and the bounds")
     add("--save", type=Path, metavar="best.json", help="write the best plan, for gshard.jit(plan=...)")
-    _static_and_donated(command)
 
 
 _COMMANDS = {

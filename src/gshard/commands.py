@@ -31,7 +31,7 @@ from gshard.api.export import export_plan
 from gshard.api.function_again import with_bound_arguments
 from gshard.api.jit import Jitted, jit
 from gshard.api.search import search
-from gshard.core.errors import LISTED, ArgumentError, GShardError, counted, listed
+from gshard.core.errors import LISTED, ArgumentError, GShardError, counted
 from gshard.core.jax_adapter import line_of_exception
 from gshard.core.mesh import Mesh
 from gshard.core.program import format_bytes
@@ -51,7 +51,6 @@ from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 # models:example                         a function without arguments that returns (function, *arguments)
 
 _DTYPES = {"pred": "bool", "s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}
-_SHORT = {long: short for short, long in _DTYPES.items()} | {"i": "s", "b": "pred"}
 
 
 class TargetError(GShardError):
@@ -160,14 +159,6 @@ def need_folder(path: Path, option: str) -> None:
         )
 
 
-TOLD = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
-
-
-def told_by(options: argparse.Namespace) -> dict[str, Any]:
-    """The static and donated arguments of a command line, as ``jit`` takes them."""
-    return {name: getattr(options, name) for name in TOLD}
-
-
 def _module(name: str) -> Any:
     if name.endswith(".py"):
         path = Path(name)
@@ -204,16 +195,10 @@ def shape_of(text: str) -> jax.ShapeDtypeStruct:
         dtype = jnp.dtype(_DTYPES[match[1]] + match[2])
     except (AssertionError, TypeError) as error:
         raise TargetError(
-            f"{text!r} is not understood{_meant(text)}", hint="Types are f32, bf16, f16, f64, s32, s8, u8, c64, pred."
+            f"{text!r} is not understood.",
+            hint="Write f32[64,512]. Types are f32, bf16, f16, f64, s32, s8, u8, c64, pred.",
         ) from error
     return jax.ShapeDtypeStruct(tuple(int(n) for n in match[3].split(",") if n), dtype)
-
-
-def _meant(text: str) -> str:
-    """What a shape with a type in other words should be."""
-    match = re.fullmatch(r"([a-z]+)(\d*)[\[(]((?:\d+(?:,\d+)*)?),?[\])]?", text.replace(" ", ""))
-    short = match and (_SHORT.get(match[1]) or (match[1] if match[1] in _DTYPES else None))
-    return f": {short}{match[2]}[{match[3]}]?" if match and short else "."
 
 
 def mesh_of(text: str) -> Mesh:
@@ -297,7 +282,7 @@ def over_limit(data: Mapping[str, Any], limit: int) -> str:
 
 
 def over_baseline(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """What grew, with its lines, if a program sends more bytes than it did, or computes or holds a percent more."""
+    """What grew, and the difference, if a program sends more bytes than it did, or computes or holds a percent more."""
     found = difference(before, after)
     grown = []
     if found.after.sent > found.before.sent:
@@ -306,18 +291,7 @@ def over_baseline(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
         grown.append("FLOPs of a device")
     if found.after.peak > _GROWTH * found.before.peak:
         grown.append("peak memory of a device")
-    if not grown:
-        return ""
-    rows = [line for line in found.lines if line.more > 0 or line.after.flops > _GROWTH * line.before.flops]
-    totals = found.format(lines=0).partition("\n\n")[0]
-    lines = [f"{' and '.join(grown)} grew since the baseline.", *totals.splitlines(), "", "worse"]
-    grown_lines = []
-    for line in rows:
-        flops = f", {line.before.flops:,} -> {line.after.flops:,} FLOPs" if line.after.flops > line.before.flops else ""
-        sent = f"{format_bytes(line.before.sent)} -> {format_bytes(line.after.sent)}"
-        grown_lines.append(f"  {line.place}  {sent}{flops}  {line.text.strip()[:70]}")
-    lines += listed(grown_lines)
-    return "\n".join(lines if rows else lines[:-2])
+    return f"{' and '.join(grown)} grew since the baseline.\n{found}" if grown else ""
 
 
 # Configure command: ``gshard configure module:builder``, the configuration of a training step for a machine.
@@ -334,13 +308,10 @@ def run_configure(options: argparse.Namespace) -> None:
             builder,
             mesh=mesh_of(options.mesh) if "=" in (options.mesh or "") else size,
             machine=options.machine,
-            global_batch=options.global_batch,
             choices=choices,
             memory_limit=options.memory_limit,
             budget_seconds=options.budget_seconds,
-            finite=options.finite,
             progress=True,
-            **told_by(options),
         )
     except MemoryLimitError as error:
         if not error.needed:
@@ -349,9 +320,6 @@ def run_configure(options: argparse.Namespace) -> None:
     print(found)
     if options.html:
         print(f"wrote {found.html(options.html)}")
-    if options.json:
-        options.json.write_text(json.dumps(found.data()), "utf-8")
-        print(f"wrote {options.json}")
     if options.save:
         save_plan(found.best, options.save)
     end_search(found.stopped, found.best.cost.peak, found.limit)
@@ -457,9 +425,8 @@ def _reasons(found: Explanation, options: argparse.Namespace) -> list[str]:
 
 def _explained(options: argparse.Namespace, with_xla: bool) -> tuple[Explanation, float]:
     """The explanation of what the command line names, and the seconds that it took."""
-    names = ("machine", "partitioner", "memory_limit", *TOLD)
+    names = ("machine", "partitioner", "memory_limit")
     how: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name)}
-    how |= {"finite": True} if options.finite else {}
     how |= {"plan": SavedPlan.load(options.plan)} if options.plan else {}
     f, arguments = Path(options.target), tuple[Any, ...]()
     if options.target.endswith(".py") or not f.is_file():
@@ -518,9 +485,7 @@ def _search(options: argparse.Namespace) -> None:
         "machine": options.machine,
         "memory_limit": options.memory_limit,
         "budget_seconds": options.budget_seconds,
-        "finite": options.finite,
         "progress": True,
-        **told_by(options),
     }
     found = search(f, *arguments, **asked)
     print(found)

@@ -79,10 +79,6 @@ def test_names_of_arguments_leave_static_ones_out():
         gshard.jit(lambda n, x: x * n, mesh=8, static_argnums=0)(2, text)
     with pytest.raises(OverflowError, match=r"argument path is xs\[0\]\['n'\]"):
         call(1, {"n": 2**40})
-    layout = gshard.Layout(rows="devices")
-    named = gshard.jit(several, mesh=8, static_argnums=0, layout=layout, names={"key": "rows"})
-    _, *placed = named.lower(1, x, x, key=x).argument_shardings
-    assert [s.spec for s in placed] == [P(), P("devices")]
 
 
 def test_names_reach_the_compiled_program():

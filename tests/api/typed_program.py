@@ -54,8 +54,6 @@ def trained(run: gshard.stages.Jitted[[State, jax.Array], State], state: State, 
 def calls(state: State, x: jax.Array) -> None:
     assert_type(step(state, x, rate=0.2), State)
     assert_type(step.on(8)(state, x), State)
-    assert_type(step.planned_for("h100")(state, x), State)
-    assert_type(step.under(None)(state, x), State)
     assert_type(plain.on(8)(x, 3), tuple[jax.Array, int])
     assert_type(scaled(x, 3), jax.Array)
     assert_type(Model().double(x), jax.Array)

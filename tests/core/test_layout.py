@@ -1,8 +1,5 @@
 """Names of dimensions: a layout is so many marks, and nothing where it says nothing."""
 
-import dataclasses
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +15,6 @@ from gshard.core.layout import Names
 U = P.UNCONSTRAINED
 MESH = {"data": 2, "model": 4}
 LAYOUT = Layout(batch="data", hidden="model", embed=None)
-NAMES = {"params/w1": "embed hidden", "params/w2": "hidden embed", "x": "batch embed"}
 
 
 def mlp(params, x):
@@ -26,7 +22,14 @@ def mlp(params, x):
     return name(h @ params["w2"], "batch embed")
 
 
+def named_mlp(params, x):
+    """The same with names of its arguments."""
+    return mlp(name(params, {"w1": "embed hidden", "w2": "hidden embed"}), name(x, "batch embed"))
+
+
 def marked_mlp(params, x):
+    params = gshard.shard(params, SPECS[0])
+    x = gshard.shard(x, SPECS[1])
     h = gshard.shard(jnp.sin(x @ params["w1"]), P("data", "model"))
     return gshard.shard(h @ params["w2"], P("data", None))
 
@@ -58,8 +61,8 @@ def close(found, expected, tolerance=1e-5):
 
 
 def test_a_layout_is_the_marks_it_stands_for(arguments):
-    named = gshard.jit(mlp, mesh=MESH, layout=LAYOUT, names=NAMES)
-    marked = gshard.jit(marked_mlp, mesh=MESH, in_shardings=SPECS)
+    named = gshard.jit(named_mlp, mesh=MESH, layout=LAYOUT)
+    marked = gshard.jit(marked_mlp, mesh=MESH)
     ours, theirs = named.lower(*arguments), marked.lower(*arguments)
     assert shardings_of(ours) == shardings_of(theirs)
     sent = [[(c.kind, c.atoms, c.bytes) for c in made.spmd.collectives] for made in (ours, theirs)]
@@ -79,7 +82,7 @@ def test_it_is_the_identity_outside(arguments):
 
 def test_without_a_layout_names_are_nothing(arguments):
     plain = lambda p, x: jnp.sin(x @ p["w1"]) @ p["w2"]  # noqa: E731
-    found = gshard.jit(mlp, mesh=MESH, names=NAMES, in_shardings=(None, P("data"))).lower(*arguments)
+    found = gshard.jit(named_mlp, mesh=MESH, in_shardings=(None, P("data"))).lower(*arguments)
     expected = gshard.jit(plain, mesh=MESH, in_shardings=(None, P("data"))).lower(*arguments)
     assert [e.name for e in found.program.block.walk()] == [e.name for e in expected.program.block.walk()]
     assert shardings_of(found) == shardings_of(expected)
@@ -105,17 +108,9 @@ def test_a_number_of_parts_is_that_of_split(rng):
     assert shardings_of(named.lower(x)) == shardings_of(marked.lower(x))
 
 
-def test_a_row_for_some_arguments_goes_before_one_for_all(arguments):
-    layout = Layout({"params:embed": "data", "params/w2:embed": "data"}, batch="data", hidden="model", embed=None)
-    lowered = gshard.jit(mlp, mesh=MESH, layout=layout, names=NAMES).lower(*arguments)
-    data, model = lowered.mesh.atoms_of["data"], lowered.mesh.atoms_of["model"]
-    w1, w2, x = (lowered.plan.sharding(v).dims for v in lowered.program.block.inputs)
-    assert (w1, w2, x) == ((data, model), (model, data), (data, ()))
-
-
 def test_the_cotangent_has_the_same_names(arguments):
     f = jax.grad(lambda params, x: jnp.sum(jnp.sin(mlp(params, x))))
-    lowered = gshard.jit(f, mesh=MESH, layout=LAYOUT, names=NAMES).lower(*arguments)
+    lowered = gshard.jit(f, mesh=MESH, layout=LAYOUT).lower(*arguments)
     assert sorted(said(lowered)) == sorted(["name(x, 'batch hidden') by batch='data', hidden='model'"] * 2
         + ["name(x, 'batch embed') by batch='data', embed=None"] * 2)  # fmt: skip
 
@@ -127,10 +122,10 @@ def test_a_derivative_from_outside_is_split_as_the_layout_says(rng):
 
     def loss(w, x):
         mask = name(jax.lax.stop_gradient(jnp.floor(x)), "masked _")
-        return jnp.sum(jnp.sin((x * mask) @ w))
+        return jnp.sum(jnp.sin((x * mask) @ name(w, "embed hidden")))
 
     layout = Layout(hidden="model", masked="data", embed=None)
-    step = gshard.jit(loss, mesh=mesh, layout=layout, names={"w": "embed hidden"}, strict=True)
+    step = gshard.jit(loss, mesh=mesh, layout=layout, strict=True)
     gradient = jax.grad(step)(w, x)
     assert gradient.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "model")), 2)
     close(gradient, jax.grad(loss)(w, x), 1e-4)
@@ -144,7 +139,7 @@ def test_a_layout_under_vmap_leaves_the_new_dimension_open(arguments):
     data = lowered.mesh.atoms_of["data"]
     of_marks = [lowered.plan.sharding(e.outputs[0]).dims for e in lowered.program.block.walk() if e.mark is not None]
     assert all(dims.count(data) == 1 and len(dims) == 3 for dims in of_marks)
-    around = jax.vmap(gshard.jit(mlp, mesh=MESH, layout=LAYOUT, names=NAMES), (None, 0))
+    around = jax.vmap(gshard.jit(named_mlp, mesh=MESH, layout=LAYOUT), (None, 0))
     close(around(params, xs), jax.vmap(mlp, (None, 0))(params, xs))
 
 
@@ -183,56 +178,14 @@ def test_pytrees_and_prefixes(arguments):
         names(tree, {"a": "one two"})
 
 
-def test_names_of_arguments(arguments):
-    params, x = arguments
-    f = lambda params, *, batch: jnp.sum(mlp(params, batch["x"])) + params["layers"][0]["w1"].sum()  # noqa: E731
-    tree = {**params, "layers": [{"w1": x}]}
-
-    def found(names):
-        lowered = gshard.jit(f, mesh=MESH, layout=Layout(a="data"), names=names).lower(tree, batch={"x": x})
-        return {n.names.at: str(n.names) for n in lowered.program.named if n.names.at}
-
-    assert found({"**/w1": "a b"}) == {"params/layers/0/w1": "a b", "params/w1": "a b"}
-    assert found({"params/w*": "a b"}) == {"params/w1": "a b", "params/w2": "a b"}
-    assert found({"batch/x": "a _"}) == {"batch/x": "a _"}
-    assert found({"params": {"w1": "a b", "w2": None, "layers": "c d"}}) == {
-        "params/layers/0/w1": "c d",
-        "params/w1": "a b",
-    }
-    assert found(({"w1": "a b", "w2": None, "layers": [{"w1": None}]},)) == {"params/w1": "a b"}
-    assert found({"params/w1": "a b", "params/**/w1": "a b"}) == {"params/layers/0/w1": "a b", "params/w1": "a b"}
-
-
-def test_paths_of_static_arguments_keywords_and_objects(arguments):
-    @jax.tree_util.register_dataclass
-    @dataclasses.dataclass
-    class State:
-        params: Any
-        count: Any
-
-    def f(n, state, *, batch):
-        return mlp(state.params, batch * n) + state.count
-
-    params, x = arguments
-    names = {"state/params/w*": "a b", "state/count": "", "batch": "c d"}
-    for static in ({"static_argnums": 0}, {"static_argnames": "n"}):
-        jitted = gshard.jit(f, mesh=MESH, layout=Layout(a="data", c="model"), names=names, **static)
-        lowered = jitted.lower(2, State(params, np.float32(1)), batch=x)
-        said = {n.names.at: n.names.dims for n in lowered.program.named if n.names.at}
-        assert said == {
-            "state/params/w1": ("a", "b"), "state/params/w2": ("a", "b"), "state/count": (), "batch": ("c", "d")
-        }  # fmt: skip
-
-
 def test_the_layout_and_the_names_belong_to_the_cache(arguments):
     makers = [
-        lambda: gshard.jit(mlp, mesh=MESH, layout=LAYOUT, names=NAMES),
-        lambda: gshard.jit(mlp, mesh=MESH, layout=Layout(batch="model"), names=NAMES),
-        lambda: gshard.jit(mlp, mesh=MESH, layout=LAYOUT, names={"params/w1": "hidden embed"}),
-        lambda: gshard.jit(mlp, mesh=MESH),
+        lambda: gshard.jit(named_mlp, mesh=MESH, layout=LAYOUT),
+        lambda: gshard.jit(named_mlp, mesh=MESH, layout=Layout(batch="model")),
+        lambda: gshard.jit(named_mlp, mesh=MESH),
     ]
     plans = [shardings_of(make().lower(*arguments)) for make in makers]
-    assert len({str(p) for p in plans}) == 4
+    assert len({str(p) for p in plans}) == 3
     assert [shardings_of(make().lower(*arguments)) for make in makers] == plans
     assert makers[0]().lower(*arguments) is makers[0]().lower(*arguments)
     swapped = Layout(embed=None, hidden="model", batch="data")
@@ -242,10 +195,9 @@ def test_the_layout_and_the_names_belong_to_the_cache(arguments):
 
 @pytest.mark.parametrize(("names", "layout", "words"), [
     ("batch other", Layout(batch="data", other="data"),
-        ["'batch' (dimension 0) and 'other' (dimension 1)", "axis 'data'"]),
-    ("batch batch", Layout(batch="data"), ["dimensions 0 and 1 are both called 'batch'", "write '_'"]),
-    ("batch other", Layout(batch="data", other=2), ["both want 2 parts: the same devices"]),
-    ("batch other", Layout(batch="one", other="one"), ["both want axis 'one'"]),
+        ["axis 'data' splits dimensions 0 and 1", "other='data'"]),
+    ("batch batch", Layout(batch="data"), ["axis 'data' splits dimensions 0 and 1", "'batch batch'"]),
+    ("batch other", Layout(batch="data", other=2), ["axis 'data' splits dimensions 0 and 1", "other=2"]),
 ])  # fmt: skip
 def test_two_dimensions_on_one_axis(names, layout, words, arguments):
     mesh = {"one": 1, **MESH}
@@ -254,9 +206,6 @@ def test_two_dimensions_on_one_axis(names, layout, words, arguments):
         f(arguments[1])
     for word in [*words, "test_layout.py", "array of shape [9,10]", "mesh: one=1 data=2 model=4", "batch="]:
         assert word in str(error.value)
-    with pytest.raises(ShardingError, match="both") as error:
-        gshard.jit(lambda x: x, mesh=mesh, layout=layout, names={"x": names})(arguments[1])
-    assert "argument x" in str(error.value)
 
 
 @pytest.mark.parametrize(("make", "words"), [
@@ -271,6 +220,7 @@ def test_two_dimensions_on_one_axis(names, layout, words, arguments):
     (lambda: Layout(a=0), ["nothing that 'a' can be split over"]),
     (lambda: Layout(a=("x", 2)), ["no tuple of mesh axes"]),
     (lambda: Layout({"two words": "x"}), ["no name of dimensions"]),
+    (lambda: Layout({"params:embed": "x"}), ["'params:embed' is no name of dimensions", "without ':'"]),
     (lambda: name(jnp.zeros((2, 3)), "a b c"), ["2 dimensions has 3 names", "f32[2,3]"]),
     (lambda: name(jnp.zeros((2, 3)), "a"), ["2 dimensions has 1 name."]),
     (lambda: name(jnp.zeros((2, 3)), "... a ..."), ["'...' stands twice"]),
@@ -287,40 +237,9 @@ def test_mistakes_are_told(make, words):
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize(("names", "words"), [
-    ({"param/w1": "a b"}, ["no argument is at 'param/w1'", "'params/w1'"]),
-    ({"params": "a b"}, ["no argument is at 'params'", "'params/**'"]),
-    ({"params/w1": "a b c"}, ["2 dimensions has 3 names", "params/w1", "f32[10,22]"]),
-    ({"params/*": "a b", "**/w1": "a c"},
-        ["params/w1 is named in two ways", "'params/*': 'a b'", "'**/w1': 'a c'"]),
-    ({"params": {"w1": "a b"}}, ["pytree of names['params']"]),
-    (({"w1": "a b"}, None), ["pytree of names"]),
-    ({"x": 3}, ["int names no dimensions", "x"]),
-])  # fmt: skip
-def test_mistakes_in_names_of_arguments_are_told(names, words, arguments):
-    with pytest.raises(ShardingError) as error:
-        gshard.jit(mlp, mesh=MESH, names=names).lower(*arguments)
-    for word in words:
-        assert word in str(error.value)
-
-
-def test_names_against_in_shardings(arguments):
-    f = gshard.jit(mlp, mesh=MESH, layout=LAYOUT, names=NAMES, in_shardings=(None, P("data")))
-    with pytest.raises(ShardingError, match=r"(?s)x is marked by in_shardings and by its names.*P\('data'\)"):
-        f(*arguments)
-    apart = gshard.jit(mlp, mesh=MESH, layout=Layout(hidden="model"), names=NAMES, in_shardings=(None, P("data")))
-    close(apart(*arguments), mlp(*arguments))
-
-
-def test_rows_that_disagree_about_an_argument(arguments):
-    layout = Layout({"params:embed": "data", "**/w1:embed": "model"})
-    with pytest.raises(ShardingError, match=r"two rows .* disagree about 'embed' of params/w1"):
-        gshard.jit(mlp, mesh=MESH, layout=layout, names=NAMES)(*arguments)
-
-
 def test_what_is_not_used_is_told_and_refused(arguments):
-    layout = Layout({"x:hidden": "model"}, batch="data", vocabulary="data", embed=None)
-    f = gshard.jit(mlp, mesh=MESH, layout=layout, names=NAMES)
+    layout = Layout(batch="data", vocabulary="data", embed=None)
+    f = gshard.jit(named_mlp, mesh=MESH, layout=layout)
     found = gshard.explain(f, *arguments)
     assert found.lists["layout"] == (
         "batch='data': 3 values",
@@ -328,16 +247,15 @@ def test_what_is_not_used_is_told_and_refused(arguments):
         "open, since no row mentions them: hidden",
     )
     assert found.lists["unused"] == (
-        "x:hidden='model': never applies, no argument below 'x' has that name",
         "vocabulary='data': nothing is called 'vocabulary'",
         "axis 'model' of the mesh: no row and no mark of this program uses it",
     )
     assert all(line in str(found) for line in (*found.lists["layout"], *found.lists["unused"]))
     with pytest.raises(PlanError, match=r"(?s)does not use all of its layout.*nothing is called 'vocabulary'"):
-        gshard.jit(mlp, mesh=MESH, layout=layout, names=NAMES, strict=True).lower(*arguments).plan  # noqa: B018
-    strict = gshard.jit(mlp, mesh=MESH, layout=LAYOUT, names=NAMES, strict=True)
+        gshard.jit(named_mlp, mesh=MESH, layout=layout, strict=True).lower(*arguments).plan  # noqa: B018
+    strict = gshard.jit(named_mlp, mesh=MESH, layout=LAYOUT, strict=True)
     close(strict(*arguments), mlp(*arguments))
-    loss = gshard.jit(lambda params, x: mlp(params, x).sum(), mesh=MESH, layout=LAYOUT, names=NAMES, strict=True)
+    loss = gshard.jit(lambda params, x: named_mlp(params, x).sum(), mesh=MESH, layout=LAYOUT, strict=True)
     close(jax.grad(loss)(*arguments), jax.grad(lambda p, x: mlp(p, x).sum())(*arguments))
     assert not gshard.explain(mlp, *arguments, mesh=MESH).lists["layout"]
 
@@ -354,14 +272,9 @@ def test_names_that_come_with_flax():
 
     x = np.ones((9, 10), np.float32)
     boxed = jax.eval_shape(Block().init, jax.random.key(0), x)
-    names = {"variables": nn.get_partition_spec(boxed), "x": "batch embed"}
-    f = gshard.jit(lambda variables, x: Block().apply(variables, x), mesh=MESH, layout=layout, names=names)
-    lowered = f.lower(nn.unbox(boxed), x)
-    said = {n.names.at: n.names.dims for n in lowered.program.named}
-    assert said == {
-        "variables/params/Dense_0/bias": (None,),
-        "variables/params/Dense_0/kernel": ("embed", "mlp"),
-        "x": ("batch", "embed"),
-    }
+    names = nn.get_partition_spec(boxed)
+    f = lambda variables, x: Block().apply(name(variables, names), name(x, "batch embed"))  # noqa: E731
+    lowered = gshard.jit(f, mesh=MESH, layout=layout).lower(nn.unbox(boxed), x)
+    assert [n.names.dims for n in lowered.program.named] == [(None,), ("embed", "mlp"), ("batch", "embed")]
     kernel = lowered.program.block.inputs[1]
     assert lowered.plan.sharding(kernel).dims == ((), lowered.mesh.atoms_of["model"])

@@ -85,7 +85,6 @@ def test_local_shapes_are_ceilings(drawn):
 def test_atoms_are_counted_once(drawn):
     sharding, _ = drawn
     assert len(set(sharding.atoms)) == len(sharding.atoms)
-    assert sharding.is_replicated == (not sharding.atoms)
 
 
 def test_unreduced_is_kept_sorted_so_that_equal_shardings_are_equal():

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from jax import lax
 
-from gshard.core.plan import Boundary
 from gshard.core.program import Value
 from gshard.core.rule import MONOIDS, is_valid, operand_sharding
 from gshard.core.sharding import Sharding
@@ -135,7 +134,9 @@ def check(program, equation, split, whole, cut, want, tolerance, *, divide=divid
     plan = dataclasses.replace(
         plan, shardings={**plan.shardings, **{program.block.inputs[i]: s for i, s in at.items()}}
     )
-    spmd = partition(at_boundary(plan, Boundary(padded=at)))
+    plan = at_boundary(plan)
+    entry = tuple(at.get(i, s) for i, s in enumerate(plan.entry))
+    spmd = partition(dataclasses.replace(plan, entry=entry))
     (mapped,) = (e for e in spmd.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
     places = {var: i for i, var in enumerate(spmd.jaxpr.jaxpr.invars)}
     consts = dict(zip(spmd.jaxpr.jaxpr.constvars, spmd.jaxpr.consts, strict=True))

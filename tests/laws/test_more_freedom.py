@@ -61,11 +61,15 @@ UNMARKED = {
 }  # fmt: skip
 
 
+def donated(function):
+    return jax.jit(function, donate_argnums=0)
+
+
 @pytest.mark.parametrize("name", ["wide", pytest.param("decoder", marks=pytest.mark.slow), "long"])
 def test_no_preset_is_better_than_what_is_found(name):
     """Nor is a preset better on another mesh than on that of its row, by bytes or by time."""
     function, arguments = UNMARKED[name]
-    found = gshard.search(function, *arguments, mesh=8, machine=machine_of(8), donate_argnums=0, progress=False)
+    found = gshard.search(donated(function), *arguments, mesh=8, machine=machine_of(8), progress=False)
     presets = {preset.name: preset for preset in found.presets}
     assert {AS_IT_IS, "data parallel", "data parallel, state split (ZeRO, FSDP)"} <= presets.keys()
     text = str(found)
@@ -97,7 +101,7 @@ def test_presets_over_all_devices_are_priced_on_the_mesh_of_fewest_axes(first):
     function, arguments = UNMARKED["wide"]
     sizes = [{"data": 8}, {"data": 2, "model": 4}, {"data": 4, "model": 2}]
     meshes = [gshard.Mesh.abstract(**axes) for axes in (*sizes[first:], *sizes[:first])]
-    found = gshard.search(function, *arguments, mesh=meshes, machine=machine_of(8), donate_argnums=0, progress=False)
+    found = gshard.search(donated(function), *arguments, mesh=meshes, machine=machine_of(8), progress=False)
     presets = {preset.name: preset for preset in found.presets}
     assert len(presets) == len(found.presets), "one row for each"
     assert any("batch over the rest" in name for name in presets)
@@ -232,12 +236,12 @@ def test_plans_in_which_loops_would_hold_too_much_are_not_compared():
 def test_a_bound_of_some_choices_is_said_to_be_of_these():
     """Many axes are joined: a search compares plans over whole joined axes only."""
     function, arguments = UNMARKED["wide"]
-    given = {"donate_argnums": 0, "progress": False}
+    step, given = donated(function), {"progress": False}
     axes = dict.fromkeys("abcd", 2)
-    many = gshard.search(function, *arguments, mesh=gshard.Mesh.abstract(**axes), machine="h100:2x8", **given)
+    many = gshard.search(step, *arguments, mesh=gshard.Mesh.abstract(**axes), machine="h100:2x8", **given)
     assert many.best.is_limited
     assert "the best of the choices compared for the simplified model" in str(many)
-    one = gshard.search(function, *arguments, mesh=gshard.Mesh.abstract(a=16), machine="h100:2x8", **given)
+    one = gshard.search(step, *arguments, mesh=gshard.Mesh.abstract(a=16), machine="h100:2x8", **given)
     assert not one.best.is_limited
     assert "optimal for the simplified model" in str(one)
     slower = dataclasses.replace(one, best=dataclasses.replace(one.best, bound=one.best.bound / 2, is_limited=True))

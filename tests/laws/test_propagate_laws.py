@@ -150,7 +150,7 @@ def compare_everywhere(spmd, arguments, want, close=0.0):
 def test_unmarked_programs_are_left_alone():
     for function, arguments in PROGRAMS.values():
         lowered = gshard.jit(lambda *a, f=function: f(lambda x: x, *a), mesh=MESH).lower(*arguments)
-        assert all(s.is_replicated for s in lowered.plan.shardings.values())
+        assert all(not s.atoms for s in lowered.plan.shardings.values())
         assert lowered.spmd.collectives == ()
 
 

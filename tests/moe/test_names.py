@@ -55,10 +55,9 @@ def test_the_layer_is_the_same_program():
 
 def test_parameters_say_their_names():
     specs = moe.param_specs(CONFIG)
-    layout = gshard.Layout({"params:model": "data"}, experts="model", heads="model", hidden=None, vocabulary="model")
-    f = gshard.jit(lambda params: jax.tree.map(lambda w: w * 2, params), mesh={"data": 2, "model": 4}, layout=layout,
-        names={"params": moe.names(specs)})  # fmt: skip
-    lowered = f.lower(moe.shapes(specs))
+    layout = gshard.Layout(model="data", experts="model", heads="model", hidden=None, vocabulary="model")
+    f = lambda params: jax.tree.map(lambda w: w * 2, gshard.name(params, moe.names(specs)))  # noqa: E731
+    lowered = gshard.jit(f, mesh={"data": 2, "model": 4}, layout=layout).lower(moe.shapes(specs))
     data, model = lowered.mesh.atoms_of["data"], lowered.mesh.atoms_of["model"]
     axes = {"model": data, "experts": model, "heads": model, "vocabulary": model}
     for value, spec in zip(lowered.program.block.inputs, jax.tree.leaves(specs), strict=True):

@@ -118,14 +118,18 @@ def stacked(weights, momenta, gradients):
     return weights - 0.1 * jax.vmap(orthogonal)(momenta), momenta
 
 
+def donating(f):
+    return jax.jit(f, donate_argnums=(0, 1))
+
+
 @pytest.mark.parametrize(("machine", "most"), [("h100:1x8", 1.2), ("v5e:2x4", 1.0)])
 def test_separate_matrices_cost_what_a_stack_costs(machine, most):
     """On H100 the launches of the kernels for each weight remain, which the stack does not have."""
     count, n = 16, 1024
     mesh, one = gshard.Mesh.abstract(data=8), jax.ShapeDtypeStruct((n, n), "float32")
-    options = {"mesh": mesh, "machine": machine, "donate_argnums": (0, 1)}
-    separate = gshard.explain(update_of(orthogonal), *[[one] * count] * 3, **options)
-    stack = gshard.explain(stacked, *[jax.ShapeDtypeStruct((count, n, n), "float32")] * 3, **options)
+    options = {"mesh": mesh, "machine": machine}
+    separate = gshard.explain(donating(update_of(orthogonal)), *[[one] * count] * 3, **options)
+    stack = gshard.explain(donating(stacked), *[jax.ShapeDtypeStruct((count, n, n), "float32")] * 3, **options)
     assert batches_of(separate.plan.program) == 1
     assert separate.cost().seconds <= most * stack.cost().seconds
     assert separate.cost().flops <= 1.01 * stack.cost().flops
@@ -214,9 +218,9 @@ def test_search_deals_matrices_out_without_marks():
 
     trees = [[normal(256, 256) for _ in range(8)] for _ in range(3)]
     mesh = mesh_of(data=8)
-    found = gshard.search(update, *trees, mesh=mesh, machine=MACHINE, progress=False, donate_argnums=(0, 1))
+    found = gshard.search(donating(update), *trees, mesh=mesh, machine=MACHINE, progress=False)
     assert batches_of(found.plan.program) == 1
-    marked = gshard.explain(update_of(orthogonal), *trees, mesh=mesh, machine=MACHINE, donate_argnums=(0, 1))
+    marked = gshard.explain(donating(update_of(orthogonal)), *trees, mesh=mesh, machine=MACHINE)
     assert found.cost.seconds <= 1.01 * marked.cost().seconds
     assert "stack" in str(marked)
     f, wanted = gshard.jit(update, mesh=mesh, plan=found.plan), jax.jit(update)(*trees)

@@ -341,8 +341,8 @@ def test_separate_layers_move_once_each_way(rounds):
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     layers = [{"a": shape((512, 1024)), "b": shape((1024, 512))}] * 8
     found = gshard.explain(
-        lambda w, x: jax.value_and_grad(of_separate)(w, rounds, x), layers, shape((64, 512)),
-        mesh=Mesh.abstract(stage=4), donate_argnums=0,
+        jax.jit(lambda w, x: jax.value_and_grad(of_separate)(w, rounds, x), donate_argnums=0),
+        layers, shape((64, 512)), mesh=Mesh.abstract(stage=4),
     )  # fmt: skip
     moved = [c for c in found.spmd.collectives if c.shape.endswith(("1024,512]", "512,1024]", "256,512]", "128,1024]"))]
     whole = 8 * 2 * 512 * 1024 * 2

@@ -9,7 +9,6 @@ from jax.experimental.pallas import tpu
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.core.plan import Boundary
 from gshard.stages import propagate, trace
 from gshard.testing.rule_checks import emit
 from harness import kernel
@@ -24,11 +23,11 @@ def test_a_mapped_kernel_sends_nothing(n, rng):
     x, scale = rng.standard_normal((n, 5, 4), np.float32), rng.standard_normal(4, np.float32)
 
     def f(x, scale):
-        return jax.tree.map(jnp.sin, jax.vmap(kernel, (0, None))(gshard.split(x, 0, 8), scale))
+        return gshard.split(jax.tree.map(jnp.sin, jax.vmap(kernel, (0, None))(gshard.split(x, 0, 8), scale)), 0, 8)
 
     partitioned = gshard.jit(f, mesh=8)
     same(jax.tree.map(np.asarray, partitioned(x, scale)), jax.jit(f)(x, scale))
-    assert not emit(propagate(trace(f, x, scale), gshard.Mesh.of(8), boundary=Boundary(keep_uneven=True))).collectives
+    assert not emit(propagate(trace(f, x, scale), gshard.Mesh.of(8))).collectives
 
 
 def prefetched(order, x):

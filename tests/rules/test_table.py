@@ -8,7 +8,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.core.plan import Boundary
 from gshard.stages import propagate, trace
 from gshard.testing.rule_checks import emit
 from sampled import crossed
@@ -95,7 +94,7 @@ def test_it_is_the_same_and_almost_nothing_is_sent(f, split):
     def marked(x, k):
         return gshard.shard(f(gshard.shard(x, spec), k), spec)
 
-    plan = propagate(trace(marked, X, k), gshard.Mesh.of(mesh), boundary=Boundary(keep_uneven=True))
+    plan = propagate(trace(marked, X, k), gshard.Mesh.of(mesh))
     assert sum(c.total_bytes for c in emit(plan).collectives) <= 60
     got, want = np.asarray(gshard.jit(marked, mesh=mesh)(X, k)), np.asarray(jax.jit(f)(X, k))
     assert got.dtype == want.dtype

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.api.names import paths_of_arguments
+from gshard.api.search import paths_of_arguments
 from gshard.core.mark import mark_of_cut
 from gshard.core.paths import place_of_definition
 from gshard.core.sharding import Sharding

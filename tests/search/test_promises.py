@@ -18,7 +18,7 @@ from gshard.search.find import MeshSearch
 from gshard.search.presets import Preset
 from gshard.solver.solve import solve
 from random_problems import layered
-from search.test_search import RESIDUAL, shape, small, trained
+from search.test_search import RESIDUAL, donated, shape, small, trained
 
 EIGHT, H100 = gshard.Mesh.abstract(data=8), "h100:1x8"
 HEADS, WIDE = 4, 64
@@ -55,9 +55,7 @@ def arguments():
 
 
 def searched(seconds, **options):
-    return gshard.search(
-        step, *arguments(), mesh=EIGHT, machine=H100, donate_argnums=0, budget_seconds=seconds, **options
-    )  # fmt: skip
+    return gshard.search(donated(step), *arguments(), mesh=EIGHT, machine=H100, budget_seconds=seconds, **options)
 
 
 def test_a_budget_is_of_all_that_a_search_does():
@@ -95,7 +93,7 @@ def test_a_step_that_is_out_of_time_is_cut_and_named():
 def test_the_searched_plan_is_priced_in_the_model_that_has_the_bound():
     """What is proven is of that plan only: nothing of a preset."""
     mesh = gshard.Mesh.abstract(x=2, y=4)
-    found = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine=H100, donate_argnums=0)
+    found = gshard.search(donated(trained(False)), *RESIDUAL, mesh=mesh, machine=H100)
     best = found.best
     assert best.predicted == pytest.approx(best.solution.value, rel=1e-9)
     assert best.predicted >= best.bound * (1 - 1e-9)
@@ -208,7 +206,7 @@ def test_signals_end_a_search_with_the_best_plan_so_far(tmp_path):
 def test_the_command_line_writes_what_was_found_before_a_signal(tmp_path):
     command = [
         sys.executable, "-m", "gshard", "search", "search.test_promises:example", "--mesh", "data=8",
-        "--machine", H100, "--donate-argnums", "0", "--save", str(tmp_path / "plan.json"),
+        "--machine", H100, "--save", str(tmp_path / "plan.json"),
     ]  # fmt: skip
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": TESTS}
     with subprocess.Popen(command, **pipes) as running:
@@ -223,7 +221,7 @@ def test_the_command_line_writes_what_was_found_before_a_signal(tmp_path):
 
 
 def example():
-    return step, *arguments()
+    return donated(step), *arguments()
 
 
 def scaled(kind, w, x, *, by=1.0):
@@ -235,20 +233,18 @@ def test_static_and_donated_arguments_are_those_of_jit():
     """Errors do not show gshard's own frames."""
     given = {"static_argnums": 0, "static_argnames": "by", "donate_argnums": 1}
     w, x = shape(64, 64), shape(4096, 64)
-    found = gshard.search(scaled, "product", w, x, by=0.5, mesh=EIGHT, machine=H100, **given)
+    found = gshard.search(jax.jit(scaled, **given), "product", w, x, by=0.5, mesh=EIGHT, machine=H100)
     assert found.donated == (0,)
     assert len(found.in_shardings) == 2, "a static argument has no sharding"
     jitted = gshard.jit(scaled, mesh=EIGHT, machine=H100, plan=found.plan, **given)
     assert list(jitted.lower("product", w, x, by=0.5).plan.shardings.values()) == list(found.plan.shardings.values())
     by_name = {"static_argnames": ("kind", "by"), "donate_argnames": "w"}
-    again = gshard.search(scaled, "product", w, x, by=0.5, mesh=EIGHT, machine=H100, **by_name)
+    again = gshard.search(jax.jit(scaled, **by_name), "product", w, x, by=0.5, mesh=EIGHT, machine=H100)
     assert (again.donated, again.cost.seconds) == ((0,), found.cost.seconds)
-    kept = gshard.explain(scaled, "product", w, x, mesh=EIGHT, static_argnums=0)
-    told = gshard.explain(scaled, "product", w, x, mesh=EIGHT, **given)
+    kept = gshard.explain(jax.jit(scaled, static_argnums=0), "product", w, x, mesh=EIGHT)
+    told = gshard.explain(jax.jit(scaled, **given), "product", w, x, mesh=EIGHT)
     assert told.cost(H100).peak < kept.cost(H100).peak, "the result takes the donated argument's memory"
     for function in (gshard.search, gshard.explain):
-        with pytest.raises(gshard.ArgumentError, match="takes static_argnums and donate_argnums for a plain function"):
-            function(jitted, "product", w, x, static_argnums=0, donate_argnums=1)
         with pytest.raises(TypeError) as raised:
             function(small, w, x, mesh=EIGHT, machine=H100, nobody=1)
         shown = [Path(entry.path) for entry in raised.traceback]

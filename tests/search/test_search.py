@@ -94,9 +94,13 @@ def test_a_plan_that_was_found_computes_the_same(name):
 EIGHT, H100 = gshard.Mesh.abstract(devices=8), Machine.of("h100:1x8")
 
 
+def donated(step):
+    return jax.jit(step, donate_argnums=0)
+
+
 @functools.cache
 def free():
-    return gshard.search(trained(False), *RESIDUAL, mesh=EIGHT, machine=H100, donate_argnums=0)
+    return gshard.search(donated(trained(False)), *RESIDUAL, mesh=EIGHT, machine=H100)
 
 
 def cost_of(jitted, *args):
@@ -139,7 +143,7 @@ def test_memory_is_kept_to():
     data_parallel = cost_of(marked, *arguments)
     limit = int(data_parallel.peak * 0.55)
     least, found, nothing = (
-        gshard.search(step, *arguments, mesh=EIGHT, machine=H100, donate_argnums=0, memory_limit=n)
+        gshard.search(donated(step), *arguments, mesh=EIGHT, machine=H100, memory_limit=n)
         for n in (None, limit, 1 << 20)
     )
     assert found.best.fits
@@ -154,7 +158,7 @@ def test_marks_are_kept_and_what_they_cost_is_seen():
         (a, b), *rest = weights
         return trained(False)([(gshard.split(a, 0, 8), b), *rest], x)
 
-    found = gshard.search(marked, *RESIDUAL, mesh=EIGHT, machine=H100, donate_argnums=0)
+    found = gshard.search(donated(marked), *RESIDUAL, mesh=EIGHT, machine=H100)
     (mark,) = [e for e in found.plan.program.block.walk() if e.mark is not None]
     assert found.plan.format(mark.outputs[0]) == "f32[2048@devices,8192]"
     assert found.cost.seconds > free().cost.seconds * 1.01
@@ -165,10 +169,7 @@ def test_marks_are_kept_and_what_they_cost_is_seen():
 
 def test_a_number_of_devices_tries_all_shapes_of_the_mesh_and_a_list_those_that_are_given():
     heard = []
-    found = gshard.search(
-        trained(False), *RESIDUAL, mesh=8, machine="h100:1x8", donate_argnums=0,
-        progress=heard.append,
-    )  # fmt: skip
+    found = gshard.search(donated(trained(False)), *RESIDUAL, mesh=8, machine="h100:1x8", progress=heard.append)
     better = [line.partition("best so far: ")[2] for line in heard if "best so far" in line]
     assert str(found.best.chosen.cost) in better[-1], "progress reports each better plan"
     sizes = [tuple(dict(best.mesh.axes).items()) for best in found.tried]
@@ -294,7 +295,7 @@ def test_jit_searches_once_for_a_kind_of_calls(monkeypatch):
         state = run(state, x)
         np.testing.assert_allclose(state, expected, rtol=1e-5, atol=1e-6)
     assert searched == ["step"]
-    found = gshard.search(step, w, x, mesh={"data": 2, "model": 4}, machine=slow(), donate_argnums=0)
+    found = gshard.search(donated(step), w, x, mesh={"data": 2, "model": 4}, machine=slow())
     assert list(run.lower(w, x).plan.shardings.values()) == list(found.plan.shardings.values())
     assert not state.sharding.is_fully_replicated
     inside = jax.jit(lambda w: run(w, x).sum())
@@ -305,9 +306,6 @@ def test_jit_searches_once_for_a_kind_of_calls(monkeypatch):
 def test_what_is_wrong_is_told():
     with pytest.raises(gshard.stages.MachineError, match="4 devices, and the mesh has 8"):
         gshard.search(small, shape(8, 8), shape(8, 8), mesh=gshard.Mesh.abstract(x=8), machine="h100:1x4")
-    jitted = gshard.jit(small, mesh=gshard.Mesh.abstract(x=8))
-    with pytest.raises(gshard.ArgumentError, match="plain function only"):  # it would be lost without a word
-        gshard.search(jitted, shape(8, 8), shape(8, 8), donate_argnums=0)
     for wrong in (0, -1.0, "60"):
         with pytest.raises(gshard.ArgumentError, match="is no time to search for"):
             gshard.search(small, shape(8, 8), shape(8, 8), mesh=8, budget_seconds=wrong)

@@ -22,13 +22,12 @@ from gshard.core.errors import ArgumentError, ShardingError, counted
 from gshard.core.jax_adapter import mesh_of_context, shapes_of, user_line
 from gshard.core.jax_adapter_dispatch import weakly_cached
 from gshard.core.jax_adapter_references import is_reference
-from gshard.core.layout import Names
 from gshard.core.mark import Mark, resolve
 from gshard.core.memory_kinds import is_in_host_space, is_on_host, kind_in_space, memory_of
 from gshard.core.mesh import Mesh
 from gshard.core.program import Program
 from gshard.emit.compile import named_sharding
-from gshard.language.mark_primitive import bind_mark, bind_names
+from gshard.language.mark_primitive import bind_mark
 from gshard.language.transfer import transferred
 from gshard.tracing.expand import mark_of_named_sharding
 
@@ -145,23 +144,19 @@ def of_results(options: Options, jaxpr: Any, out_tree: Any) -> Results:
 
 
 @weakly_cached
-def marked(jaxpr: Any, inputs: tuple[tuple[Mark | None, Names | None], ...], results: Results) -> Any:
-    """A closed jaxpr with marks and names on its first inputs, and marks and memories of its results.
+def marked(jaxpr: Any, inputs: tuple[Mark | None, ...], results: Results) -> Any:
+    """A closed jaxpr with marks on its first inputs, and marks and memories of its results.
 
-    Marks and names of a reference are put on the array that it holds when the function is called.
+    The mark of a reference is put on the array that it holds when the function is called.
     """
 
     def with_marks(*arrays: Any) -> list[Any]:
         given = list(arrays)
-        for i, (mark, names) in enumerate(inputs):
-            if mark is None and names is None:
-                continue
-            x = given[i][...] if is_reference(given[i]) else given[i]
-            x = _marked(x if names is None else bind_names(x, names), mark)
-            if is_reference(given[i]):
-                given[i][...] = x
+        for i, mark in enumerate(inputs):
+            if mark is not None and is_reference(given[i]):
+                given[i][...] = _marked(given[i][...], mark)
             else:
-                given[i] = x
+                given[i] = _marked(given[i], mark)
         made = jaxpr_as_fun(jaxpr)(*given)
         for i, (mark, kind) in enumerate(results):
             made[i] = _marked(made[i], mark)

@@ -29,14 +29,8 @@ from gshard.explanation.explain import Explanation, read_compiled
 from gshard.tracing.by_jax import name_of
 
 CompiledLike = jax.stages.Compiled | jax.stages.Lowered | jax.stages.Traced | str | Path
-STAGES = (
-    jax.stages.Traced,
-    jax.stages.Lowered,
-    jax.stages.Compiled,
-    Traced,
-    Lowered,
-    Compiled,
-)  # of jit, theirs and ours
+# The stages of jit: JAX's and ours.
+STAGES = (jax.stages.Traced, jax.stages.Lowered, jax.stages.Compiled, Traced, Lowered, Compiled)
 XLA, GSHARD = "xla", "gshard"  # partitioners
 _GZIP = b"\x1f\x8b"  # a file that begins so is compressed
 
@@ -181,19 +175,9 @@ def lowered_instead_of_jit(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     mesh: MeshLike,
-    options: Mapping[str, Any],
-    refused: Mapping[str, Any],
-    asker: Any,
+    **options: Any,
 ) -> Lowered:
-    """Lowers a function in a block of ``instead_of_jit``, so that gshard partitions it."""
-    given = [name for name, value in refused.items() if value is not None]
-    if given:
-        raise ArgumentError(
-            f"gshard.{asker.__name__} takes {' and '.join(given)} for a function of arrays only.",
-            user_line(),
-            got=f"{given[0]}= for {name_of(f)}",
-            hint="Give what jits this function its static and donated arguments.",
-        )
+    """Lowers a function in a block of ``instead_of_jit`` with some options, so that gshard partitions it."""
     mesh = mesh_of_arguments(args, kwargs) if mesh is None else mesh
     with instead_of_jit(mesh, **options):
         lowered = lowered_by_jax(f, args, kwargs)

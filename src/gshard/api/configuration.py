@@ -19,6 +19,7 @@ from gshard.device.cost import Cost
 from gshard.device.machine import Machine
 from gshard.explanation.search_result import SearchResult
 from gshard.explanation.verdict import headline
+from gshard.planning.saved_plan import SavedPlan
 from gshard.search.find import ended, how_near
 from gshard.tracing.by_jax import name_of
 
@@ -32,25 +33,28 @@ def text_of(keywords: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in keywords.items())
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class BuiltStep:
-    """A step with its arguments."""
+    """A step, as a builder returned it.
 
-    keywords: Mapping[str, Any]  # the keywords that were chosen
-    step: Callable[..., Any]  # the function
-    arguments: tuple[Any, ...]  # its arguments
-    own: Mapping[str, Any]  # static and donated arguments and ``finite``, as ``gshard.jit`` takes them
+    Attributes:
+        keywords: the keywords of the builder.
+        step: the function that ``jit`` partitions.
+        arguments: its arguments.
+    """
+
+    keywords: dict[str, Any]
+    step: Callable[..., Any]
+    arguments: tuple[Any, ...]
 
 
-def built_by(
-    builder: Callable[..., Any], keywords: Mapping[str, Any], fixed: Mapping[str, Any], own: Mapping[str, Any]
-) -> BuiltStep | None:
+def built_by(builder: Callable[..., Any], keywords: dict[str, Any]) -> BuiltStep | None:
     """Calls a builder; None if it returns None, because there is no step for these keywords."""
     name = name_of(builder)
     try:
-        made = builder(**fixed, **keywords)
+        made = builder(**keywords)
     except Exception as error:
-        error.add_note(f"gshard called {name}({text_of({**fixed, **keywords})})")
+        error.add_note(f"gshard called {name}({text_of(keywords)})")
         raise
     if made is None:
         return None
@@ -62,40 +66,22 @@ def built_by(
             text_of(keywords),
             "A builder returns (step, *arguments), or None if there is no step for these keywords.",
         )
-    return BuiltStep(dict(keywords), made[0], made[1:], own)
+    return BuiltStep(keywords, made[0], made[1:])
 
 
 @without_our_frames_in_methods
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Configuration:
+class Configuration(BuiltStep):
     """A configuration of a training step: keywords of the builder, a mesh and a plan.
 
     Attributes:
-        built: the step, as the builder returned it, and its arguments.
+        keywords, step, arguments: what the builder was given, and what it returned.
         found: the search that found the plan.
         machine: as ``gshard.jit`` takes it.
-        global_batch: examples of a step; None if unknown.
     """
 
-    built: BuiltStep
     found: SearchResult
     machine: str | Machine | None
-    global_batch: int | None
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """The keywords of the builder."""
-        return dict(self.built.keywords)
-
-    @property
-    def step(self) -> Callable[..., Any]:
-        """The function that ``jit`` partitions: the builder's step."""
-        return self.built.step
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """The arguments, as the builder returned them."""
-        return self.built.arguments
 
     @property
     def mesh(self) -> Mesh:
@@ -122,11 +108,6 @@ class Configuration:
         """Modelled seconds of a step."""
         return self.cost.seconds
 
-    @property
-    def examples_per_second(self) -> float | None:
-        """Examples of all devices in a second; None if the global batch is unknown."""
-        return None if self.global_batch is None or not self.seconds else self.global_batch / self.seconds
-
     def jit(self, mesh: MeshLike = None) -> Jitted[..., Any]:
         """The partitioned step, as ``gshard.jit`` returns it.
 
@@ -139,8 +120,9 @@ class Configuration:
             MeshError: the mesh has other axes.
         """
         self.found.refuse_framework()
-        made = self.step if isinstance(self.step, Jitted) else jit(self.step, **self.built.own)
-        return made.running(self.plan, self.mesh if mesh is None else mesh, self.machine, self.memory_limit)
+        made = self.step if isinstance(self.step, Jitted) else jit(self.step)
+        on, recorded = Mesh.of(self.mesh if mesh is None else mesh), SavedPlan.of(self.plan)
+        return made._with(mesh=on, machine=self.machine, memory_limit=self.memory_limit, recorded=recorded)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan, for ``gshard.jit(plan=gshard.SavedPlan.load(path))`` of the step with these keywords."""
@@ -188,15 +170,11 @@ class Configurations:
     def _table(self) -> str:
         """The best configurations, one a line."""
         keywords = list(dict.fromkeys(key for row in self.rows for key in row.keywords))
-        batch = any(row.global_batch is not None for row in self.rows)
-        head = ["a step", *(["examples/s"] if batch else []), "peak", "sent", "mesh", *keywords]
-        lines = [[*head, "gshard recomputes", "gap"]]
+        lines = [["a step", "peak", "sent", "mesh", *keywords, "gshard recomputes", "gap"]]
         for row in self.rows[:LISTED]:
             fits = row.cost.peak <= self.limit
-            rate = row.examples_per_second
             lines.append([
                 format_seconds(row.seconds),
-                *([significant(rate, 4) if rate is not None else ""] if batch else []),
                 f"{format_bytes(row.cost.peak)}{'' if fits else ', does not fit'}",
                 format_bytes(row.cost.sent),
                 str(row.mesh),
@@ -205,24 +183,6 @@ class Configurations:
                 _percent(row.found.gap),
             ])  # fmt: skip
         return "\n".join(_columns(lines))
-
-    def data(self) -> dict[str, Any]:
-        """The result as plain data, for JSON."""
-        rows = [
-            {
-                "keywords": {key: _plain(value) for key, value in row.keywords.items()},
-                "seconds": row.seconds, "examples_per_second": row.examples_per_second, "peak": row.cost.peak,
-                "fits": row.cost.peak <= self.limit, "sent": row.cost.sent, "flops": row.cost.flops,
-                "mesh": dict(row.mesh.axes), "recomputes": row.memory_limit is not None,
-                "gap": row.found.gap, "by_bound": row.cost.by_bound,
-            }
-            for row in self.rows
-        ]  # fmt: skip
-        return {
-            "machine": self.machine.name, "memory_limit": int(self.limit), "configurations": rows,
-            "not_searched": dict(self.not_searched),
-            "left_out": list(self.left_out), "failed": list(self.failed), "seconds": self.seconds,
-        }  # fmt: skip
 
     def html(self, path: str | Path) -> Path:
         """Writes the report of the best plan as one page, as ``gshard.search`` does. Returns the path."""
@@ -256,10 +216,6 @@ def _folded(others: Mapping[str, str]) -> list[str]:
 
 def _percent(gap: float | None) -> str:
     return "-" if gap is None else "0 %" if gap < _NONE else f"{significant(100 * gap, 2)} %"
-
-
-def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:

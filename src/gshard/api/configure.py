@@ -1,24 +1,20 @@
 """configure: finds the configuration of a training step that takes the least time on a cluster.
 
-It traces and estimates every combination of keywords, prices plans by hand for the most promising ones, and solves the
-problems of the best on every mesh, as in ``gshard.search``.
+It traces and estimates every combination of keywords, and searches for plans of the most promising ones, as
+``gshard.search`` does.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import itertools
 import math
-import os
-import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gshard.api.configuration import BuiltStep, Configuration, Configurations, built_by, text_of
 from gshard.api.search import (
-    FINISHED,
     Searched,
     SearchRun,
     is_number_of_devices,
@@ -26,11 +22,10 @@ from gshard.api.search import (
     searched_of,
 )
 from gshard.core.deadline import OutOfTime
-from gshard.core.errors import ArgumentError, known_names
+from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.mesh import Mesh
-from gshard.core.paths import place_of_definition
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program, format_bytes
 from gshard.core.time_budget import TimeBudget, in_a_line, until_stopped
@@ -38,71 +33,29 @@ from gshard.device.cost import cost_of_kernels
 from gshard.device.fusion_model import kernels_of
 from gshard.device.machine import Machine, machine_of
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
-from gshard.search.find import MeshSearch
 from gshard.search.pricing import PricedPlan
-from gshard.tracing.by_jax import name_of
 
-# Builder: a function of keywords that returns ``(step, *arguments)``. A keyword has the values that the user states,
-# else those of its annotation, else the usual ones of its name.
-
-MICRO_BATCHES, RECOMPUTE, GLOBAL_BATCH = "micro_batches", "recompute", "global_batch"
-
-# Names in ``jax.checkpoint_policies``, from the one that recomputes least to the one that recomputes most.
-POLICIES = ("everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
-
-_HINT = (
-    "A builder returns (step, *arguments) for keywords such as micro_batches and recompute. Give values of others as "
-    "choices={'keyword': [values]}. For a step without keywords use gshard.search."
-)
+# Builder: a function of keywords that returns ``(step, *arguments)``.
 
 
-def choices_of(
-    builder: Callable[..., Any], global_batch: int | None, choices: Mapping[str, Sequence[Any]] | None
-) -> tuple[dict[str, tuple[Any, ...]], dict[str, Any]]:
-    """The values that each keyword of a builder may have, and the keywords that have one value."""
+def checked_choices(builder: Callable[..., Any], choices: Any) -> dict[str, tuple[Any, ...]]:
+    """The values of each keyword of a builder that the user gives."""
     if not callable(builder):
         raise ArgumentError(f"gshard.configure takes a builder, not a {type(builder).__name__}.", hint=_HINT)
-    name, where = name_of(builder), _place(builder)
-    batch = _checked_batch(global_batch)
-    stated = {str(key): _checked_values(key, values) for key, values in dict(choices or {}).items()}
-    parameters, annotations = _parameters(builder), _annotations(builder)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    keywords = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    for key in stated:
-        if key not in keywords and not takes_any:
-            raise ArgumentError(
-                f"{name} has no keyword {key!r}.", where, hint=known_names(key, list(keywords), "Its keywords are")
-            )
-    found: dict[str, tuple[Any, ...]] = {}
-    fixed: dict[str, Any] = {}
-    for key, parameter in keywords.items():
-        if key in stated:
-            found[key] = stated[key]
-        elif key == GLOBAL_BATCH and batch is not None:
-            fixed[key] = batch
-        elif annotated := _annotated(annotations.get(key)):
-            found[key] = annotated
-        elif key == MICRO_BATCHES and batch is not None:
-            found[key] = tuple(n for n in range(1, batch + 1) if batch % n == 0)
-        elif key == RECOMPUTE:
-            found[key] = POLICIES
-        elif parameter.default is parameter.empty or key == MICRO_BATCHES:
-            raise _no_values(key, name, where)
-    found |= {key: values for key, values in stated.items() if key not in found}
-    positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
-    if positional:
-        raise _no_values(positional[0], name, where)
-    if not found:
-        had = ", ".join(keywords) or "none"
-        raise ArgumentError(f"{name} has no keyword to choose.", where, f"keywords: {had}", _HINT)
-    if batch is not None and (wrong := [n for n in found.get(MICRO_BATCHES, ()) if not _divides(n, batch)]):
-        raise ArgumentError(
-            f"a global batch of {batch} is not divided evenly by {wrong[0]!r} micro-batches.",
-            where,
-            f"micro_batches: {', '.join(map(repr, found[MICRO_BATCHES]))}",
-            "Give divisors of global_batch, or leave out choices of micro_batches to try all of them.",
-        )
-    return found, fixed
+    if not isinstance(choices, Mapping) or not choices:
+        raise ArgumentError("choices are no dictionary from keywords to values.", user_line(), repr(choices), _HINT)
+    found = {}
+    for key, given in choices.items():
+        found[str(key)] = values = () if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+        if not values:
+            raise ArgumentError(f"choices of {key!r} are no list of values.", user_line(), f"{key!r}: {given!r}", _HINT)
+    return found
+
+
+_HINT = (
+    "A builder returns (step, *arguments) for keywords: choices={'micro_batches': [1, 2, 4]}. For a step without "
+    "keywords use gshard.search."
+)
 
 
 def combinations(choices: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
@@ -111,87 +64,21 @@ def combinations(choices: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any
         yield dict(zip(choices, values, strict=True))
 
 
-def _no_values(key: str, name: str, where: str | None) -> ArgumentError:
-    if key == MICRO_BATCHES:
-        what, hint = "gshard does not have the batch to divide", "Give global_batch=, or choices={'micro_batches': []}."
-        return ArgumentError(f"{name} takes micro_batches, and {what}.", where, hint=hint.replace("[]", "[1, 2, 4]"))
-    if key == GLOBAL_BATCH:
-        return ArgumentError(f"{name} takes global_batch, which is not given.", where, hint="Give global_batch=.")
-    return ArgumentError(
-        f"{name} needs {key!r}, for which there are no values.",
-        where,
-        hint=f"Give choices={{{key!r}: [values]}}, or a default in the builder.",
-    )
-
-
-def _place(builder: Callable[..., Any]) -> str | None:
-    place = place_of_definition(builder)
-    return None if place is None else f"{os.path.basename(place[0])}:{place[1]} ({name_of(builder)})"
-
-
-def _checked_batch(batch: Any) -> int | None:
-    is_number = not isinstance(batch, bool) and hasattr(batch, "__index__") and int(batch) > 0
-    if batch is None or is_number:
-        return None if batch is None else int(batch)
-    raise ArgumentError(
-        f"global_batch={batch!r} is no number of examples.", user_line(), hint="Give the examples of one step: 512."
-    )
-
-
-def _checked_values(key: Any, values: Any) -> tuple[Any, ...]:
-    if isinstance(values, str | bytes) or not hasattr(values, "__iter__") or not (made := tuple(values)):
-        raise ArgumentError(
-            f"choices of {key!r} are no list of values.",
-            user_line(),
-            f"{key!r}: {values!r}",
-            "Give one or more values.",
-        )
-    return made
-
-
-def _divides(n: Any, batch: int) -> bool:
-    return isinstance(n, int) and not isinstance(n, bool) and n > 0 and batch % n == 0
-
-
-def _parameters(builder: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(builder).parameters
-    except (TypeError, ValueError):
-        return {}
-
-
-def _annotations(builder: Callable[..., Any]) -> Mapping[str, Any]:
-    try:
-        return typing.get_type_hints(builder)
-    except Exception:  # of any kind: annotations may be text that names nothing
-        return {}
-
-
-def _annotated(annotation: Any) -> tuple[Any, ...]:
-    """The values of ``Literal[...]`` and of ``bool``; none of another annotation."""
-    if annotation is bool:
-        return False, True
-    return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()
-
-
 # Configure run: estimates all configurations and searches some.
 
 
 @with_tables
-def estimated(program: Program, mesh: Mesh, machine: Machine, donated: Iterable[int]) -> tuple[float, float, float]:
+def estimated(program: Program, mesh: Mesh, machine: Machine, donated: Iterable[int]) -> tuple[float, float]:
     """What one device would take if all work and all arrays were shared evenly, and nothing were sent.
 
-    Seconds of a call, bytes at the peak, and bytes of arguments and results that every plan holds at least.
+    Seconds of a call, and bytes of arguments and results that every plan holds at least.
     """
     devices, first = machine.size, len(program.captured)
     whole = cost_of_kernels(kernels_of(program.block), mesh, machine, [first + i for i in donated])
     kept = whole.memory.arguments + whole.memory.results - whole.memory.shared
     if not all(e.rule is None or e.rule.is_free for e in program.block.walk()):
         kept = 0  # parts that are written for one device run once on each
-    return whole.seconds / devices, whole.peak / devices, kept / devices
-
-
-_RECOMPUTES = 4 / 3  # of the time of a step whose estimate does not fit: a second forward pass, at most
+    return whole.seconds / devices, kept / devices
 
 
 @dataclasses.dataclass(eq=False)
@@ -201,16 +88,10 @@ class EstimatedStep:
     built: BuiltStep
     searched: Searched
     limit: float
-    seconds: float  # seconds, peak, least_bytes: as ``estimated``
-    peak: float
+    seconds: float  # seconds, least_bytes: as ``estimated``
     least_bytes: float
     run: SearchRun | None = None
     why: str = "not begun, because the time was over"
-
-    @property
-    def promise(self) -> float:
-        """Orders configurations, the most promising one first."""
-        return self.seconds * (_RECOMPUTES if self.peak > self.limit else 1.0)
 
     @property
     def chosen(self) -> PricedPlan | None:
@@ -224,9 +105,6 @@ class EstimatedStep:
         return self.chosen is not None and self.chosen.cost.peak <= self.limit and not self.chosen.recomputed
 
 
-_FULL_PRICE = 0.95  # of the time of a plan in the simplified model, what its full price may be
-
-
 @dataclasses.dataclass(eq=False)
 class ConfigureRun:
     """The search over all configurations: a builder with the values of its keywords, on meshes of one machine.
@@ -236,14 +114,11 @@ class ConfigureRun:
 
     builder: Callable[..., Any]
     choices: Mapping[str, Sequence[Any]]
-    fixed: Mapping[str, Any]
-    own: Mapping[str, Any]
     meshes: list[Mesh]
     any_shape: bool
     given_machine: str | Machine | None
     machine: Machine
     limit: float
-    global_batch: int | None
     budget: TimeBudget
     candidates: list[EstimatedStep] = dataclasses.field(default_factory=list)
     others: dict[str, str] = dataclasses.field(default_factory=dict)  # those without an estimate, with the reason
@@ -251,11 +126,16 @@ class ConfigureRun:
     error: Exception | None = None  # the first one of a configuration
 
     def search(self) -> None:
-        """Estimates all configurations, and searches those that may be the fastest."""
+        """Estimates all configurations, and searches those that may be the fastest, the least estimate first."""
         self._estimate()
-        self._search()
-        if self.any_shape:
-            self._cut_axes()
+        for candidate in sorted(self.candidates, key=lambda one: one.seconds):
+            if candidate.least_bytes > self.limit:
+                least = format_bytes(int(candidate.least_bytes))
+                candidate.why = f"for which a device holds at least {least} of arguments and results"
+            elif self.fastest is not None and self.budget.is_over:
+                self.budget.left_out.append(text_of(candidate.built.keywords))
+            elif not self._is_slower(candidate):
+                self._search(candidate)
 
     def _estimate(self) -> None:
         """Builds, traces and estimates all configurations."""
@@ -279,10 +159,10 @@ class ConfigureRun:
         self.error = self.error or error
         return f"not tried, because of an error: {in_a_line(error)}"
 
-    def _add(self, keywords: Mapping[str, Any]) -> bool:
+    def _add(self, keywords: dict[str, Any]) -> bool:
         """Adds the configuration with these keywords."""
         try:
-            built = built_by(self.builder, keywords, self.fixed, self.own)
+            built = built_by(self.builder, keywords)
             if built is None:
                 self.others[text_of(keywords)] = "for which the builder returns None"
                 return True
@@ -294,69 +174,21 @@ class ConfigureRun:
         return True
 
     def _traced(self, built: BuiltStep) -> EstimatedStep:
-        own = {key: value for key, value in self.own.items() if key != "finite"}
-        searched = searched_of(built.step, built.arguments, {}, own, self.own["finite"], configure)
+        searched = searched_of(built.step, built.arguments, {})
         lowered = searched.lower(self.meshes[0])
         figures = estimated(lowered.program, self.meshes[0], self.machine, lowered.donated)
         return EstimatedStep(built, searched, self.limit, *figures)
 
-    def _search(self) -> None:
-        """Searches the configurations, the most promising first, without those that are estimated to be no faster."""
-        for candidate in sorted(self.candidates, key=lambda one: one.promise):
-            if candidate.least_bytes > self.limit:
-                least = format_bytes(int(candidate.least_bytes))
-                candidate.why = f"for which a device holds at least {least} of arguments and results"
-            elif self.fastest is not None and self.budget.is_over:
-                self.budget.left_out.append(text_of(candidate.built.keywords))
-            elif not self._is_slower(candidate):
-                self._search_one(candidate)
-
-    def _cut_axes(self) -> None:
-        """Searches for the fastest configuration on meshes of three axes, near its best plans on meshes of two."""
-        candidate = self.fastest
-        if candidate is None or candidate.run is None or self.budget.is_over:
-            return
-
-        def search(run: SearchRun) -> None:
-            run.cut_axes(run.budget)
-            self._price(run, [one for one in run.begun if one.near is not None and not self._is_beaten(one)])
-
-        self._within(candidate, search)
-
-    def _search_one(self, candidate: EstimatedStep) -> None:
-        """Solves the problem of a configuration on every mesh, and prices the solutions of the most promising ones."""
-
-        def search(run: SearchRun) -> None:
-            run.solve(run.budget)
-            promising = sorted(run.begun, key=lambda one: one.rank)
-            self._price(run, [one for one in promising if not self._is_beaten(one)][:FINISHED])
-
-        self._within(candidate, search)
-        # On the meshes that are best for one configuration the others are solved first.
-        assert candidate.run is not None
-        ranked = sorted(candidate.run.begun, key=lambda one: one.rank)
-        places = {one.mesh: i for i, one in enumerate(ranked)}
-        self.meshes.sort(key=lambda mesh: places.get(mesh, len(ranked)))
-
-    def _price(self, run: SearchRun, some: Iterable[MeshSearch]) -> None:
-        for one in some:
-            one.always_prices = self.fastest is None
-            one.price_solutions()
-            one.price_pipelines()
-            run.finished.append(one)
-
-    def _within(self, candidate: EstimatedStep, search: Callable[[SearchRun], None]) -> None:
+    def _search(self, candidate: EstimatedStep) -> None:
         """Searches for one configuration in half of the time that is left; what it leaves out gets its name."""
-        text, budget = text_of(candidate.built.keywords), self.budget.part()
+        text, budget, limit = text_of(candidate.built.keywords), self.budget.part(), self.limit
         budget.progress.step(f"searching: {text}")
         own = dataclasses.replace(
             budget, progress=dataclasses.replace(budget.progress, part=text), left_out=[], failed={}
         )
-        if candidate.run is None:
-            candidate.run = SearchRun(candidate.searched, self.meshes, False, self.machine, int(self.limit), own)
-        candidate.run.budget = own
+        candidate.run = SearchRun(candidate.searched, self.meshes, self.any_shape, self.machine, int(limit), own)
         try:
-            search(candidate.run)
+            candidate.run.search(with_presets=False)
         except Exception as error:  # of any kind: other configurations have plans
             candidate.why = self._failed(error)
             if candidate.chosen is not None:
@@ -364,14 +196,18 @@ class ConfigureRun:
         finally:
             self.budget.left_out += [f"{text}: {name}" for name in own.left_out]
             self.budget.failed |= {f"{text}: {name}": error for name, error in own.failed.items()}
-        self._note(candidate)
+        chosen, known = candidate.chosen, None if self.fastest is None else self.fastest.chosen
+        fits = chosen is not None and chosen.cost.peak <= limit
+        if chosen is not None and fits and (known is None or chosen.rank(limit) < known.rank(limit)):
+            self.fastest = candidate
+            self.budget.progress.better(f"{text}: {chosen.cost}")
 
     def _is_slower(self, candidate: EstimatedStep) -> bool:
         """Whether a configuration is estimated to take as long as the best plan, or as the estimate of the best.
 
         The estimate of the best counts if its plan fits without recomputed values.
         """
-        if self.fastest is None or self.fastest is candidate or self.fastest.chosen is None:
+        if self.fastest is None or self.fastest.chosen is None:
             return False
         estimate = self.fastest.seconds if self.fastest.fits_as_it_is else math.inf
         if candidate.seconds < min(estimate, self.fastest.chosen.cost.seconds):
@@ -379,26 +215,11 @@ class ConfigureRun:
         candidate.why = "estimated to be no faster than the best"
         return True
 
-    def _is_beaten(self, one: MeshSearch) -> bool:
-        """Whether no plan on a mesh is faster than the fastest that was found, by the bound of its problem."""
-        fastest = None if self.fastest is None else self.fastest.chosen
-        return fastest is not None and one.least_seconds * _FULL_PRICE > fastest.cost.seconds
-
-    def _note(self, candidate: EstimatedStep) -> None:
-        """Keeps a configuration that is the fastest so far and fits."""
-        chosen, limit = candidate.chosen, self.limit
-        if chosen is None or chosen.cost.peak > limit:
-            return
-        known = None if self.fastest is None else self.fastest.chosen
-        if known is None or chosen.rank(limit) < known.rank(limit):
-            self.fastest = candidate
-            self.budget.progress.better(f"{text_of(candidate.built.keywords)}: {chosen.cost}")
-
     def _configuration(self, candidate: EstimatedStep, stopped: int | None) -> Configuration | None:
         found = None if candidate.run is None else candidate.run.result(stopped)
         if found is None:
             return None
-        return Configuration(candidate.built, found, self.given_machine, self.global_batch)
+        return Configuration(**vars(candidate.built), found=found, machine=self.given_machine)
 
     def result(self, stopped: int | None) -> Configurations | None:
         """What was found; None if a signal ended the search before it had a plan."""
@@ -443,17 +264,11 @@ class ConfigureRun:
 def configure(
     step_builder: Callable[..., Any],
     *,
+    choices: Mapping[str, Iterable[Any]],
     mesh: Any = None,
     machine: str | Machine | None = None,
-    global_batch: int | None = None,
-    choices: Mapping[str, Sequence[Any]] | None = None,
     memory_limit: int | str | None = None,
     budget_seconds: float | None = None,
-    static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Sequence[str] | None = None,
-    donate_argnums: int | Sequence[int] | None = None,
-    donate_argnames: str | Sequence[str] | None = None,
-    finite: bool = False,
     progress: bool | Callable[[str], object] | None = None,
 ) -> Configurations:
     """Finds the configuration of a training step with the lowest modelled time on a machine, among those that fit.
@@ -463,22 +278,15 @@ def configure(
     Args:
         step_builder: a function of keywords that returns ``(step, *arguments)`` as ``gshard.search`` takes them: a
             function, or one from ``gshard.jit``, ``jax.jit``, ``flax.nnx.jit`` or ``equinox.filter_jit``, and arrays or
-            ``jax.ShapeDtypeStruct``. It returns None for keywords that it has no step for. Its keywords get these
-            values: those of ``choices``; those of an annotation ``Literal[...]`` or ``bool``; ``micro_batches`` the
-            divisors of ``global_batch``; ``recompute`` four names in ``jax.checkpoint_policies``, from
-            ``everything_saveable`` to ``nothing_saveable``; ``global_batch`` that number. Others keep their default.
-        mesh: as for ``gshard.search``; a number of devices tries every mesh shape with up to two axes, and for the best
-            configuration meshes with three axes, near its plans on meshes with two. By default the number is that of
-            ``machine``.
-        machine: what the devices are, such as ``"h100:8x8"``; by default what the mesh's devices are.
-        global_batch: examples of one step, in all micro-batches together.
+            ``jax.ShapeDtypeStruct``. It returns None for keywords that it has no step for. Donate the training state:
+            ``jax.jit(step, donate_argnums=0)``.
         choices: for keywords of the builder, the values to choose from.
-        memory_limit, static_argnums, static_argnames, donate_argnums, donate_argnames, finite: as for
-            ``gshard.search``; donate the training state.
+        mesh: as for ``gshard.search``. By default the number of devices is that of ``machine``.
+        machine: what the devices are, such as ``"h100:8x8"``; by default what the mesh's devices are.
+        memory_limit, progress: as for ``gshard.search``.
         budget_seconds: how long everything together may take. It takes longer by no more than one planning of one step,
             and of data parallelism and FSDP if no mark splits the step. With None it ends once all configurations are
             searched or estimated to be no faster, after 300 seconds at the latest.
-        progress: as for ``gshard.search``.
 
     Returns:
         the configurations, the best first; print them. ``found.best.jit()`` is the partitioned step,
@@ -486,8 +294,7 @@ def configure(
         they end ``gshard.search``.
 
     Raises:
-        ArgumentError: the builder has no keyword to choose, or returns no step; a keyword has no values;
-            ``global_batch`` is not divided evenly by ``choices`` of micro-batches.
+        ArgumentError: the builder returns no step, or a keyword has no values.
         MemoryLimitError: no configuration fits. The message names the nearest.
         MachineError, MeshError, ShardingError, TraceError: as for ``gshard.search``.
 
@@ -499,17 +306,13 @@ def configure(
     ...         add = lambda total, part: (total + jnp.mean(part @ w), None)
     ...         return jax.lax.scan(add, 0.0, rounds)[0]
     ...     return step, jax.ShapeDtypeStruct((1024, 4096), "float32"), jax.ShapeDtypeStruct((64, 1024), "float32")
-    >>> found = configure(build, mesh=8, machine="h100:1x8", global_batch=64, choices={"micro_batches": [1, 4]})
+    >>> found = configure(build, mesh=8, machine="h100:1x8", choices={"micro_batches": [1, 4]})
     >>> found.best.keywords
     {'micro_batches': 1}
     """
     budget = TimeBudget.of(budget_seconds, progress)
     budget.progress.name = "gshard.configure"
-    found, fixed = choices_of(step_builder, global_batch, choices)
-    own = {
-        "static_argnums": static_argnums, "static_argnames": static_argnames,
-        "donate_argnums": donate_argnums, "donate_argnames": donate_argnames,
-    }  # fmt: skip
+    checked = checked_choices(step_builder, choices)
     if mesh is None and machine is not None:
         mesh = (machine if isinstance(machine, Machine) else Machine.of(machine)).size
     if mesh is None:
@@ -517,8 +320,5 @@ def configure(
     meshes, any_shape = list(meshes_to_try(mesh)), is_number_of_devices(mesh)
     on = Machine.read(machine_of(meshes[0]) if machine is None else machine, meshes[0].size)
     limit = float(on.memory if memory_limit is None else bytes_of(memory_limit))
-    run = ConfigureRun(
-        step_builder, found, fixed, {**own, "finite": finite}, meshes, any_shape, machine, on, limit,
-        None if global_batch is None else int(global_batch), budget,
-    )  # fmt: skip
+    run = ConfigureRun(step_builder, checked, meshes, any_shape, machine, on, limit, budget)
     return until_stopped(run.search, run.result)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from gshard.api.compiled_programs import (
@@ -56,20 +56,15 @@ def explain(
     machine: str | Machine | None = None,
     memory_limit: int | str | None = None,
     plan: Plan | SavedPlan | None = None,
-    static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Sequence[str] | None = None,
-    donate_argnums: int | Sequence[int] | None = None,
-    donate_argnames: str | Sequence[str] | None = None,
-    finite: bool = False,
     partitioner: Literal["gshard", "xla"] | None = None,
     **kwargs: Any,
 ) -> Explanation:
     """Tells how a function is partitioned: by gshard, without compiling it; or by XLA, as it compiled it.
 
     Args:
-        f: a marked function, or one that ``gshard.jit`` or ``jax.jit`` returned, or what ``.trace(...)``,
-            ``.lower(...)`` and ``.lower(...).compile()`` of one of these returned. Or another compiled program: a
-            text of a compiled program, or the path of a file with it.
+        f: a marked function, or one that ``gshard.jit`` or ``jax.jit`` returned, with its options, or what
+            ``.trace(...)``, ``.lower(...)`` and ``.lower(...).compile()`` of one of these returned. Or another compiled
+            program: a text of a compiled program, or the path of a file with it.
         args, kwargs: its arguments: arrays or ``jax.ShapeDtypeStruct``, and values for static ones. An argument that
             has the name of an option here is bound before: ``functools.partial(f, mesh=...)``.
         mesh: as for ``jit``, or an abstract mesh of any size (``gshard.Mesh.abstract(data=64, expert=32)``). None takes
@@ -78,18 +73,15 @@ def explain(
         machine: as for ``jit``: what the plan is made for. None takes that of a function from ``gshard.jit``, or the
             devices of the mesh; by bytes if there is no model of them, and for CPUs and abstract meshes.
         memory_limit, plan: as for ``jit``. None takes those of a function from ``gshard.jit``.
-        static_argnums, static_argnames, donate_argnums, donate_argnames, finite: as for ``jit``; a function from
-            ``gshard.jit`` has its own.
         partitioner: ``"gshard"`` or ``"xla"``, which explains what XLA compiles. None takes XLA for a program that
             ``jax.jit`` traced, lowered or compiled, and for a function from ``jax.jit`` whose arguments are placed on
-            several devices, unless ``mesh``, ``memory_limit``, ``plan`` or ``finite`` is given; and gshard otherwise.
+            several devices, unless ``mesh``, ``memory_limit`` or ``plan`` is given; and gshard otherwise.
 
     Returns:
         the explanation; print it, or write it as a page by ``.html(path)``.
 
     Raises:
-        MeshError: no mesh was given and none is set. ArgumentError: ``f`` is no function, or is one from
-            ``gshard.jit``, which has static and donated arguments and ``finite`` of its own.
+        MeshError: no mesh was given and none is set. ArgumentError: ``f`` is no function.
 
     >>> import jax.numpy as jnp
     >>> from gshard.api.marks import split
@@ -98,11 +90,7 @@ def explain(
     >>> found.bytes_by_kind
     {'all_reduce': 6}
     """
-    own: dict[str, Any] = {
-        "static_argnums": static_argnums, "static_argnames": static_argnames,
-        "donate_argnums": donate_argnums, "donate_argnames": donate_argnames,
-    }  # fmt: skip
-    ours = {"memory_limit": memory_limit, "plan": plan, "finite": finite or None, **own}
+    ours: dict[str, Any] = {"memory_limit": memory_limit, "plan": plan}
     if partitioner not in (None, XLA, GSHARD):
         raise ArgumentError(
             f"there is no partitioner {partitioner!r}.",
@@ -121,25 +109,21 @@ def explain(
             user_line(),
             hint="Give the function first: gshard.explain(f, x, mesh=8).",
         )
-    limit = None if memory_limit is None else bytes_of(memory_limit)
     if is_from_framework(f):
-        refused = {name: value for name, value in ours.items() if name != "memory_limit"}
-        options = {"machine": machine, "memory_limit": memory_limit}
-        return _of_lowered(lowered_instead_of_jit(f, args, kwargs, mesh, options, refused, explain))
+        return _of_lowered(lowered_instead_of_jit(f, args, kwargs, mesh, machine=machine, **ours))
     if isinstance(f, Jitted):
-        refuse_options("explain", f, finite, **own)
+        limit = None if memory_limit is None else bytes_of(memory_limit)
         jitted = f if mesh is None else f.on(mesh)
         changed = {"machine": machine, "memory_limit": limit, "recorded": SavedPlan.checked(plan)}
         jitted = jitted._with(**{name: value for name, value in changed.items() if value is not None})
     else:
-        jitted = jit(f, mesh=mesh, machine=machine, memory_limit=limit, plan=plan, finite=finite, **own)
+        jitted = jit(f, mesh=mesh, machine=machine, **ours)
     if jitted.options.mesh is None and not isinstance(f, Jitted):
         meant = mesh_of_arguments(args, kwargs)
         if meant is None and is_from_jax_jit(f) and mesh_of_context() is None:
             raise _on_one_device(f)
         jitted = jitted if meant is None else jitted.on(meant)
-    lowered = jitted.lower(*args, **kwargs)
-    return _of_lowered(lowered)
+    return _of_lowered(jitted.lower(*args, **kwargs))
 
 
 def _of_stage(
@@ -240,17 +224,3 @@ def _on_one_device(f: Any) -> MeshError:
         "Place the arguments with jax.device_put(x, NamedSharding(mesh, P('data'))), or give shapes: "
         "jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=...). With mesh=8, gshard.explain shows gshard's own plan.",
     )
-
-
-def refuse_options(asker: str, f: Jitted, finite: bool, **own: Any) -> None:
-    """Refuses options for a function that ``gshard.jit`` returned, which has its own."""
-    given = {name: value for name, value in own.items() if value is not None}
-    if finite and not f.options.finite:
-        given["finite"] = finite
-    if given:
-        raise ArgumentError(
-            f"gshard.{asker} takes {' and '.join(given)} for a plain function only.",
-            user_line(),
-            got=f"{', '.join(f'{name}={value!r}' for name, value in given.items())}, for {f!r}",
-            hint="Give it to gshard.jit, which made this function.",
-        )

@@ -22,7 +22,6 @@ from gshard.api.boundary import (
     shardings_of_results,
 )
 from gshard.api.lowered import Lowered, Traced, by_dispatch, captured_arrays, is_on_cpu, placed_arguments
-from gshard.api.names import names_of_arguments, with_names_of_arguments
 from gshard.api.signature import (
     Signature,
     brought,
@@ -128,10 +127,6 @@ class Programs:
         marks = marks_of_arguments(program, arrays, target.mesh, given, target.takes_arguments_as_marks)
         of_memory = memories(program, arrays, (args, kwargs), options)
         program = target.with_kept_options(dataclasses.replace(program, argument_marks=marks, **of_memory))
-        if options.names is not None:
-            program = with_names_of_arguments(
-                program, names_of_arguments(positional, options.names, args, kwargs), given
-            )
         target = target.in_best_order(program)
         made = Lowered(
             program, target, signature.in_tree, signature.avals, signature.donated, tuple(closed_over), self._told,
@@ -168,10 +163,8 @@ class Programs:
         pairs = zip(signature.avals, signature.places, strict=False)
         marks = [mark_of_sharding(sharding, len(a.shape), target.mesh) for a, sharding in pairs]
         marks[: len(given)] = [said or own for said, own in zip(given, marks, strict=False)]
-        names = names_of_arguments(positional, options.names, args, kwargs)
-        inputs = tuple((None, None) for _ in (*captured, *constants)) + tuple(zip(marks, names, strict=True))
-        if any(x is not None for pair in inputs for x in pair):
-            whole = marked(whole, inputs, ())
+        if any(mark is not None for mark in marks):
+            whole = marked(whole, (*(None for _ in (*captured, *constants)), *marks), ())
         arrays = [*captured, *constants, *leaves]
         if not is_staging():
             refuse_references(arrays, self.name)
@@ -311,21 +304,6 @@ class Jitted(Generic[P, R]):
     def on(self, mesh: MeshLike) -> Jitted[P, R]:
         """The same function for another mesh."""
         return self._with(mesh=Mesh.of(mesh))
-
-    def planned_for(self, machine: str | Machine) -> Jitted[P, R]:
-        """The same function for another machine."""
-        return self._with(machine=machine)
-
-    def under(self, layout: Layout | None) -> Jitted[P, R]:
-        """The same function under another layout, its arguments without names."""
-        return self._with(layout=layout, names=None)
-
-    def running(
-        self, plan: Plan | SavedPlan, mesh: MeshLike, machine: str | Machine | None, memory_limit: int | None
-    ) -> Jitted[P, R]:
-        """The same function with a plan; arguments as of ``jit``."""
-        recorded = SavedPlan.checked(plan)
-        return self._with(mesh=Mesh.of(mesh), machine=machine, memory_limit=memory_limit, recorded=recorded)
 
     def _with(self, **options: Any) -> Jitted[P, R]:
         return Jitted(self._by_jax, dataclasses.replace(self.options, **options))
@@ -499,7 +477,6 @@ class JitOptions(TypedDict, total=False):
     plan: Plan | SavedPlan | None
     search: bool | float
     layout: Layout | None
-    names: Any
     finite: bool
 
 
@@ -532,7 +509,6 @@ def jit(
     plan: Plan | SavedPlan | None = None,
     search: bool | float = False,
     layout: Layout | None = None,
-    names: Any = None,
     finite: bool = False,
     **of_jax: Any,
 ) -> Any:
@@ -566,9 +542,7 @@ def jit(
         search: whether to search for the plan, on ``machine`` and within ``memory_limit``, when a call of a new kind
             comes, instead of propagating marks; a number gives it so many seconds. Marks in the function and
             ``in_shardings`` are kept; arguments are moved to where the plan wants them.
-        layout: what names of dimensions (``gshard.name``, ``names``) mean; without one they mean nothing.
-        names: what the dimensions of arguments are called: a dictionary from paths or patterns of them
-            (``"params/**/w1": "embed hidden"``), or a pytree prefix of names for the positional arguments.
+        layout: what names of dimensions (``gshard.name``) mean; without one they mean nothing.
         finite: True states that no part of a sum of floats overflows, underflows or is not finite, nor what such parts
             are multiplied or divided by. Sums may then stay in parts through products too (``docs/numerics.md``).
         of_jax: the other options of ``jax.jit``: ``static_argnums``, ``static_argnames``, ``donate_argnums``,
@@ -603,7 +577,7 @@ def jit(
         inner = by_jax.__wrapped__
         mesh = inner.options.mesh if isinstance(inner, Jitted) else own_mesh
     options = Options.of(
-        mesh, strict, memory_limit, plan, layout, names=names, collective_matmul=collective_matmul,
-        machine=machine, search=search, finite=bool(finite), **read,
+        mesh, strict, memory_limit, plan, layout, collective_matmul=collective_matmul, machine=machine,
+        search=search, finite=bool(finite), **read,
     )  # fmt: skip
     return Jitted(by_jax, options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,40 +14,15 @@ from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import no_mesh_set, user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.language.kernel_primitive import Kernel, kernel_p, shown, types_of
+from gshard.tracing.by_jax import name_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@overload
 def kernel(
-    fast: Callable[P, R],
-    *,
-    like: Callable[..., Any],
-    platforms: str | Sequence[str] | None = None,
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
-) -> KernelFunction[P, R]: ...
-
-
-@overload
-def kernel(
-    *,
-    like: Callable[..., Any],
-    platforms: str | Sequence[str] | None = None,
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
-) -> Callable[[Callable[P, R]], KernelFunction[P, R]]: ...
-
-
-def kernel(
-    fast: Callable[..., Any] | None = None,
-    *,
-    like: Callable[..., Any],
-    platforms: str | Sequence[str] | None = None,
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
-) -> Any:
+    fast: Callable[P, R], *, like: Callable[..., Any], platforms: str | Sequence[str] | None = None
+) -> KernelFunction[P, R]:
     """A function that runs as ``fast`` and is partitioned as ``like``.
 
     ``fast`` is opaque: a Pallas kernel, an FFI call, cuDNN. ``like`` computes the same in JAX operators. gshard finds
@@ -63,12 +38,11 @@ def kernel(
     join them by ``jax.custom_vjp``. If ``fast`` has no derivative, that of ``like`` runs.
 
     Args:
-        fast: the implementation that runs. Without it, ``kernel`` returns a decorator for it.
+        fast: the implementation that runs.
         like: the implementation that gshard reads. It takes the same arguments and returns arrays of the same shapes
             and dtypes in the same structure. Marks and sharding constraints in it are refused.
         platforms: where ``fast`` runs, such as ``"tpu"`` or ``("cuda", "rocm")``; elsewhere ``like`` runs. By default
             ``fast`` runs everywhere.
-        static_argnums, static_argnames: arguments that are hashable values, not arrays; both functions get them.
 
     Returns:
         a function with the arguments and results of ``fast``.
@@ -84,21 +58,12 @@ def kernel(
     >>> explanation.total_bytes
     0
     """
-    numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
-    where = (platforms,) if isinstance(platforms, str) else None if platforms is None else tuple(platforms)
-    if not callable(like):
-        raise ArgumentError(
-            f"like is a {type(like).__name__}, not a function.", user_line(), hint="Give the function in JAX operators."
-        )
-
-    def of(fast: Callable[..., Any]) -> KernelFunction[..., Any]:
-        if not callable(fast):
+    for function in (fast, like):
+        if not callable(function):
             hint = "Write gshard.kernel(fast, like=plain)."
-            raise ArgumentError(f"a {type(fast).__name__} is not a function.", user_line(), hint=hint)
-        return KernelFunction(fast, like, where, numbers, names)
-
-    return of if fast is None else of(fast)
+            raise ArgumentError(f"a {type(function).__name__} is not a function.", user_line(), hint=hint)
+    where = (platforms,) if isinstance(platforms, str) else None if platforms is None else tuple(platforms)
+    return KernelFunction(fast, like, where)
 
 
 class KernelFunction(Generic[P, R]):
@@ -110,66 +75,37 @@ class KernelFunction(Generic[P, R]):
         platforms: where ``fast`` runs; None for everywhere.
     """
 
-    def __init__(
-        self,
-        fast: Callable[P, R],
-        like: Callable[..., Any],
-        platforms: tuple[str, ...] | None,
-        static_argnums: tuple[int, ...],
-        static_argnames: tuple[str, ...],
-    ) -> None:
+    def __init__(self, fast: Callable[P, R], like: Callable[..., Any], platforms: tuple[str, ...] | None) -> None:
         functools.update_wrapper(self, fast)
         self.fast, self.like, self.platforms = fast, like, platforms
-        self._static = static_argnums, static_argnames
         self._kernels: dict[Hashable, Kernel] = {}
         self._results: dict[Hashable, Any] = {}  # their structures
 
     @without_our_frames
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the kernel."""
-        numbers, names = self._static
-        at = {n % max(len(args), 1) for n in numbers}
-        fixed = {i: x for i, x in enumerate(args) if i in at}
-        fixed_names = {name: x for name, x in kwargs.items() if name in names}
-        static = tuple(self._key_of(where, x) for where, x in (*fixed.items(), *sorted(fixed_names.items())))
-        given = [x for i, x in enumerate(args) if i not in fixed]
-        named = {name: x for name, x in kwargs.items() if name not in names}
-        leaves, tree = jax.tree_util.tree_flatten_with_path((given, named))
+        leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
         arrays = [self._array(x, path) for path, x in leaves]
 
         def flat(function: Callable[..., Any]) -> Callable[..., Sequence[Any]]:
             def call(*arrays: Any) -> Any:
-                rest, named = jax.tree.unflatten(tree, arrays)
-                following = iter(rest)
-                every = [fixed[i] if i in fixed else next(following) for i in range(len(args))]
-                return function(*every, **named, **fixed_names)
+                args, kwargs = jax.tree.unflatten(tree, arrays)
+                return function(*args, **kwargs)
 
             return call
 
-        key = static, tree
-        if key not in self._kernels:
+        if tree not in self._kernels:
             fast, plain = flat(self.fast), flat(self.like)
-            self._kernels[key] = Kernel(str(self), _leaves_of(fast), _leaves_of(plain), self.platforms)
+            self._kernels[tree] = Kernel(str(self), _leaves_of(fast), _leaves_of(plain), self.platforms)
         types = types_of(arrays)
-        if (key, types) not in self._results:
-            self._results[key, types] = self._checked(flat, types)
+        if (tree, types) not in self._results:
+            self._results[tree, types] = self._checked(flat, types)
         with jax.named_scope(str(self)):
-            results = kernel_p.bind(*arrays, kernel=self._kernels[key])
-        return jax.tree.unflatten(self._results[key, types], results)  # type: ignore[no-any-return]
+            results = kernel_p.bind(*arrays, kernel=self._kernels[tree])
+        return jax.tree.unflatten(self._results[tree, types], results)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
-        return str(getattr(self.fast, "__name__", type(self.fast).__name__))
-
-    def _key_of(self, where: object, x: Any) -> Hashable:
-        """A static argument as a part of a key."""
-        try:
-            hash(x)
-        except TypeError as error:
-            said = f"Non-hashable static arguments are not supported: argument {where} of {self}."
-            hint = "Give a tuple or another value that is hashable and does not change."
-            raise ArgumentError.like(ValueError(), said, user_line(), f"a {type(x).__name__}", hint) from error
-        # Zeros of both signs are equal, and a NaN is not equal to itself; written out they are what they are.
-        return where, type(x), repr(x) if isinstance(x, float | complex) else x
+        return name_of(self.fast)
 
     def _array(self, x: Any, path: Any) -> Any:
         if isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
@@ -178,7 +114,7 @@ class KernelFunction(Generic[P, R]):
             f"an argument of kernel {self} is not an array.",
             user_line(),
             f"a {type(x).__name__} at {jax.tree_util.keystr(path)}",
-            "Name it in static_argnames or static_argnums of gshard.kernel.",
+            "Bind what is no array before: gshard.kernel(functools.partial(fast, causal=True), like=...).",
         )
 
     def _checked(self, flat: Callable[..., Any], types: Any) -> Any:

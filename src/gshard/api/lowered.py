@@ -87,9 +87,12 @@ def _kind(aval: Any) -> tuple[Any, ...]:
 
 def standalone(lowered: Any) -> Any:
     """The ``jax.stages.Compiled`` of a program's flat arguments and flat results."""
-    name = lowered.program.name
     if names_devices(lowered.spmd.jaxpr):
-        raise _refused(name, "calls back to Python", "Leave out callbacks (jax.debug.print, pure_callback) in it.")
+        raise ArgumentError(
+            f"{lowered.program.name} calls back to Python, which cannot be saved with a compiled program.",
+            user_line(),
+            hint="Leave out callbacks (jax.debug.print, pure_callback) in it.",
+        )
     if lowered.spmd.in_orders or lowered.spmd.out_orders:
         return standalone(dataclasses.replace(lowered, target=dataclasses.replace(lowered.target, reorders=False)))
     executable, target = lowered.executable, lowered.target
@@ -99,10 +102,6 @@ def standalone(lowered: Any) -> Any:
     return compiled_with_constants(
         executable, lowered.donated, keep_unused=target.keep_unused, compiler_options=options
     )
-
-
-def _refused(name: str, what: str, hint: str) -> ArgumentError:
-    return ArgumentError(f"{name} {what}, which cannot be saved with a compiled program.", user_line(), hint=hint)
 
 
 _T = TypeVar("_T")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from gshard.api.specs import as_array, describe, hidden_by_vmap, is_spec, mark_of_spec, spread
 from gshard.core.errors import ShardingError, counted, known_names, listed
@@ -24,28 +24,18 @@ from gshard.language.mark_primitive import SENT, bind_mark, bind_names, rounded
 # Checks the arguments of ``split``: a dimension, and a number of parts or names of mesh axes.
 
 
-def dimension_of(dim: Any, partitions: Any, call: str) -> int:
+_SPLIT = (
+    "The dimension comes first: split(x, 0, 'data') for a mesh axis or a tuple of them, split(x, 0, 8) for a number of "
+    "parts, split(x, {0: 'data', 1: 'model'}) for two dimensions. A PartitionSpec goes to shard(x, P(...))."
+)
+
+
+def dimension_of(dim: Any, call: str) -> int:
     """A dimension, checked to be a number."""
-    is_name = isinstance(dim, str) or (isinstance(dim, tuple | list) and all(isinstance(n, str) for n in dim))
-    if is_name or isinstance(dim, PartitionSpec | NamedSharding | bool | np.bool_):
-        hint = "Give a number, from 0; negative counts from the end."
-        if isinstance(dim, PartitionSpec | NamedSharding):
-            hint = "A PartitionSpec goes to shard: shard(x, P(...))."
-        elif is_name and (partitions is None or isinstance(partitions, int | np.integer)):
-            first = int(partitions) if isinstance(partitions, int | np.integer) else 0
-            hint = f"split takes the dimension first: split(x, {first}, {dim!r})."
-        raise ShardingError(f"{dim!r} is no dimension of an array.", user_line(), call, hint)
-    try:
-        return operator.index(dim)
-    except TypeError as error:
-        if isinstance(dim, jax.core.Tracer):
-            raise  # JAX says best that a value is needed
-        raise ShardingError(
-            f"a dimension is a whole number, not {type(dim).__name__}.",
-            user_line(),
-            call,
-            "Give a number, from 0; negative counts from the end.",
-        ) from error
+    number = _number(dim)
+    if number is None:
+        raise ShardingError(f"{dim!r} is no dimension of an array.", user_line(), call, _SPLIT)
+    return number
 
 
 def partitions_of(partitions: Any, call: str) -> int | str | tuple[str, ...]:
@@ -54,26 +44,21 @@ def partitions_of(partitions: Any, call: str) -> int | str | tuple[str, ...]:
         return partitions
     if isinstance(partitions, tuple | list) and partitions and all(isinstance(n, str) for n in partitions):
         return tuple(partitions)
+    number = _number(partitions)
+    if number is None or number < 1:
+        what = f"{partitions!r} is neither a number of parts, from 1 on, nor a mesh axis or several."
+        raise ShardingError(what, user_line(), call, _SPLIT)
+    return number
+
+
+def _number(x: Any) -> int | None:
+    """A whole number; None for anything else."""
     try:
-        number = None if isinstance(partitions, bool | np.bool_) else operator.index(partitions)
+        return None if isinstance(x, bool | np.bool_) else operator.index(x)
     except TypeError:
-        if isinstance(partitions, jax.core.Tracer):
-            raise
-        number = None
-    if number is not None and number >= 1:
-        return number
-    hint = "Give a number from 1 to the number of devices, or the name of a mesh axis, or a tuple of names."
-    if number is not None:
-        what = f"an array cannot be split in {number} partitions."
-    elif isinstance(partitions, tuple | list) and not partitions:
-        what, hint = "an array cannot be split over no axes.", "Name an axis, or use replicate(x)."
-    elif isinstance(partitions, PartitionSpec | NamedSharding):
-        what, hint = "a PartitionSpec says how all dimensions are cut.", "Use shard(x, P(...))."
-    else:
-        what = f"{partitions!r} is neither a number of partitions nor names of mesh axes."
-        if isinstance(partitions, float) and partitions.is_integer() and partitions >= 1:
-            hint = f"Give a whole number: {int(partitions)}."
-    raise ShardingError(what, user_line(), call, hint)
+        if isinstance(x, jax.core.Tracer):
+            raise  # JAX says best that a value is needed
+        return None
 
 
 # Checks ``send=`` of marks, and marks the arrays of a pytree in the precision in which they are sent.
@@ -82,18 +67,19 @@ def partitions_of(partitions: Any, call: str) -> int | str | tuple[str, ...]:
 def marked(x: Any, leaves: Sequence[tuple[str, Any]], marks: Sequence[Mark | None], send: Any) -> Any:
     """The pytree with its arrays marked; those without a mark as they are."""
     given, tree = jax.tree.flatten(x)
-    sent_as = precision_of(send)
-    if sent_as is not None:
-        marks = _with_precision(leaves, marks, sent_as, is_one=jax.tree_util.all_leaves([x]))
-    found = zip(given, leaves, marks, strict=True)
-    return jax.tree.unflatten(tree, [old if m is None or a is None else _bound(a, m) for old, (_, a), m in found])
+    send = _precision_of(send)
+    results = [
+        old if mark is None or array is None else _bound(name, array, mark, send)
+        for old, (name, array), mark in zip(given, leaves, marks, strict=True)
+    ]
+    arrays = [array for (_, array), mark in zip(leaves, marks, strict=True) if mark is not None and array is not None]
+    if send is not None and arrays and not any(map(_holds_floats, arrays)):
+        hint = f"Leave out send={send!r}: it rounds floats."
+        raise ShardingError("no array has floats to round.", user_line(), f"{describe(arrays[0])}; {send=}", hint)
+    return jax.tree.unflatten(tree, results)
 
 
-def _bound(x: Any, mark: Mark) -> Any:
-    return rounded(jnp.asarray(x), mark) if mark.send else bind_mark(x, mark)
-
-
-def precision_of(send: Any) -> str | None:
+def _precision_of(send: Any) -> str | None:
     """The name of the dtype that ``send=`` gives; None for None."""
     if send is None:
         return None
@@ -106,46 +92,22 @@ def precision_of(send: Any) -> str | None:
     return name
 
 
-def _with_precision(
-    leaves: Sequence[tuple[str, Any]], marks: Sequence[Mark | None], send: str, *, is_one: bool
-) -> list[Mark | None]:
-    """The marks with ``send``, where an array is wider floats. Other arrays of a pytree keep the plain mark."""
-    found = [
-        mark if mark is None or array is None else _mark_of(name, array, mark, send)
-        for (name, array), mark in zip(leaves, marks, strict=True)
-    ]
-    arrays = [array for (_, array), mark in zip(leaves, marks, strict=True) if mark is not None and array is not None]
-    if arrays and not any(map(holds_floats, arrays)):
-        raise nothing_to_send(describe(arrays[0]), send, arrays[0] if is_one else None)
-    return found
+def _holds_floats(x: Any) -> bool:
+    """Whether it is an array of floats, which ``send`` may round, and no Python number."""
+    is_python_number = not x.shape and getattr(x, "weak_type", False)
+    return bool(jnp.issubdtype(x.dtype, jnp.floating)) and not is_python_number
 
 
-def nothing_to_send(shown: str, send: str, array: Any = None) -> ShardingError:
-    """The error for a pytree without floats, or for one array of something else."""
-    what = "no array of the pytree has floats to round."
-    if array is not None:
-        what = f"{'a Python number' if _is_python_number(array) else array.dtype} is not rounded."
-    hint = f"Leave out send={send!r}: it rounds floats."
-    return ShardingError(what, user_line(), f"{shown}; send={send!r}", hint)
-
-
-def holds_floats(x: Any) -> bool:
-    """Whether it is an array of floats, which ``send`` may round."""
-    return hasattr(x, "dtype") and bool(jnp.issubdtype(x.dtype, jnp.floating)) and not _is_python_number(x)
-
-
-def _is_python_number(x: Any) -> bool:
-    return not x.shape and getattr(x, "weak_type", False)
-
-
-def _mark_of(name: str, array: Any, mark: Mark, send: str) -> Mark:
-    """The mark of one array."""
+def _bound(name: str, array: Any, mark: Mark, send: str | None) -> Any:
+    """One array with its mark, rounded if ``send`` is narrower than its floats."""
+    if send is None:
+        return bind_mark(array, mark)
     shown = f"{name}: {describe(array)}; send={send!r}" if name else f"{describe(array)}; send={send!r}"
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         hint = "Mark its real and its imaginary part, or leave out send=."
         raise ShardingError(f"complex numbers cannot be sent as {send}.", user_line(), shown, hint)
-    if not holds_floats(array) or array.dtype == send:
-        return mark
+    if not _holds_floats(array) or array.dtype == send:
+        return bind_mark(array, mark)
     if array.dtype.itemsize <= jnp.dtype(send).itemsize:
         what = f"{array.dtype} has no wider elements than {send}."
         raise ShardingError(what, user_line(), shown, "Leave out send=.")
@@ -153,7 +115,7 @@ def _mark_of(name: str, array: Any, mark: Mark, send: str) -> Mark:
         what = f"parts of a sum cannot be sent as {send}."
         hint = "Reduce the sum first: mark it without unreduced and reduced, then with send=."
         raise ShardingError(what, user_line(), f"{shown}; {mark}", hint)
-    return dataclasses.replace(mark, send=send, wide=str(array.dtype))
+    return rounded(jnp.asarray(array), dataclasses.replace(mark, send=send, wide=str(array.dtype)))
 
 
 T = TypeVar("T")  # an array or a pytree of arrays: marks return what they get
@@ -223,11 +185,7 @@ def split(x: Any, dim: Any, over: Any = None, *, send: Any = None) -> Any:
     if isinstance(dim, Mapping):
         return _split_over_axes(x, dim, over, send)
     call = f"split(x, {dim!r}{'' if over is None else f', {over!r}'})"
-    dim = dimension_of(dim, over, call)
-    if over is None:
-        hint = f"Write split(x, {dim}, 'data') for a mesh axis, or split(x, {dim}, 8) for a number of parts."
-        raise ShardingError("split does not say over what the dimension is split.", user_line(), call, hint)
-    parts = partitions_of(over, call)
+    dim, parts = dimension_of(dim, call), partitions_of(over, call)
     leaves = arrays_of(x, call)
     ndims, has = _having((dim,), x, leaves, call)
     marks = [
@@ -240,13 +198,9 @@ def split(x: Any, dim: Any, over: Any = None, *, send: Any = None) -> Any:
 def _split_over_axes(x: Any, axes: Mapping[Any, Any], over: Any, send: Any) -> Any:
     """``split`` by a dictionary from dimensions to names of mesh axes."""
     call = f"split(x, {dict(axes)!r}{'' if over is None else f', {over!r}'})"
-    dims = {dimension_of(dim, over, call): said for dim, said in axes.items()}
-    names = {dim: partitions_of(said, call) for dim, said in dims.items()}
+    names = {dimension_of(dim, call): partitions_of(said, call) for dim, said in axes.items()}
     if over is not None or not names or any(isinstance(said, int) for said in names.values()):
-        hint = "For one dimension and a number of parts write split(x, 0, 8); to split none use replicate(x)."
-        if over is not None:
-            hint = "Leave out the last argument."
-        raise ShardingError("a dictionary for split maps dimensions to mesh axes.", user_line(), call, hint)
+        raise ShardingError("a dictionary for split maps dimensions to mesh axes.", user_line(), call, _SPLIT)
     leaves = arrays_of(x, call)
     ndims, has = _having(tuple(names), x, leaves, call)
     marks: list[Mark | None] = []
@@ -270,9 +224,7 @@ def _having(dims: Sequence[int], x: Any, leaves: Sequence[tuple[str, Any]], call
         what = f"an array of {counted(most, 'dimension')} has no dimension {wrong} to split."
         if not jax.tree_util.all_leaves([x]):
             what = f"no array of the pytree has a dimension {wrong} to split."
-        hint = "A scalar cannot be split; use replicate(x)."
-        if most:
-            hint = f"Use a dimension from 0 to {most - 1}." if most > 1 else "Its only dimension is 0."
+        hint = f"Use a dimension from 0 to {most - 1}." if most else "A scalar cannot be split; use replicate(x)."
         hint += hidden_by_vmap(array for _, array in leaves)
         raise ShardingError(what, user_line(), f"{arrays_text(leaves)}; {call}", hint)
     return ndims, has
@@ -298,8 +250,8 @@ def shard(x: T, spec: Any, *, send: Any = None) -> T:
         the same values; with ``send`` floats are rounded.
 
     Raises:
-        ShardingError: wrong rank, a device id given twice or negative, a leaf that is no array, a pytree that is
-            no prefix of ``x``, or an array that cannot be sent like this.
+        ShardingError: wrong rank, a leaf that is no array, a pytree that is no prefix of ``x``, or an array that cannot
+            be sent like this. When a program is planned: a device id is given twice, or is none of the mesh.
 
     >>> import jax.numpy as jnp
     >>> shard(jnp.zeros((8, 4)), np.arange(8).reshape(4, 2)).shape
@@ -311,11 +263,7 @@ def shard(x: T, spec: Any, *, send: Any = None) -> T:
         each = [s for _, s, _ in spread("shardings", spec, x, _is_assignment)]
     else:  # numbers in lists, for every array
         each = [spec] * len(leaves)
-    marks = [
-        None if array is None else (mark_of_spec if is_spec(s) else _mark_of_ids)(s, array, name)
-        for (name, array), s in zip(leaves, each, strict=True)
-    ]
-    return marked(x, leaves, marks, send)
+    return marked(x, leaves, [_mark_of(s, array, name) for (name, array), s in zip(leaves, each, strict=True)], send)
 
 
 @without_our_frames
@@ -344,19 +292,19 @@ def name(x: T, names: Any) -> T:
     """
     leaves, tree = jax.tree.flatten(x)
     named = []
-    for leaf, (path, said, _) in zip(leaves, spread("names", names, x, is_names), strict=True):
+    for leaf, (path, said, _) in zip(leaves, spread("names", names, x, _is_names), strict=True):
         array = as_array(leaf, f"x{path}" if path else "", "name(x, ...)")
         plain = array is None or said is None
-        named.append(leaf if plain else bind_names(array, names_of(said, array, f"x{path}" if path else "")))
+        named.append(leaf if plain else bind_names(array, _names_of(said, array, f"x{path}" if path else "")))
     return jax.tree.unflatten(tree, named)
 
 
-def is_names(x: Any) -> bool:
+def _is_names(x: Any) -> bool:
     """Whether it says how the dimensions of one array are called."""
     return x is None or isinstance(x, str | PartitionSpec)
 
 
-def names_of(said: Any, x: Any, leaf: str, at: str = "") -> Names:
+def _names_of(said: Any, x: Any, leaf: str) -> Names:
     """The names of one array."""
     if not isinstance(said, str | PartitionSpec):
         raise ShardingError(
@@ -389,7 +337,7 @@ def names_of(said: Any, x: Any, leaf: str, at: str = "") -> Names:
             what, user_line(), shown, "Name each dimension once; '_' says nothing about one, '...' about several."
             + hidden_by_vmap([x]),
         )  # fmt: skip
-    return Names(tuple(words), at)
+    return Names(tuple(words))
 
 
 def arrays_of(x: Any, call: str) -> list[tuple[str, Any]]:
@@ -407,6 +355,11 @@ def arrays_text(leaves: Sequence[tuple[str, Any]]) -> str:
 
 def _is_assignment(x: Any) -> bool:
     return is_spec(x) or isinstance(x, np.ndarray | jax.Array)
+
+
+def _mark_of(said: Any, array: Any, leaf: str) -> Mark | None:
+    """What ``shard`` takes for one array, as a mark."""
+    return None if array is None else (mark_of_spec if is_spec(said) else _mark_of_ids)(said, array, leaf)
 
 
 def _mark_of_ids(assignment: Any, x: Any, leaf: str) -> Mark:
@@ -429,14 +382,6 @@ def _mark_of_ids(assignment: Any, x: Any, leaf: str) -> Mark:
             f"{which}{describe(x)}; device assignment of shape {ids.shape}",
             "Give one dimension of device ids for each dimension of the array (size 1 where it stays whole)."
             + hidden_by_vmap([x]),
-        )
-    values, counts = np.unique(ids, return_counts=True)
-    if (counts > 1).any():
-        raise ShardingError(
-            f"device {int(values[counts > 1][0])} stands twice in the device assignment.",
-            user_line(),
-            f"{which}{describe(x)}; device assignment {ids.tolist()}",
-            "Each device holds one part; leave devices out to replicate over the rest.",
         )
     return Mark("assignment", ids=tuple(ids.ravel().tolist()), ids_shape=ids.shape, leaf=leaf)
 
@@ -469,26 +414,19 @@ def shard_by_path(x: T, assignments: Mapping[str, Any], *, send: Any = None) -> 
     >>> jax.tree.map(jnp.shape, shard_by_path(params, {"layers/*/w1": P("data")}))
     {'layers': [{'b': (4,), 'w1': (8, 4)}, {'b': (4,), 'w1': (8, 4)}]}
     """
-    leaves, tree = jax.tree_util.tree_flatten_with_path(x)
-    used: set[str] = set()
-    marked, paths = [], []
-    send, is_sent = precision_of(send), False
-    for keys, leaf in leaves:
-        path = path_inside(keys)
-        paths.append(path)
-        pattern = next((p for p in assignments if is_below(p, path)), None)
-        if pattern is not None:
-            used.add(pattern)
-            may_send = send is not None and (holds_floats(leaf) or jnp.iscomplexobj(leaf))  # complex: an error
-            is_sent |= may_send
-            leaf = _sharded(leaf, assignments[pattern], path, pattern, send if may_send else None)
-        marked.append(leaf)
-    for pattern in assignments:
-        if pattern not in used:
-            raise unused_pattern(pattern, paths)
-    if send is not None and used and not is_sent:
-        raise nothing_to_send(f"a pytree of {len(paths)}", send)
-    return jax.tree.unflatten(tree, marked)
+    keyed = jax.tree_util.tree_leaves_with_path(x)
+    paths = [path_inside(keys) for keys, _ in keyed]
+    patterns = [next((p for p in assignments if is_below(p, path)), None) for path in paths]
+    for said in assignments:
+        if said not in patterns:
+            raise unused_pattern(said, paths)
+    leaves: list[tuple[str, Any]] = []
+    marks: list[Mark | None] = []
+    for (_, leaf), path, pattern in zip(keyed, paths, patterns, strict=True):
+        name = f"{path} ({pattern!r})"
+        leaves.append((name, None if pattern is None else as_array(leaf, name, "shard_by_path(x, ...)")))
+        marks.append(None if pattern is None else _mark_of(assignments[pattern], leaves[-1][1], name))
+    return marked(x, leaves, marks, send)
 
 
 def unused_pattern(pattern: str, paths: Sequence[str]) -> ShardingError:
@@ -497,10 +435,3 @@ def unused_pattern(pattern: str, paths: Sequence[str]) -> ShardingError:
     what = "matches only what an earlier pattern matches" if hidden else "matches no path"
     hint = "Put it in front." if hidden else known_names(pattern, paths, "Paths are")
     return ShardingError(f"the pattern {pattern!r} {what}.", user_line(), f"a pytree of {len(paths)}", hint)
-
-
-def _sharded(leaf: Any, assignment: Any, path: str, pattern: str, send: str | None) -> Any:
-    try:
-        return shard(leaf, assignment, send=send)
-    except ShardingError as error:
-        raise ShardingError(error.what, error.where, f"{path} ({pattern!r}): {error.got}", error.hint) from None

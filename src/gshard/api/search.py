@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from gshard.api.compiled_programs import is_from_framework, lowered_instead_of_jit, mesh_of_arguments
-from gshard.api.explained import refuse_options
 from gshard.api.jit import Jitted, jit
 from gshard.api.lowered import Lowered
-from gshard.api.names import paths_of_arguments
 from gshard.core.errors import MeshError, ShardingError
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.mesh import Mesh, MeshLike
-from gshard.core.paths import place_of_definition
+from gshard.core.paths import path_of, place_of_definition
 from gshard.core.plan import Plan
+from gshard.core.program import Program
 from gshard.core.time_budget import EFFORT, TimeBudget, in_a_line, until_stopped
 from gshard.device.machine import Machine, machine_of
 from gshard.explanation.search_result import FunctionSource, SearchResult
@@ -41,31 +41,27 @@ class Searched:
     source: Callable[[Lowered], FunctionSource] | None
 
 
-def searched_of(
-    f: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    own: Mapping[str, Any],
-    finite: bool,
-    caller: Callable[..., Any],
-) -> Searched:
+def searched_of(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Searched:
     """Prepares a function and its arguments for the search."""
-    if is_from_framework(f) and not isinstance(f, Jitted):
-        refused = {**own, "finite": finite or None}
+    if is_from_framework(f):
         return Searched(
-            lambda: mesh_of_arguments(args, kwargs),
-            lambda mesh: lowered_instead_of_jit(f, args, kwargs, mesh, {}, refused, caller),
-            None,
+            lambda: mesh_of_arguments(args, kwargs), lambda mesh: lowered_instead_of_jit(f, args, kwargs, mesh), None
         )
-    if isinstance(f, Jitted):
-        refuse_options(caller.__name__, f, finite, **own)
-    made: Jitted = f if isinstance(f, Jitted) else jit(f, finite=finite, **own)
+    made: Jitted = f if isinstance(f, Jitted) else jit(f)
 
     def source(lowered: Lowered) -> FunctionSource:
         paths = paths_of_arguments(lowered.program, lowered.in_tree)
         return FunctionSource(paths, place_of_definition(made), lambda: made.trace(*args, **kwargs).jaxpr)
 
     return Searched(lambda: made.options.mesh, lambda mesh: made.on(mesh).lower_for_search(args, kwargs), source)
+
+
+def paths_of_arguments(program: Program, tree: Any) -> tuple[str, ...]:
+    """The path of each argument of a program, as patterns of ``shard_by_path`` match it."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))
+    names = program.names[len(program.captured) :]  # params['l1']['w'], which becomes params/l1/w
+    below = [tuple(keys[2:]) for keys, _ in paths]
+    return tuple(path_of(n.removesuffix(jax.tree_util.keystr(k)), k) for n, k in zip(names, below, strict=True))
 
 
 @dataclasses.dataclass(eq=False)
@@ -109,28 +105,33 @@ class SearchRun:
             self.budget_seconds, progress=self.progress, jitted_by_framework=source is None,
         )  # fmt: skip
 
-    def search(self) -> None:
-        """Searches on all meshes."""
+    def search(self, *, with_presets: bool = True) -> None:
+        """Searches on all meshes, and prices the plans of the most promising ones, then presets and pipelines."""
         problems = self.budget.part() if len(self.meshes) > 1 else self.budget
-        self.solve(problems)
+        self._solve(problems)
         if self.any_shape:
-            self.cut_axes(problems)
-        self._price()
+            self._cut_axes(problems)
+        ranked = sorted(self.begun, key=lambda one: one.rank)
+        for one in ranked[:FINISHED]:
+            one.price_solutions()
+            self.finished.append(one)
+        if with_presets:
+            self._price_presets(ranked)
+        for one in self.finished:
+            one.price_pipelines()
 
-    def solve(self, budget: TimeBudget) -> None:
+    def _solve(self, budget: TimeBudget) -> None:
         """Solves the problem of every mesh, in turn; on the first it prices presets, so that there is a plan."""
         refused: Exception | None = None
         effort = 1.0 if len(self.meshes) <= FINISHED else EFFORT
         for i, mesh in enumerate(self.meshes):
-            one = next((one for one in self.begun if one.mesh == mesh), None)
             if self.begun and budget.is_over:
                 budget.left_out.append(f"mesh ({axes_text(mesh)})")
                 continue
             try:
                 # A problem that is cut is lost: better some of them whole than a part of each.
                 part = budget.part() if i + 1 < len(self.meshes) else budget
-                one = one or self.begin(mesh, part)
-                one.budget = part
+                one = self._begin(mesh, part)
                 if not any(other.has_found for other in self.begun):
                     one.price_marked()
                     one.price_presets(None)
@@ -146,28 +147,22 @@ class SearchRun:
         if refused is not None and not self.begun:
             raise refused
 
-    def _price(self) -> None:
-        """Prices the plans of the most promising meshes, then presets and pipelines.
+    def _price_presets(self, ranked: Sequence[MeshSearch]) -> None:
+        """Prices presets.
 
         A preset over all devices is the same on every mesh, so it is priced on one with the fewest axes; one over the
         last axis is priced on the most promising mesh of several axes.
         """
-        ranked = sorted(self.begun, key=lambda one: one.rank)
         first = next(iter(self.begun))
         given = sorted((one for one in self.begun if one.near is None), key=_axes)
         several = next((one for one in ranked if _axes(one) > 1 and one.near is None), given[0])
-        for one in ranked[:FINISHED]:
-            one.price_solutions()
-            self.finished.append(one)
         for one in dict.fromkeys((given[0], several)):
             if one is not first and not first.is_unsplit:
                 one.price_marked()
             known = () if one is given[0] else [preset.name for preset in given[0].presets]
             one.price_presets(one.machine, known)
-        for one in self.finished:
-            one.price_pipelines()
 
-    def cut_axes(self, budget: TimeBudget) -> None:
+    def _cut_axes(self, budget: TimeBudget) -> None:
         """Searches on meshes of three axes, near the best plan on a mesh of two."""
         solved = [one for one in self.begun if one.is_solved and len(one.mesh.axes) == len(NAMES) - 1]
         for coarse in sorted(solved, key=lambda one: one.rank)[:1]:
@@ -186,7 +181,7 @@ class SearchRun:
         if near.is_solved:
             self.begun[near] = self.begun[one]
 
-    def begin(self, mesh: Mesh, budget: TimeBudget) -> MeshSearch:
+    def _begin(self, mesh: Mesh, budget: TimeBudget) -> MeshSearch:
         """Traces the function for a mesh, and begins the search there."""
         self.machine_on(mesh)  # refuses a machine of another size first
         budget.progress.step("tracing the function")
@@ -230,12 +225,7 @@ def search(
     machine: str | Machine | None = None,
     memory_limit: int | str | None = None,
     budget_seconds: float | None = None,
-    static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Sequence[str] | None = None,
-    donate_argnums: int | Sequence[int] | None = None,
-    donate_argnames: str | Sequence[str] | None = None,
     progress: bool | Callable[[str], object] | None = None,
-    finite: bool = False,
     **kwargs: Any,
 ) -> SearchResult:
     """Searches for the plan of a function that takes least time on a machine, and tells how near the best it may be.
@@ -250,9 +240,9 @@ def search(
     has the signal. Where nothing was found yet they act as they do without a search.
 
     Args:
-        f: a function, or one that ``gshard.jit`` returned: then its mesh, machine, limit, marks, static and donated
-            arguments count where others are not given. If ``jax.jit``, ``flax.nnx.jit`` or ``equinox.filter_jit``
-            returned it, the options that it was jitted with count.
+        f: a function, or one that ``gshard.jit`` returned: then its options count, and its mesh, machine and limit
+            where others are not given. If ``jax.jit``, ``flax.nnx.jit`` or ``equinox.filter_jit`` returned it, the
+            options that it was jitted with count. Donate a training state: ``jax.jit(step, donate_argnums=0)``.
         args, kwargs: its arguments: arrays or ``jax.ShapeDtypeStruct``, and values for static ones. An argument that
             has the name of an option here is bound before: ``functools.partial(f, mesh=...)``.
         mesh: as for ``jit``, or an abstract mesh of any size, or a list of ``Mesh`` of one size to choose from; a
@@ -264,11 +254,9 @@ def search(
             split state (FSDP), so that what is found is never worse than these. With None the size of the program says
             how many steps there are, and every computer finds the same unless they take more than 300 seconds, where
             the search ends. ``float("inf")`` is the same without an end.
-        static_argnums, static_argnames, donate_argnums, donate_argnames: as for ``jit``; donate a training state.
         progress: None prints lines on stderr once the search has taken two seconds; True prints all, False none; or a
             function that is called with each line. ``found.marks`` and ``found.patch`` do the
             same.
-        finite: as for ``jit``; a function from ``gshard.jit`` has its own.
 
     Returns:
         what was found; print it. ``gshard.jit(f, mesh=found.mesh, plan=found.plan)`` runs the plan. A function that a
@@ -277,8 +265,7 @@ def search(
     Raises:
         MachineError: there is no such machine, or it has another number of devices; or none is given, and there is no
             model of the mesh's devices.
-        ArgumentError: static or donated arguments or ``finite`` for a function that ``gshard.jit`` or a framework
-            returned, which has its own; ``budget_seconds`` is no time.
+        ArgumentError: ``budget_seconds`` is no time.
         ShardingError, TraceError: as ``jit``.
 
     >>> import jax
@@ -289,11 +276,7 @@ def search(
     ('f32[8192,8192@devices]', 0.0)
     """
     budget = TimeBudget.of(budget_seconds, progress)
-    own: dict[str, Any] = {
-        "static_argnums": static_argnums, "static_argnames": static_argnames,
-        "donate_argnums": donate_argnums, "donate_argnames": donate_argnames,
-    }  # fmt: skip
-    searched = searched_of(f, args, kwargs, own, finite, search)
+    searched = searched_of(f, args, kwargs)
     if isinstance(f, Jitted):
         machine = f.options.machine if machine is None else machine
         memory_limit = f.options.memory_limit if memory_limit is None else memory_limit

@@ -6,7 +6,6 @@ every array below it.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -71,7 +70,8 @@ def spread(what: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] = i
             f"the pytree of {what} does not match the pytree that is marked.",
             user_line(),
             " ".join(str(error).replace("tree_map tree", what).split()),
-            _hint(what, prefix, tree, is_leaf),
+            f"Give one for all, or a pytree that is a prefix; for arguments a tuple, {what}=(...,). "
+            "For the dimensions of one array write P('data', None).",
         ) from error
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [(jax.tree_util.keystr(path), s, x) for (path, x), s in zip(leaves, said, strict=True)]
@@ -89,17 +89,6 @@ def _spread(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> list[Any]
     said: list[Any] = []
     jax.tree.map(lambda s, part: said.extend([s] * len(jax.tree.leaves(part))), prefix, tree, is_leaf=is_leaf)
     return said
-
-
-def _hint(what: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> str:
-    if isinstance(tree, tuple) and len(tree) == 1:
-        with contextlib.suppress(ValueError):
-            _spread((prefix,), tree, is_leaf)
-            return f"Put it in a tuple, one entry for each argument: {what}=(...,)."
-    entries = prefix if isinstance(prefix, tuple | list) else ()
-    if entries and jax.tree_util.all_leaves([tree]) and all(s is None or isinstance(s, str) for s in entries):
-        return f"For the dimensions of one array write {text_of_spec(entries)}."
-    return "Give one sharding for all, or a pytree that is a prefix."
 
 
 def as_array(x: Any, leaf: str, what: str) -> Any:

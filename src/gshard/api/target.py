@@ -184,7 +184,6 @@ class Options(_Kept):
     collective_matmul: Any = None  # which contractions run part by part
     # what computing and sending take; None takes that of the mesh's devices, if there is a model of them
     machine: str | Machine | None = None
-    names: Any = None  # what the dimensions of arguments are called
 
     @staticmethod
     def of(
@@ -200,7 +199,7 @@ class Options(_Kept):
     @functools.cached_property
     def _key(self) -> Hashable:
         """The options as something that has a hash; equal to nothing else where what they hold has none."""
-        trees = {"in_shardings", "out_shardings", "names"}
+        trees = {"in_shardings", "out_shardings"}
         leaves, tree = jax.tree.flatten([getattr(self, name) for name in sorted(trees)], is_leaf=lambda x: x is None)
         rest = (getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in trees)
         key = *rest, self.mesh and self.mesh.given, tuple(leaves), tree

@@ -102,8 +102,6 @@ def tell_unknown(jaxpr: Any, target: Target, come: Sequence[Sharding]) -> None:
 
 # Plans a partitioned function inside ``jax.jit`` once XLA's partitioner has found the shardings of its operands.
 
-PlanFor = Callable[[Any, Target, tuple[Mark | None, ...]], SpmdProgram]
-
 
 def may_wait(ctx: Any, jaxpr: Any, target: Target) -> bool:
     """Whether a call can be left to XLA's partitioner: it has no effects, and the program is not exported."""
@@ -118,8 +116,7 @@ def _of_numbers(jaxpr: Any) -> Any:
     """A closed jaxpr that takes and returns random keys as arrays of numbers, which XLA's partitioner knows."""
 
     def f(*arrays: Any) -> list[Any]:
-        keys = [_as_key(x, a) if _is_key(a) else x for x, a in zip(arrays, jaxpr.in_avals, strict=True)]
-        return _numbers(jaxpr_as_fun(jaxpr)(*keys))
+        return _numbers(jaxpr_as_fun(jaxpr)(*_with_keys(arrays, jaxpr.in_avals)))
 
     numbers = [jax.eval_shape(jax.random.key_data, a) if _is_key(a) else a for a in _shapes(jaxpr.in_avals)]
     return jax.make_jaxpr(f)(*numbers)
@@ -129,18 +126,19 @@ def _is_key(aval: Any) -> bool:
     return bool(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key))
 
 
-def _as_key(x: Any, aval: Any) -> Any:
-    return jax.random.wrap_key_data(x, impl=impl_of_keys(aval))
+def _with_keys(arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+    pairs = zip(arrays, avals, strict=True)
+    return [jax.random.wrap_key_data(x, impl=impl_of_keys(a)) if _is_key(a) else x for x, a in pairs]
 
 
 def _numbers(arrays: Sequence[Any]) -> list[Any]:
     return [jax.random.key_data(x) if _is_key(x) else x for x in arrays]
 
 
-def lowered_at_partitioning(
-    ctx: Any, operands: Sequence[Any], jaxpr: Any, target: Target, program: Program, planned: PlanFor
-) -> Any:
+def lowered_at_partitioning(ctx: Any, operands: Sequence[Any], whole: Any, target: Target) -> Any:
     """Lowers a call to an operator that XLA asks for its per-device program."""
+    jaxpr = _of_numbers(whole) if any(map(_is_key, (*whole.in_avals, *whole.out_avals))) else whole
+    program = _planned(jaxpr, dataclasses.replace(target, leaves_by_axes=False)).program
     body, constants = closed(jaxpr)
     first = len(constants)
 
@@ -153,7 +151,7 @@ def lowered_at_partitioning(
     def partition(_: Any, arrays: Sequence[Any], results: list[Any]) -> Any:
         with carried_through_xla(), no_mesh_set(), settings.set():
             leaving = tuple((mark, None) for mark in _marks(results))  # as what reads the results has them
-            spmd = planned(marked(jaxpr, (), leaving), target, _marks(arrays[first:]))
+            spmd = partitioned(marked(jaxpr, (), leaving), target, _marks(arrays[first:]))
         said = [[over_atoms(spmd.mesh, s) for s in side] for side in (spmd.in_shardings, spmd.out_shardings)]
         return spmd.mesh.jax_mesh, _on_one_device(spmd, settings), said[1], tuple(said[0])
 
@@ -163,7 +161,7 @@ def lowered_at_partitioning(
 
     def inline(*arrays: Any) -> list[Any]:
         with set_xla_metadata(gshard=digest):
-            return list(call(*constants, *arrays))
+            return _with_keys(call(*constants, *_numbers(arrays)), whole.out_avals)
 
     return lowered_with_devices(ctx, target.mesh.devices or (), inline, operands)
 
@@ -313,16 +311,7 @@ def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target, over: Any = No
     has_types = target.takes_arguments_as_marks and any(typed)  # of a mesh with axes of type Explicit
     is_known = has_types or not target.takes_arguments_as_marks or not any(is_placed(ctx, x) for x in arguments)
     if not is_known and may_wait(ctx, jaxpr, target):
-        if any(map(_is_key, (*jaxpr.in_avals, *jaxpr.out_avals))):
-            numbers = _of_numbers(jaxpr)
-
-            def with_keys(*arrays: Any) -> list[Any]:
-                results = call_p.bind(*_numbers(arrays), jaxpr=numbers, target=target, over=over)
-                return [_as_key(x, a) if _is_key(a) else x for x, a in zip(results, jaxpr.out_avals, strict=True)]
-
-            return mlir.lower_fun(with_keys, multiple_results=True)(ctx, *arguments)
-        program = _planned(jaxpr, dataclasses.replace(target, leaves_by_axes=False)).program
-        return lowered_at_partitioning(ctx, arguments, jaxpr, target, program, partitioned)
+        return lowered_at_partitioning(ctx, arguments, jaxpr, target)
     spmd = partitioned(jaxpr, target, typed if has_types else None)
     if not is_known:
         tell_unknown(jaxpr, target, spmd.in_shardings[len(spmd.program.captured) :])

@@ -16,17 +16,13 @@ class OutOfTime(Exception):
     """The deadline has passed. ``gshard.search`` catches this exception; users never see it."""
 
 
-_current: contextvars.ContextVar[tuple[float, Callable[[], None]] | None] = contextvars.ContextVar(
+_current: contextvars.ContextVar[tuple[float, Callable[[], object]] | None] = contextvars.ContextVar(
     "gshard_deadline", default=None
 )
 
 
-def _nothing() -> None:
-    """Does nothing."""
-
-
 @contextlib.contextmanager
-def until(end: float, at_each_check: Callable[[], None] = _nothing) -> Iterator[None]:
+def until(end: float, at_each_check: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Sets the deadline of a ``with`` block. It replaces the deadline of an enclosing block."""
     token = _current.set((end, at_each_check))
     try:

@@ -219,7 +219,7 @@ def given_to_jit(f: Any) -> GivenToJit | None:
 
 
 def _given(tree: Any, leaves: Sequence[Any]) -> Any:
-    if all(x is None or isinstance(x, _sharding_impls.UnspecifiedValue) for x in leaves):
+    if all(isinstance(x, _OPEN) for x in leaves):
         return None
     return jax.tree.unflatten(tree, leaves)
 
@@ -300,8 +300,7 @@ def jitted_as(call: Any, jaxpr: Any) -> Any:
 
     def given(kind: str) -> list[Any] | None:
         pairs = zip(call.params[f"{kind}_shardings"], call.params[f"{kind}_layouts"], strict=True)
-        is_left = (_sharding_impls.UnspecifiedValue, type(None))
-        made = [_layout.Format(layout, s) if layout else None if isinstance(s, is_left) else s for s, layout in pairs]
+        made = [_layout.Format(layout, s) if layout else None if isinstance(s, _OPEN) else s for s, layout in pairs]
         return None if all(s is None for s in made) else made
 
     ins, donated = given("in"), call.params["donated_invars"]

@@ -24,7 +24,6 @@ from gshard.core.errors import ShardingError, known_names
 from gshard.core.jax_adapter import user_line
 from gshard.core.mark import Mark, atoms_of_partitions
 from gshard.core.mesh import Mesh
-from gshard.core.paths import is_below
 
 Entry = tuple[str, ...] | int | None
 
@@ -38,7 +37,6 @@ class Names:
     """The names of the dimensions of one value."""
 
     dims: tuple[str | None, ...]  # the name of each dimension, or None for a dimension without a name
-    at: str = ""  # the path of the argument, such as ``params/w1``; empty for a value inside the program
     # dimensions that vmap added, in the order they were added; ``dims`` does not count them
     batch_dims: tuple[int, ...] = ()
 
@@ -60,21 +58,10 @@ class Row:
 
     name: str  # the name of dimensions
     entry: Entry  # mesh axes, a number of parts, or None for whole dimensions
-    at: str = ""  # a pattern of paths. The row applies to arguments at and below these paths; empty for all values.
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The mesh axes in the entry."""
-        return self.entry if isinstance(self.entry, tuple) else ()
-
-    @property
-    def key(self) -> str:
-        """The left side of the row: ``embed``, or ``params:embed``."""
-        return f"{self.at}:{self.name}" if self.at else self.name
 
     def __str__(self) -> str:
         entry = self.entry[0] if isinstance(self.entry, tuple) and len(self.entry) == 1 else self.entry
-        return f"{self.key}={entry!r}"
+        return f"{self.name}={entry!r}"
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -84,16 +71,14 @@ class Layout:
     Rows have no order. A dimension whose name has no row stays open.
 
     Args:
-        rows: a dictionary of rows, for names that are not Python identifiers. ``"params:embed"`` is a row for
-            dimensions called ``embed`` of arguments at the path ``params`` and below (``*`` and ``**`` as in ``names=``
-            of ``jit``). It takes precedence over ``embed``.
+        rows: a dictionary of rows, for names that are not Python identifiers.
         named: rows as keywords. Each entry is a mesh axis, a tuple of axes, a number of parts, or None (whole).
 
     Raises:
         ShardingError: an entry is none of these, or a name has two rows.
 
-    >>> Layout({"params:embed": "data"}, batch="data", hidden=("model", "expert"), embed=None)
-    Layout(params:embed='data', batch='data', hidden=('model', 'expert'), embed=None)
+    >>> Layout(batch="data", hidden=("model", "expert"), embed=None)
+    Layout(batch='data', hidden=('model', 'expert'), embed=None)
     """
 
     rows: tuple[Row, ...] = dataclasses.field(compare=False)
@@ -107,7 +92,7 @@ class Layout:
                 hint=f"Write Layout(batch='data'). {_ORDERED}",
             )
         made = [_row(key, entry) for key, entry in (*(rows or {}).items(), *named.items())]
-        keys = [row.key for row in made]
+        keys = [row.name for row in made]
         if twice := next((key for key in keys if keys.count(key) > 1), None):
             raise ShardingError(f"the layout has two rows for {twice!r}.", user_line(), hint="Leave one.")
         object.__setattr__(self, "rows", tuple(made))
@@ -128,35 +113,21 @@ class Layout:
             hint=f"Write gshard.Layout(batch='data'). {_ORDERED}",
         )
 
-    def rows_of(self, names: Names, line: str = "") -> tuple[Row | None, ...]:
-        """The row that applies to each dimension, or None.
+    def rows_of(self, names: Names) -> tuple[Row | None, ...]:
+        """The row of each dimension of a value, or None."""
+        return tuple(next((row for row in self.rows if row.name == name), None) for name in names.dims)
 
-        Args:
-            names: the names of a value.
-            line: the user's source line, for error messages.
-
-        Raises:
-            ShardingError: two rows with different paths apply and differ.
-        """
-        return tuple(None if name is None else self._row(name, names.at, line) for name in names.dims)
-
-    def mark(self, names: Names, line: str = "") -> Mark | None:
-        """The mark that the names of one value stand for; None if no row applies.
-
-        Raises:
-            ShardingError: see ``rows_of``.
-        """
-        rows = self.rows_of(names, line)
+    def mark(self, names: Names) -> Mark | None:
+        """The mark that the names of one value stand for; None if no row applies."""
+        rows = self.rows_of(names)
         applied = dict.fromkeys(str(row) for row in rows if row is not None)
         if not applied:
             return None
-        call = f"named {str(names)!r}" if names.at else f"name(x, {str(names)!r})"
         return Mark(
             "spec",
             spec=tuple(PartitionSpec.UNCONSTRAINED if row is None else row.entry for row in rows),
             batch_dims=names.batch_dims,
-            names=names.dims,
-            source_text=f"{call} by {', '.join(applied)}",
+            source_text=f"name(x, {str(names)!r}) by {', '.join(applied)}",
         )
 
     def check(self, mesh: Mesh) -> None:
@@ -167,7 +138,7 @@ class Layout:
                 row.
         """
         for row in self.rows:
-            for axis in row.axes:
+            for axis in row.entry if isinstance(row.entry, tuple) else ():
                 if axis not in mesh.atoms_of:
                     raise ShardingError(
                         f"the mesh has no axis {axis!r}, which the layout's row {row} names.",
@@ -179,18 +150,6 @@ class Layout:
                     atoms_of_partitions(row.entry, mesh)
                 except ShardingError as reason:
                     raise ShardingError(reason.what, None, f"mesh: {mesh}; layout: {row}", reason.hint) from None
-
-    def _row(self, name: str, at: str, line: str) -> Row | None:
-        rows_of_name = [row for row in self.rows if row.name == name]
-        rows_of_path = [row for row in rows_of_name if row.at and at and is_below(row.at, at)]
-        if len({row.entry for row in rows_of_path}) > 1:
-            raise ShardingError(
-                f"two rows of the layout disagree about {name!r} of {at}.",
-                line,
-                ", ".join(map(str, rows_of_path)),
-                hint="Rows have no order: make their paths such that one applies.",
-            )
-        return next(iter(rows_of_path), None) or next((row for row in rows_of_name if not row.at), None)
 
     def __str__(self) -> str:
         return f"Layout({', '.join(map(str, self.rows))})"
@@ -208,15 +167,12 @@ class Named:
     layout: Layout | None
 
 
-def _row(key: Any, entry: Any) -> Row:
-    at, _, name = key.rpartition(":") if isinstance(key, str) else ("", "", key)
-    if not isinstance(name, str) or not name or name.split() != [name] or name in ("_", "..."):
+def _row(name: Any, entry: Any) -> Row:
+    if not isinstance(name, str) or name.split() != [name] or name in ("_", "...") or ":" in name:
         raise ShardingError(
-            f"{key!r} is no name of dimensions.",
-            user_line(),
-            hint="A name is a word; 'params:embed' is the row of 'embed' for arguments below params.",
+            f"{name!r} is no name of dimensions.", user_line(), hint="A name is a word without ':', such as 'embed'."
         )
-    return Row(name, _entry(entry, name), at)
+    return Row(name, _entry(entry, name))
 
 
 def _entry(entry: Any, name: str) -> Entry:

@@ -30,22 +30,10 @@ def table_of_ids(ids: np.ndarray, mesh: Mesh) -> np.ndarray:
     If there are fewer ids than devices, several consecutive devices hold each part.
     """
     count = ids.size
-    if not count:
+    if not count or mesh.size % count or set(ids.flat) != set(range(count)):
         raise ShardingError(
-            "the device assignment names no device.",
-            got=f"device assignment of shape {ids.shape}",
-            hint="Name each of the devices 0 to n-1 once, where n divides the number of devices.",
-        )
-    missing = sorted(set(range(count)) - set(ids.flat))
-    if count > mesh.size or ids.max() >= mesh.size:
-        raise ShardingError(
-            f"the device assignment names device {ids.max()}, and the mesh has {mesh.size} devices.",
-            hint=f"Use the ids 0 to {mesh.size - 1}.",
-        )
-    if missing or mesh.size % count:
-        what = f"device {missing[0]} is missing from" if missing else f"{mesh.size} devices cannot hold copies of"
-        raise ShardingError(
-            f"{what} a device assignment of {count} parts.",
+            f"a device assignment of {count} parts does not fit {mesh.size} devices.",
+            got=f"device ids {ids.tolist()}"[:200],
             hint="Name each of the devices 0 to n-1 once, where n divides the number of devices.",
         )
     copies = mesh.size // count
@@ -269,8 +257,6 @@ class Mark:
     even: bool = False  # whether all parts must have the same size, as JAX requires for the results of a program
     # the marked leaf of a pytree, for messages: ``x['l1']['w']``
     leaf: str = dataclasses.field(default="", compare=False, repr=False)
-    # the names of the dimensions, if a layout created this mark
-    names: tuple[str | None, ...] = dataclasses.field(default=(), compare=False, repr=False)
     # the user's source text, if the other attributes do not contain it
     source_text: str = dataclasses.field(default="", compare=False, repr=False)
     # the dtype in which devices send the array; empty if it is that of the array
@@ -386,8 +372,6 @@ def resolve(mark: Mark, mesh: Mesh, shape: tuple[int, ...], line: str) -> Demand
                 dims = list(cuts)
             case _:
                 dims, order = _spec(mark, mesh, ndim)
-        if mark.names:
-            _check_names(mark, dims)
         _check_once(dims, mesh)
         unreduced = _unreduced(mark, dims, mesh)
         placed = mark.place(dims, None)
@@ -524,28 +508,6 @@ def _cut_and_order(table: np.ndarray, mesh: Mesh) -> tuple[tuple[Atoms, ...], Or
     return (cuts, mesh.order) if cuts is not None else order_for(table, mesh)
 
 
-def _check_names(mark: Mark, dims: list[Atoms | None]) -> None:
-    """Raises if the names of two dimensions require one axis, also if the axis has one device."""
-    seen: dict[str, int] = {}
-    for d, (entry, atoms) in enumerate(zip(mark.spec, dims, strict=True)):
-        axes = entry if isinstance(entry, tuple) else ()
-        for axis_or_atom in dict.fromkeys((*axes, *(atoms or ()))):
-            first = seen.setdefault(axis_or_atom, d)
-            if first == d:
-                continue
-            what = f"axis {axis_or_atom!r}" if axis_or_atom in axes else f"{entry} parts: the same devices"
-            if mark.names[first] == mark.names[d]:
-                problem = f"dimensions {first} and {d} are both called {mark.names[d]!r} and want {what}."
-            else:
-                both = f"{mark.names[first]!r} (dimension {first}) and {mark.names[d]!r} (dimension {d})"
-                problem = f"{both} both want {what}."
-            raise ShardingError(
-                problem,
-                hint="An axis splits one dimension of an array: give one row of the layout another axis or None, "
-                "or write '_' for one of the names here.",
-            )
-
-
 def _check_once(dims: list[Atoms | None], mesh: Mesh) -> None:
     seen: dict[str, int] = {}
     for d, atoms in enumerate(dims):
@@ -553,7 +515,8 @@ def _check_once(dims: list[Atoms | None], mesh: Mesh) -> None:
             if atom in seen:
                 where = f"dimension {d} twice" if seen[atom] == d else f"dimensions {seen[atom]} and {d}"
                 axis = next((name for name, atoms_of in mesh.atoms_of.items() if atom in atoms_of), atom)
-                raise ShardingError(f"axis {axis!r} splits {where}.", hint="Name each mesh axis once.")
+                hint = "Name each mesh axis once: an axis splits one dimension of an array."
+                raise ShardingError(f"axis {axis!r} splits {where}.", hint=hint)
             seen[atom] = d
 
 

@@ -136,24 +136,15 @@ class Mesh:
     def _check_axes(axes: tuple[tuple[Any, Any], ...]) -> None:
         names = [name for name, _ in axes]
         for name, size in axes:
-            if not isinstance(name, str) or not name:
+            is_number = isinstance(size, int | np.integer) and not isinstance(size, bool)
+            if not isinstance(name, str) or not name or not is_number or size < 1:
                 raise MeshError(
-                    f"{name!r} cannot be the name of an axis of a mesh.",
+                    f"an axis of a mesh has a name and a number of devices, and {name!r} has {size!r}.",
                     got=f"axes: {dict(axes)}",
-                    hint='Name each axis by text, such as {"data": 4, "model": 2}.',
+                    hint='Name each axis by text, with a whole number from 1 on, such as {"data": 4, "model": 2}.',
                 )
-            if not isinstance(size, int | np.integer) or isinstance(size, bool):
-                raise MeshError(
-                    f"the size of axis {name!r} is a number of devices, not {type(size).__name__}.",
-                    got=f"axes: {dict(axes)}",
-                    hint='Give each axis a whole number from 1 on, such as {"data": 4, "model": 2}.',
-                )
-        if any(size < 1 for _, size in axes) or not axes:
-            raise MeshError(
-                "a mesh needs at least one axis and one device.",
-                got=f"axes: {dict(axes)}",
-                hint="Give each axis a whole number of devices from 1 on.",
-            )
+        if not axes:
+            raise MeshError("a mesh needs at least one axis.", hint='Give axes, such as {"data": 4, "model": 2}.')
         if len(set(names)) != len(names):
             twice = next(name for i, name in enumerate(names) if name in names[:i])
             raise MeshError(f"the mesh has two axes named {twice!r}.", hint="Name each axis differently.")

@@ -14,7 +14,7 @@ from gshard.core.errors import ShardingError
 from gshard.core.mark import Order
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
-from gshard.core.program import Block, Constant, Equation, Program, Value, itemsize, type_text
+from gshard.core.program import Block, Constant, Equation, Program, Value, format_block, itemsize, type_text
 from gshard.core.rule import REPLICATE, Rule, Split, operand_sharding, passing, place, result_sharding
 from gshard.core.sharding import Sharding
 
@@ -326,8 +326,8 @@ class Plan:
         return [f"{self.format(v)}: {self.reasons[v, d]}" for v, d in self._path((value, dim))]
 
     def __str__(self) -> str:
-        lines = [f"plan for {self.program.name} on {self.mesh}"]
-        lines += self._block(self.program.block, "  ")
+        block = format_block(self.program.block, "  ", lambda v: f"%{v.index}:{self.format(v)}", self._note)
+        lines = [f"plan for {self.program.name} on {self.mesh}", block]
         lines += [f"gathered, without a rule: {text}" for text in self.gathered_text()]
         return "\n".join(lines)
 
@@ -356,18 +356,6 @@ class Plan:
             lines.append(f"{e.name} at {e.line}: {text} ({size} B on every device){why}")
         return lines
 
-    def _block(self, block: Block, indent: str) -> list[str]:
-        lines = [f"{indent}({', '.join(f'%{v.index}:{self.format(v)}' for v in block.inputs)}) ->"]
-        for e in block.equations:
-            results = ", ".join(f"%{v.index}:{self.format(v)}" for v in e.outputs)
-            operands = ", ".join(f"%{v.index}" if isinstance(v, Value) else repr(v) for v in e.inputs)
-            primitive = f"{e.name}[{e.mark}]" if e.mark else e.name
-            lines.append(f"{indent}{results} = {primitive} {operands}{self._note(e)}")
-            for body in e.blocks:
-                lines += self._block(body, indent + "    ")
-        results = ", ".join(f"%{v.index}" if isinstance(v, Value) else repr(v) for v in block.outputs)
-        return [*lines, f"{indent}return {results}"]
-
     def _note(self, e: Equation) -> str:
         """The rule and the split of an equation, as a comment; empty for an equation without a split."""
         split = self.splits.get(e)
@@ -395,9 +383,6 @@ class Boundary:
 
     # the numbers of the inputs (including captured arrays) whose memory results may reuse
     donated: tuple[int, ...] = ()
-    # the shardings of the inputs that are passed as padded parts
-    padded: Mapping[int, Sharding] = dataclasses.field(default_factory=dict)
-    keep_uneven: bool = False  # whether unevenly sharded results are returned as padded parts
 
 
 # No constraints other than marks.

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -390,16 +390,24 @@ class Program:
         return f"program {self.name}\n{format_block(self.block)}"
 
 
-def format_block(block: Block, indent: str = "  ") -> str:
+def _rule_text(e: Equation) -> str:
+    return f"   # {e.rule}" if e.rule is not None and not e.mark else ""
+
+
+def format_block(
+    block: Block,
+    indent: str = "  ",
+    value: Callable[[Value], str] = repr,
+    comment: Callable[[Equation], str] = _rule_text,
+) -> str:
     """The text of a block: one equation a line, with indented bodies."""
-    lines = [f"{indent}({', '.join(map(repr, block.inputs))}) ->"]
+    lines = [f"{indent}({', '.join(map(value, block.inputs))}) ->"]
     for e in block.equations:
         primitive = f"{e.name}[{e.mark}]" if e.mark else e.name
         primitive = f"{primitive}{e.context}" if e.context else primitive
-        rule = f"   # {e.rule}" if e.rule is not None and not e.mark else ""
-        results = ", ".join(map(repr, e.outputs))
-        lines.append(f"{indent}{results} = {primitive} {', '.join(map(_short, e.inputs))}{rule}")
-        lines.extend(format_block(b, indent + "    ") for b in e.blocks)
+        operands = ", ".join(map(_short, e.inputs))
+        lines.append(f"{indent}{', '.join(map(value, e.outputs))} = {primitive} {operands}{comment(e)}")
+        lines.extend(format_block(b, indent + "    ", value, comment) for b in e.blocks)
     lines.append(f"{indent}return {', '.join(map(_short, block.outputs))}")
     return "\n".join(lines)
 

@@ -56,11 +56,6 @@ class Sharding(_Hashed):
         return Sharding(((),) * ndim)
 
     @property
-    def is_replicated(self) -> bool:
-        """Whether every device holds the whole, reduced array."""
-        return not self.unreduced and not any(self.dims)
-
-    @property
     def atoms(self) -> Atoms:
         """All atoms of the sharding, of dimensions and unreduced."""
         return (*(a for dim in self.dims for a in dim), *(a for a, _ in self.unreduced))

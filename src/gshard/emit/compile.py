@@ -99,9 +99,6 @@ class Executable:
         with phase("compiling", self.spmd.program.name, self.spmd.mesh.size):
             return lowered.compile()
 
-    def __str__(self) -> str:
-        return f"executable {self.spmd.program.name} on {self.spmd.mesh}\n{self.compiled.as_text()}"
-
 
 def named_sharding(mesh: Mesh, sharding: Sharding, memory: str = DEVICE) -> NamedSharding:
     """A sharding as a ``NamedSharding`` over the user's mesh, or over its atoms if it splits by a part of an axis."""

@@ -168,7 +168,7 @@ def uses_of_layout(program: Program) -> tuple[str, ...]:
         rows = layout.rows_of(named.names)
         used.update(dict.fromkeys((str(row) for row in rows if row is not None), 1))
         left |= dict.fromkeys(n for n, row in zip(named.names.dims, rows, strict=True) if n is not None and row is None)
-    lines = [f"{row}: {counted(used[row], 'value')}" for row in dict.fromkeys(map(str, layout.rows)) if used[row]]
+    lines = [f"{row}: {counted(used[row], 'value')}" for row in map(str, layout.rows) if used[row]]
     if left:
         lines.append(f"open, since no row mentions them: {', '.join(listed(list(left)))}")
     return tuple(lines)
@@ -180,14 +180,10 @@ def unused_of_layout(program: Program, mesh: Mesh) -> tuple[str, ...]:
     if layout is None:
         return ()
     names = {name for named in _under(program) for name in named.names.dims}
-    used = {row for named in _under(program) for row in layout.rows_of(named.names) if row is not None}
     found = []
-    for row in dict.fromkeys(layout.rows):
+    for row in layout.rows:
         if row.name not in names:
             found.append(f"{row}: nothing is called {row.name!r}")
-        elif row not in used:
-            where = f"no argument below {row.at!r} has that name" if row.at else "another row goes before it everywhere"
-            found.append(f"{row}: never applies, {where}")
     asked = {atom for _, demand, _ in demands(program, mesh) for atoms in demand.dims for atom in atoms}
     for axis, atoms in mesh.atoms_of.items():
         if mesh.count(atoms) > 1 and not asked & set(atoms):

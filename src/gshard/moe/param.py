@@ -118,7 +118,7 @@ def shapes(specs: Any) -> Any:
 
 
 def names(specs: Any) -> Any:
-    """The tree of names of dimensions of a tree of ``Param``, as ``names=`` of ``gshard.jit`` takes it.
+    """The tree of names of dimensions of a tree of ``Param``, as ``gshard.name`` takes it.
 
     >>> names({"w": Param((2, 3), ("model", "hidden"))})
     {'w': 'model hidden'}

@@ -300,8 +300,7 @@ class ChoiceTables:
         def find() -> Iterable[Sharding]:
             if kept is not None:
                 return (kept,)
-            even = not self.boundary.keep_uneven
-            every = *self._over_whole_axes((v,), even=even), *(s for s in states if not s.unreduced)
+            every = *self._over_whole_axes((v,), even=True), *(s for s in states if not s.unreduced)
             return dict.fromkeys(self._returned(v, s) for s in every)
 
         return self.interned.states(("leaves", self._kinds[v], id(states), kept), find)
@@ -314,7 +313,7 @@ class ChoiceTables:
         known = self.propagated.shardings
         if argument in self.propagated.undecided:
             return None
-        if argument is not None and (self.boundary.keep_uneven or known[argument].is_even(self.mesh, v.shape)):
+        if argument is not None and known[argument].is_even(self.mesh, v.shape):
             is_placed = argument in self.demands_of
             return known[argument] if is_placed else self._returned(v, known[argument])
         if v not in self.propagated.kept:
@@ -322,7 +321,7 @@ class ChoiceTables:
         return self._returned(v, Sharding(known[v].dims))  # without unreduced axes: a result is finished
 
     def _returned(self, v: Value, s: Sharding) -> Sharding:
-        return as_returned(s, v.shape, self.mesh, padded=self.boundary.keep_uneven)
+        return as_returned(s, v.shape, self.mesh)
 
     def splits_of(self, e: Equation, component: Component) -> tuple[tuple[Split, ...], float]:
         """The splits of a component of an equation, and the largest share of its work on one device under the marks."""
@@ -414,7 +413,7 @@ class ChoiceTables:
     def _caller_costs(self, v: Value, states: Sequence[Sharding]) -> Floats:
         """float64 [states]: the reshards to the propagated sharding, which some callers need."""
         known = None if self.propagated is None or v in self.propagated.undecided else self.propagated.shardings[v]
-        if known is None or not (self.boundary.keep_uneven or known.is_even(self.mesh, v.shape)):
+        if known is None or not known.is_even(self.mesh, v.shape):
             return np.zeros(len(states))
         return _AFTERWARDS * self.move_costs(states, (known,), v)[:, 0]
 

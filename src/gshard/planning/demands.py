@@ -81,14 +81,11 @@ def at_boundary(plan: Plan, boundary: Boundary = AS_MARKED) -> Plan:
     """The plan with the shardings of its inputs and results (``Plan.entry``, ``Plan.leave``)."""
     block, results = plan.program.block, tuple(dict.fromkeys(plan.program.block.outputs))
     foreign = _marked_on_another_mesh(plan)
-    leave = {v: _leaving_sharding(v, plan, foreign, keep_uneven=boundary.keep_uneven) for v in results}
-    fixed_entry = dict(boundary.padded)
-    if not boundary.keep_uneven:
-        fixed_entry = {**_entry_of_donated(boundary.donated, leave, plan), **fixed_entry}
-    entry = tuple(fixed_entry.get(i) or _even_dims(plan.sharding(v), v, plan) for i, v in enumerate(block.inputs))
-    if not boundary.keep_uneven:
-        placed = _leave_of_placed(boundary.donated, entry, plan)
-        leave |= {v: sharding for v, sharding in placed.items() if v in plan.leaves}
+    leave = {v: _leaving_sharding(v, plan, foreign) for v in results}
+    donated = _entry_of_donated(boundary.donated, leave, plan)
+    entry = tuple(donated.get(i) or _even_dims(plan.sharding(v), v, plan) for i, v in enumerate(block.inputs))
+    placed = _leave_of_placed(boundary.donated, entry, plan)
+    leave |= {v: sharding for v, sharding in placed.items() if v in plan.leaves}
     leave |= {v: entry[i] for i, v in plan.program.final_values() if entry[i].is_even(plan.mesh, v.shape)}
     return dataclasses.replace(plan, entry=entry, leave=tuple(leave[v] for v in block.outputs))
 
@@ -107,7 +104,7 @@ def by_axes(sharding: Sharding, mesh: Mesh) -> Sharding:
     return Sharding(tuple(dims))
 
 
-def as_returned(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh, *, padded: bool = False) -> Sharding:
+def as_returned(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> Sharding:
     """The sharding in which a result leaves: in equal parts, and over whole axes if the user gave a mesh of JAX's.
 
     A mesh that was given as a number or by axis names is no mesh that JAX has set, so parts of its axes can be used.
@@ -119,8 +116,6 @@ def as_returned(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh, *, padde
     >>> as_returned(split, (6, 4), Mesh.of(jax.sharding.AbstractMesh((2, 4), ("x", "y")))).dims
     (('x',), ())
     """
-    if padded and not sharding.is_even(mesh, shape):
-        return sharding
     even = cut_evenly(sharding, shape, mesh)
     return even if mesh.given is None else by_axes(even, mesh)
 
@@ -131,15 +126,11 @@ def _even_dims(sharding: Sharding, value: Value, plan: Plan) -> Sharding:
     return Sharding(tuple(() if n % plan.mesh.count(atoms) else atoms for n, atoms in pairs))
 
 
-def _leaving_sharding(
-    value: Value | Constant, plan: Plan, foreign: Collection[Value], *, keep_uneven: bool
-) -> Sharding:
+def _leaving_sharding(value: Value | Constant, plan: Plan, foreign: Collection[Value]) -> Sharding:
     """The sharding in which a result leaves: the planned one, or else its own, in equal parts over whole axes."""
     sharding = plan.leaves.get(value, plan.sharding(value)) if isinstance(value, Value) else plan.sharding(value)
     sharding = Sharding(sharding.dims)  # reduced, even if a mark leaves the value unreduced inside
-    if value in foreign and not keep_uneven:
-        return cut_evenly(sharding, value.shape, plan.mesh)
-    return sharding if value in foreign else as_returned(sharding, value.shape, plan.mesh, padded=keep_uneven)
+    return (cut_evenly if value in foreign else as_returned)(sharding, value.shape, plan.mesh)
 
 
 def _marked_on_another_mesh(plan: Plan) -> set[Value]:

@@ -22,7 +22,7 @@ from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.mark import positions_of_parts
 from gshard.core.mesh import Mesh
-from gshard.core.plan import Boundary, Plan
+from gshard.core.plan import Plan
 from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE, Rule, Split, is_valid, operand_sharding, passing
 from gshard.core.sharding import Sharding
@@ -30,7 +30,6 @@ from gshard.core.spmd import Collective, SpmdProgram
 from gshard.emit.partition import partition
 from gshard.language.kernel_primitive import kernel_p
 from gshard.language.region import Interpreter
-from gshard.planning.demands import at_boundary
 from gshard.planning.settled import on_mesh
 from gshard.simulator.simulate import simulate
 from gshard.tracing.permitted import permitted
@@ -268,8 +267,9 @@ def plan_of(program: Program, equation: Equation, split: Split, mesh: Mesh) -> P
 
 def emit(plan: Plan) -> SpmdProgram:
     """The per-device program of a plan, which takes its arguments in padded parts as they are planned."""
-    padded = {i: plan.sharding(v) for i, v in enumerate(plan.program.block.inputs)}
-    return partition(at_boundary(plan, Boundary(padded=padded, keep_uneven=True)))
+    block = plan.program.block
+    leave = tuple(Sharding(plan.sharding(v).dims) for v in block.outputs)
+    return partition(dataclasses.replace(plan, entry=tuple(map(plan.sharding, block.inputs)), leave=leave))
 
 
 def run_on_all(spmd: SpmdProgram, arguments: Sequence[Any]) -> list[list[Any]]:

@@ -337,9 +337,9 @@ class Builder:
 
     def _named(self, eqn: Any, x: Value | Constant, env: dict[Any, Any], out: _Body, source: Any) -> None:
         """Converts names to a mark if the layout has a row for any of them; otherwise ignores them."""
-        names, line = eqn.params["mark"], user_line(source)
+        names = eqn.params["mark"]
         (variable,) = eqn.outvars
-        mark = None if self.layout is None else self.layout.mark(names, line)
+        mark = None if self.layout is None else self.layout.mark(names)
         if mark is not None:
             x = self._marked(x, mark, variable, out, source)
         env[variable] = x

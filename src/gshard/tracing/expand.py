@@ -34,12 +34,11 @@ from gshard.rules.callback import WITH_A_DEVICE
 # Separates ``jax.device_put`` inside a program into a mark and a transfer.
 
 
-def put_apart(params: dict[str, Any], in_avals: list[Any], mark_of: Callable[..., Mark]) -> Any | None:
+def put_apart(params: dict[str, Any], in_avals: list[Any]) -> Any | None:
     """The closed jaxpr of marks and transfers that replaces a ``device_put``; None if it is a single transfer."""
     if is_transfer(params, in_avals):
         return None
-    targets = zip(params["devices"], in_avals, strict=True)
-    marks_and_memories = [_mark_and_memory(target, aval, mark_of) for target, aval in targets]
+    marks_and_memories = list(map(_mark_and_memory, params["devices"], in_avals))
 
     def put(*arrays: Any) -> list[Any]:
         results = []
@@ -54,7 +53,7 @@ def put_apart(params: dict[str, Any], in_avals: list[Any], mark_of: Callable[...
     return jax.make_jaxpr(put)(*shapes_of(in_avals))
 
 
-def _mark_and_memory(target: Any, aval: Any, mark_of: Callable[..., Mark]) -> tuple[Mark | None, bool]:
+def _mark_and_memory(target: Any, aval: Any) -> tuple[Mark | None, bool]:
     """The mark of one operand, and whether its result is in host memory."""
     on_host = is_on_host(aval)
     if target is None or isinstance(target, jax.Device):
@@ -67,7 +66,7 @@ def _mark_and_memory(target: Any, aval: Any, mark_of: Callable[..., Mark]) -> tu
         raise _refused(f"jax.device_put inside a program does not read a {type(target).__name__}.", target)
     to_host = on_host if target.memory_kind is None else is_in_host_space(target.memory_kind)
     if isinstance(target, NamedSharding):
-        return mark_of(target, len(aval.shape)), to_host
+        return mark_of_named_sharding(target, len(aval.shape)), to_host
     if isinstance(target, SingleDeviceSharding):
         (device,) = target.device_set
         whole = (None,) * len(aval.shape)
@@ -126,7 +125,7 @@ def expansion(name: str, params: dict[str, Any], in_avals: list[Any]) -> tuple[A
     if name == "reshard" and _adds_no_mark(params["dst_sharding"], in_avals[0]):
         return closed(jax.make_jaxpr(lambda x: x)(*shapes_of(in_avals)))
     if name == "device_put":
-        apart = put_apart(params, in_avals, mark_of_named_sharding)
+        apart = put_apart(params, in_avals)
         return None if apart is None else closed(apart)
     if name == "while":
         loop = written_out(params, in_avals)

@@ -50,19 +50,14 @@ def names_of_files(paths: Iterable[str]) -> dict[str, str]:
     >>> names_of_files(["/a/data/utils.py", "/a/model/utils.py", "/a/train.py"])
     {'/a/data/utils.py': 'data/utils.py', '/a/model/utils.py': 'model/utils.py', '/a/train.py': 'train.py'}
     """
-    names: dict[str, str] = {}
-    count = 1  # components of the path in the name
-    unnamed = dict.fromkeys(paths)
-    while unnamed:
-        paths_of: dict[str, list[str]] = {}
-        for path in unnamed:
-            paths_of.setdefault("/".join(path.split("/")[-count:]), []).append(path)
-        for end, same in paths_of.items():
-            if len(same) == 1 or count > max(path.count("/") for path in same):
-                names.update(dict.fromkeys(same, end))
-        unnamed = {path: None for path in unnamed if path not in names}
-        count += 1
-    return dict(sorted(names.items()))
+    parts = {path: path.split("/") for path in paths}
+
+    def name(path: str) -> str:
+        ends = (parts[path][-n:] for n in range(1, len(parts[path])))
+        alone = (end for end in ends if sum(other[-len(end) :] == end for other in parts.values()) == 1)
+        return "/".join(next(alone, parts[path]))
+
+    return {path: name(path) for path in sorted(parts)}
 
 
 def with_names_of_files(block: Block, beside: Block | None = None) -> Block:
