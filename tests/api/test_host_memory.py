@@ -367,6 +367,17 @@ def test_recomputation_fetches_round_by_round():
     assert sorted(moved(function, ws, x)) == [(False, 6), (False, 6), (False, 6), (True, 6)]
 
 
+def test_the_gradient_of_an_unread_argument_is_in_its_memory():
+    function = gshard.jit(lambda x, y: 2 * x, mesh=ROWS)
+    x, y = jax.device_put(X, on(ROWS)), on_host(ROWS, X, P("d"))
+    for _ in range(3):
+        results, back = jax.vjp(function, x, y)
+        of_x, of_y = back(results)
+        np.testing.assert_array_equal(of_x, 4 * X)
+        np.testing.assert_array_equal(of_y, np.zeros_like(X))
+        assert of_y.sharding.memory_kind == y.sharding.memory_kind
+
+
 def test_shardings_that_are_not_read_are_refused_with_the_line():
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     columns_first = jax.experimental.layout.Format(jax.experimental.layout.Layout((1, 0)), on(ROWS))

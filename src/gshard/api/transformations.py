@@ -493,7 +493,12 @@ def _transposed(jaxpr: Any, linear: tuple[int, ...], given: tuple[int, ...]) -> 
             return [results[i] for i in given]
 
         shapes = _shapes([jaxpr.in_avals[i] for i in linear])
-        return jax.linear_transpose(of_linear, *shapes)(list(arguments[len(others) :]))  # type: ignore[no-any-return]
+        found = jax.linear_transpose(of_linear, *shapes)(list(arguments[len(others) :]))
+        # JAX makes the zeros of an argument that is not read in the memory of devices.
+        return tuple(
+            jax.device_put(ct, space(on_host=True)) if is_on_host(x) else ct
+            for ct, x in zip(found, shapes, strict=True)
+        )
 
     known_avals = _shapes([jaxpr.in_avals[i] for i in others])
     return jax.make_jaxpr(backward)(*known_avals, *_shapes([jaxpr.out_avals[i] for i in given]))
