@@ -1,6 +1,7 @@
 """What the documentation shows runs: doctests, the README, the pages (``tests/pages.py``), the examples."""
 
 import doctest
+import functools
 import importlib
 import importlib.util
 import os
@@ -110,6 +111,10 @@ def test_the_reference_has_every_public_name():
     public += [f"stages.{name}" for name in gshard.stages.__all__]
     public += [f"rules.{name}" for name in ("Call", "Rule", "RuleError", "RuleMaker", "Shards")]
     assert sorted(told) == sorted(public), "docs/api.md lists each public name once"
+    for path, members in re.findall(r"autoclass:: gshard\.(\S+)\n +:members: (.+)", text):
+        cls = functools.reduce(getattr, path.split("."), gshard)
+        wrong = [name for name in members.split(", ") if not hasattr(cls, name) and name not in cls.__annotations__]
+        assert not wrong, f"docs/api.md lists what {path} does not have"
 
 
 def test_figures_are_those_of_the_benchmarks():
