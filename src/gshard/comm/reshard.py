@@ -195,6 +195,27 @@ class Between:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Divided:
+    """Shardings over two axes. One axis is divided into parts: these stay together, or do so after a swap."""
+
+    parts: Atoms  # the parts of the divided axis
+    other: str  # the other axis
+    alike: Atoms  # the parts that have its size
+
+    def __contains__(self, here: Sharding) -> bool:
+        swaps = ({a: self.other, self.other: a} for a in self.alike)
+        return self.is_whole(here) or any(self.is_whole(_renamed(here, swap)) for swap in swaps)
+
+    def is_whole(self, here: Sharding) -> bool:
+        """Whether the divided axis is whole."""
+        unreduced = tuple(a for a, _ in here.unreduced if a in self.parts)
+        held = [atoms for atoms in (*here.dims, unreduced) if not set(self.parts).isdisjoint(atoms)]
+        return not held or (
+            len(held) == 1 and any(held[0][i:][: len(self.parts)] == self.parts for i in range(len(held[0])))
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Listed:
     """Shardings with these dimensions, reduced or not."""
 
@@ -204,13 +225,31 @@ class Listed:
         return here.dims in self.dims
 
 
-Through = Between | Listed
+Through = Between | Divided | Listed
 
 
 def _renamed(sharding: Sharding, names: dict[str, str]) -> Sharding:
     """The sharding with other axes in the places of some."""
     dims = tuple(tuple(names.get(a, a) for a in atoms) for atoms in sharding.dims)
     return Sharding(dims).with_unreduced({names.get(a, a): m for a, m in sharding.unreduced})
+
+
+def _divided(mesh: Mesh, axes: tuple[Atoms, ...]) -> tuple[tuple[Atoms, ...], Divided | None]:
+    """The axes. One of two is divided if a part of it has the size of the other: these two can be exchanged.
+
+    >>> mesh = Mesh.abstract(data=4, model=2)
+    >>> axes, divided = _divided(mesh, axes_of(mesh))
+    >>> axes, divided.parts, divided.other
+    ((('data.0',), ('data.1',), ('model',)), ('data.0', 'data.1'), 'model')
+    """
+    for i, axis in enumerate(axes if len(axes) == 2 else ()):
+        other = axes[1 - i]
+        for k in range(1, len(axis)):
+            names = {mesh.format_atoms(part): mesh.count(part) for part in (axis[:k], axis[k:])}
+            if alike := tuple(name for name, size in names.items() if size == mesh.count(other)):
+                parts = (*axes[:i], axis[:k], axis[k:], *axes[i + 1 :])
+                return parts, Divided(tuple(names), mesh.format_atoms(other), alike)
+    return axes, None
 
 
 class AxisSteps:
@@ -234,8 +273,7 @@ class AxisSteps:
         self._blocks = tuple(dict.fromkeys(blocks))
         self._steps: dict[Sharding, list[Step]] = {}
         self._passes: dict[Sharding, bool] = {}
-        # for each rank, the dimensions of shardings by their numbers of parts
-        self._placements: dict[int, dict[tuple[int, ...], list[tuple[Atoms, ...]]]] = {}
+        self._placements: dict[int, _Placements] = {}
         self._tables: dict[tuple[int, tuple[str, ...]], Table] = {}
         self.groups: dict[Hashable, int] = {}  # a number for each group of steps (``group``)
 
@@ -315,23 +353,15 @@ class AxisSteps:
     def _permuted(self, here: Sharding) -> Iterator[Step]:
         """Permutes, after which other axes split the dimensions into as many parts."""
         mesh, rank = self.coarse, len(here.dims)
-        parts, unreduced = self.parts(here.dims), {a for a, _ in here.unreduced}
         if len(mesh.atoms) > FEW and self._through is None:
             swaps = ({a: b, b: a} for a, b in itertools.combinations(mesh.atoms, 2))
-            found = [dims for swap in swaps if self.parts(dims := _renamed(here, swap).dims) == parts]
+            found = _Placements([*dict.fromkeys(_renamed(here, swap).dims for swap in swaps)], mesh)
         else:
             if rank not in self._placements:
-                self._placements[rank] = collections.defaultdict(list)
-                for dims in self._all_placements(rank):
-                    self._placements[rank][self.parts(dims)].append(dims)
-            found = self._placements[rank].get(parts, [])
-        for dims in dict.fromkeys(found):
-            if dims != here.dims and unreduced.isdisjoint(itertools.chain(*dims)):
-                yield Step(PERMUTE, mesh.atoms, here, Sharding(dims, here.unreduced))
-
-    def parts(self, dims: Sequence[Atoms]) -> tuple[int, ...]:
-        """The numbers of parts of dimensions over these axes."""
-        return tuple(map(self.coarse.count, dims))
+                self._placements[rank] = _Placements(self._all_placements(rank), mesh)
+            found = self._placements[rank]
+        for dims in found.of_parts_like(here):
+            yield Step(PERMUTE, mesh.atoms, here, Sharding(dims, here.unreduced))
 
     def _all_placements(self, rank: int) -> list[tuple[Atoms, ...]]:
         """All dimensions of shardings of a rank to which permutes lead."""
@@ -354,6 +384,26 @@ class AxisSteps:
             return step.kind, frozenset(step.atoms), step.monoid
         changed = (dims for dims in zip(step.before.dims, step.after.dims, strict=True) if dims[0] != dims[1])
         return step.kind, frozenset(changed), frozenset(step.before.atoms)
+
+
+class _Placements:
+    """Dimensions of shardings, to which permutes lead."""
+
+    def __init__(self, dims: Sequence[tuple[Atoms, ...]], mesh: Mesh):
+        self._dims, self._mesh, self._bits = dims, mesh, {name: 1 << i for i, name in enumerate(mesh.atoms)}
+        self._parts = np.array([[*map(mesh.count, each)] for each in dims], dtype=np.int64)
+        self._used = np.array([self._bits_of(itertools.chain(*each)) for each in dims], dtype=np.int64)
+
+    def _bits_of(self, names: Iterable[str]) -> int:
+        return sum(map(self._bits.__getitem__, names))
+
+    def of_parts_like(self, here: Sharding) -> Iterator[tuple[Atoms, ...]]:
+        """Those of the same numbers of parts, over other axes or in another order."""
+        own = np.array([*map(self._mesh.count, here.dims)], dtype=np.int64)
+        unreduced = self._bits_of(a for a, _ in here.unreduced)
+        for k in np.flatnonzero((self._parts == own).all(1) & (self._used & unreduced == 0)).tolist():
+            if self._dims[k] != here.dims:
+                yield self._dims[k]
 
 
 def _with(sharding: Sharding, changes: dict[int, Atoms]) -> Sharding:
@@ -426,7 +476,7 @@ class Table:
     def _place(self, sharding: Sharding) -> int:
         self.places[sharding] = place = len(self.places)
         self._shardings.append(sharding)
-        self._parts_of.append(self._axis_steps.parts(sharding.dims or ((),)))
+        self._parts_of.append(tuple(map(self._axis_steps.coarse.count, sharding.dims or ((),))))
         return place
 
     def _class_of(self, step: Step, *parts: tuple[int, ...]) -> int:
@@ -691,9 +741,11 @@ class Reshards:
 
     def __init__(self, mesh: Mesh, axes: tuple[Atoms, ...], through: Through | None = None):
         self.mesh, self.axes = mesh, axes
+        moving, divided = _divided(mesh, axes)
         if len(axes) <= FEW:  # steps over few axes do not depend on their order
-            axes = tuple(sorted(axes, key=lambda axis: mesh.atoms.index(axis[0])))
-        self._steps = _axis_steps(dataclasses.replace(mesh, times=None), axes, through)
+            moving = tuple(sorted(moving, key=lambda axis: mesh.atoms.index(axis[0])))
+        self._divided = divided
+        self._steps = _axis_steps(dataclasses.replace(mesh, times=None), moving, divided or through)
         self._names_of = {axis: name for name, axis in self._steps.atoms_of.items()}
         self._prices = _prices_of(mesh, self._steps)
         self._known: dict[Sharding, Sharding | None] = {}  # over whole axes; None if a sharding uses a part of one
@@ -769,7 +821,8 @@ class Reshards:
             unreduced = {name: monoids[atoms[0]] for name, atoms in atoms_of.items() if atoms[0] in monoids}
             whole = {a: unreduced[name] for name in unreduced for a in atoms_of[name]}
             found = Sharding(tuple(atoms or () for atoms in dims)).with_unreduced(unreduced)
-            self._known[sharding] = found if whole == monoids and None not in dims else None
+            is_whole = whole == monoids and None not in dims and (not self._divided or self._divided.is_whole(found))
+            self._known[sharding] = found if is_whole else None
         return self._known[sharding]
 
     def _names(self, atoms: Atoms) -> Atoms | None:
