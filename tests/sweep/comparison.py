@@ -8,11 +8,11 @@ another order may differ by some roundings of its terms, which are as large as t
 import jax.numpy as jnp
 import numpy as np
 
-import gshard.rules  # noqa: F401  (registers the traits)
 from gshard.language.traits import names_where
+from gshard.rules.elementwise import EXACT
 
 # What moves, selects, compares or orders elements, and rounds none.
-_MOVES = names_where(lambda traits: traits.exact) | frozenset(
+_MOVES = frozenset(EXACT) | frozenset(
     """
     approx_top_k argmax argmin bitcast_convert_type broadcast_in_dim concatenate cummax cummin device_put dynamic_slice
     dynamic_update_slice gather gshard_mark iota pad reduce_max reduce_min reduce_window_max reduce_window_min reshape
@@ -20,7 +20,7 @@ _MOVES = names_where(lambda traits: traits.exact) | frozenset(
     """.split()
 )
 # What computes each element of the result by itself.
-_ELEMENTWISE = names_where(lambda traits: traits.elementwise and not traits.exact) | {"while", "scan", "cond", "pjit"}
+_ELEMENTWISE = names_where(lambda traits: traits.elementwise) - {*EXACT} | {"while", "scan", "cond", "pjit"}
 # Roundings that elements computed each by itself, and sums, may be apart; fewer where one of them is large.
 _ROUNDINGS = {False: (8, 64), True: (2, 8)}
 

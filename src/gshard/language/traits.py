@@ -137,15 +137,12 @@ class Traits:
     elementwise: bool = False
     # whether the result is the operand, and the equation only annotates it, for example with a name
     remark: bool = False
-    exact: bool = False  # whether every compiler gives the same bits of the result
     moves: bool = False  # whether elements change their positions, so that shards must exchange them
     monoid: str = ""  # the monoid with which the operation combines the elements of two arrays; empty if it is none
     # whether the equation may run again or not at all: it always gives the same results and has no effects
     pure: bool = True
     shared: bool = True  # whether gshard may replace equal equations by one
     handed_on: bool = False  # whether it also runs on values in host memory
-    # the parameter that contains the shape of the result, or of the operand if the result is a part of it
-    shape_in: str = ""
     # ``values(params, *arrays)`` returns the result for NumPy arrays (floats are float64), or None if the result may
     # depend on the rounding of a device
     values: Callable[..., np.ndarray | None] | None = None

@@ -27,7 +27,6 @@ from gshard.core.program import RUN_AS_PIPELINE, Block, Constant, Equation, Fire
 from gshard.language.kernel_loops import FunctionLoops, NotProven, Part, Shard, loops_of, on_shards
 from gshard.language.mark_primitive import bind_mark
 from gshard.language.region import Interpreter, value_of, with_edges
-from gshard.language.traits import traits_of
 from gshard.planning.layer_stacks import all_schedules, entering, hands_on, layers_handed_on, schedules_of
 from gshard.rewrite.driver import recorded
 from gshard.rewrite.equation_graph import Array, common_key, is_pure, without_dead_code, written
@@ -132,7 +131,7 @@ class _Walk:
                 renamed |= zip(new.outputs, (renamed.get(v, v) for v in first.outputs), strict=True)
             elif new.mark is not None and new.mark.schedule is not None and new.mark.schedule.rounds > 1:
                 renamed[new.outputs[0]] = inputs[0]
-            elif traits_of(new.name).shape_in == _RESHAPE and new.params.get("dimensions") is None:
+            elif _RESHAPE in new.params and new.params.get("dimensions") is None:
                 (v,) = new.outputs
                 reshaped[v] = x = reshaped.get(inputs[0], inputs[0])
                 if x is inputs[0]:

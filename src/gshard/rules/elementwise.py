@@ -37,8 +37,7 @@ polynomial pow random_gamma_grad regularized_incomplete_beta rem rsqrt sin sinh 
 """.split()
 
 
-@rule(*EXACT, elementwise=True, exact=True)
-@rule(*OTHERS, elementwise=True)
+@rule(*EXACT, *OTHERS, elementwise=True)
 def elementwise(call: Call) -> Rule:
     """Each dimension is one factor, which all operands and results share.
 

@@ -68,7 +68,6 @@ def _normal_slice(params: Mapping[str, Any], shape: Sequence[int]) -> Mapping[st
     "slice",
     moves=True,
     handed_on=True,
-    shape_in="limit_indices",
     normal=_normal_slice,
     merged=cut_in_fine_form,
 )
