@@ -175,6 +175,16 @@ def test_a_plan_is_for_the_function_with_its_name():
         gshard.instead_of_jit(mesh=found.mesh, plan="plan.json")
 
 
+def test_a_plan_is_explained_for_its_function_only():
+    (f, arguments), found = fresh(), searched()
+    explained = gshard.explain(f, *arguments, mesh=found.mesh, machine="h100:1x8", plan=found.plan)
+    assert explained.plan.entry == found.plan.entry
+    assert explained.total_bytes == found.cost.sent
+    other = gshard.jit(lambda x: x * 2, mesh={"data": 8}).lower(arguments[2]).plan
+    with pytest.raises(gshard.PlanError, match="the plan is for another function than"):
+        gshard.explain(f, *arguments, mesh=found.mesh, plan=other)
+
+
 def test_what_a_framework_takes_apart_is_refused_with_the_way_out():
     f, arguments = fresh()
     found = searched()

@@ -17,7 +17,7 @@ from gshard.api.instead_of_jit import instead_of_jit
 from gshard.api.jit import Jitted
 from gshard.api.lowered import Compiled, Lowered, Traced
 from gshard.api.wrapped import mesh_of_arguments
-from gshard.core.errors import ArgumentError, MeshError
+from gshard.core.errors import ArgumentError, MeshError, PlanError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_jit import arguments_of_call, calls_of_jit, given_to_jit
 from gshard.core.mesh import Mesh, MeshLike
@@ -188,6 +188,8 @@ def lowered_instead_of_jit(
             got=f"mesh: {Mesh.of(mesh)}",
             hint="Give the mesh of the devices on which the arguments are.",
         )
+    if options.get("plan") is not None and lowered.target.recorded is None:
+        raise PlanError(f"the plan is for another function than {name_of(f)}.", user_line())
     names = names_of_arrays(f, args, kwargs)
     program = dataclasses.replace(lowered.program, names=tuple(names.get(n, n) for n in lowered.program.names))
     return dataclasses.replace(lowered, program=program)
