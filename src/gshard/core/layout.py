@@ -40,14 +40,6 @@ class Names:
     # dimensions that vmap added, in the order they were added; ``dims`` does not count them
     batch_dims: tuple[int, ...] = ()
 
-    @property
-    def placed(self) -> tuple[str | None, ...]:
-        """The name of each dimension, including dimensions that vmap added, which have no name."""
-        dims = list(self.dims)
-        for position in self.batch_dims:
-            dims.insert(position, None)
-        return tuple(dims)
-
     def __str__(self) -> str:
         return " ".join(name or "_" for name in self.dims)
 
