@@ -115,10 +115,8 @@ def expert_layer(
         valid_GS=valid_GS,
     )
     if config.dispatch == "ragged_all_to_all":
-        gating = within_room(
-            gating, config.partitions, config.room(B * L), valid_GS, replicas=config.replicas,
-            any_number=config.routing == "top_k",
-        )  # fmt: skip
+        room = config.room(B * L)
+        gating = within_room(gating, config.partitions, room, valid_GS, replicas=config.replicas)
     outputs_GSM = _run_experts(config, params, inputs_GSM, gating, capacity)
     outputs_BLM = outputs_GSM.astype(inputs_BLM.dtype).reshape(B, L, M)
     if config.shared_experts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,9 +38,8 @@ class Gating(NamedTuple):
         slots_GE: int32, the slots that choices of each expert would take without a capacity, burnt ones included.
         load_E: int32, the tokens that chose each expert.
         aux_loss: float32 scalar, 1.0 when balanced (see ``top_k_gating``).
-        metrics: float32 scalars: ``dropped_share`` of the valid tokens reach no expert; for Algorithm 1
-            ``one_expert_share`` and ``two_expert_share`` reach 1 and 2 experts, otherwise ``kept_share`` is that of all
-            choices; ``load_entropy`` of the load of experts (1.0 if it is even, 0.0 for a single expert);
+        metrics: float32 scalars: ``dropped_share`` of the valid tokens reach no expert, ``kept_share`` of all choices
+            are kept; ``load_entropy`` of the load of experts (1.0 if it is even, 0.0 for a single expert);
             ``dead_experts`` that no token chose.
     """
 
@@ -144,7 +144,7 @@ def top_k_gating(
     shares_GSE = gates_GSE
     if gates == "sigmoid":
         shares_GSE = gates_GSE / jnp.maximum(jnp.sum(gates_GSE, axis=-1, keepdims=True), _LEAST)
-    metrics = _shares([choice.kept_GS for choice in choices], valid_GS, routing == "top_k") | load_metrics(load_E)
+    metrics = _shares(choices, valid_GS) | load_metrics(load_E)
     return Gating(tuple(choices), slots_GE, load_E, _aux_loss(shares_GSE, counts_GE, valid_GS), metrics)
 
 
@@ -160,21 +160,20 @@ def _largest(ranked_GSE: jax.Array, k: int) -> tuple[list[jax.Array], list[jax.A
     return experts_GS, chosen_GSE
 
 
-def keep(gating: Gating, kept: list[jax.Array], valid_GS: jax.Array | None, *, any_number: bool) -> Gating:
+def keep(gating: Gating, kept: list[jax.Array], valid_GS: jax.Array | None) -> Gating:
     """The gating with some choices dropped, in its weights and its metrics too.
 
     Args:
         gating: the outcome of routing.
         kept: bool [G, S] for each choice, whether it is kept if it was.
         valid_GS: bool; None means that all tokens are.
-        any_number: whether ``routing`` is ``top_k``, whose metrics are others.
     """
     choices = tuple(
         choice._replace(kept_GS=choice.kept_GS & kept_GS, weight_GS=jnp.where(kept_GS, choice.weight_GS, 0.0))
         for choice, kept_GS in zip(gating.choices, kept, strict=True)
     )
     valid_GS = jnp.ones(kept[0].shape, bool) if valid_GS is None else valid_GS
-    shares = _shares([choice.kept_GS for choice in choices], valid_GS, any_number)
+    shares = _shares(choices, valid_GS)
     return gating._replace(choices=choices, metrics=gating.metrics | shares)
 
 
@@ -191,17 +190,13 @@ def _aux_loss(gates_GSE: jax.Array, counts_GE: jax.Array, valid_GS: jax.Array) -
     return E * jnp.sum(of_group_G) / jnp.maximum(jnp.sum(tokens_G), 1.0)
 
 
-def _shares(kept: list[jax.Array], valid_GS: jax.Array, any_number: bool) -> dict[str, jax.Array]:
-    """How many of the valid tokens reach how many experts."""
+def _shares(choices: Sequence[Choice], valid_GS: jax.Array) -> dict[str, jax.Array]:
+    """How many of the valid tokens reach no expert, and how many of all their choices are kept."""
+    kept = [choice.kept_GS for choice in choices]
     tokens = jnp.maximum(jnp.sum(valid_GS), 1).astype(jnp.float32)
-    any_GS = functools.reduce(operator.or_, kept)
-    none = jnp.sum(valid_GS & ~any_GS).astype(jnp.float32) / tokens
-    if any_number:
-        sent = sum(jnp.sum(kept_GS) for kept_GS in kept)
-        return {"dropped_share": none, "kept_share": jnp.asarray(sent).astype(jnp.float32) / (len(kept) * tokens)}
-    both = jnp.sum(kept[0] & kept[1]).astype(jnp.float32) / tokens
-    any_ = jnp.sum(any_GS).astype(jnp.float32) / tokens
-    return {"dropped_share": none, "one_expert_share": any_ - both, "two_expert_share": both}
+    none = jnp.sum(valid_GS & ~functools.reduce(operator.or_, kept)).astype(jnp.float32)
+    sent = functools.reduce(operator.add, map(jnp.sum, kept)).astype(jnp.float32)
+    return {"dropped_share": none / tokens, "kept_share": sent / (len(kept) * tokens)}
 
 
 def load_metrics(load_E: jax.Array) -> dict[str, jax.Array]:

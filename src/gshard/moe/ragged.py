@@ -62,9 +62,7 @@ def most_rows(gating: Gating, partitions: int) -> int:
     return gating.first.expert_GS.size * min(len(gating.choices), own_experts)
 
 
-def within_room(
-    gating: Gating, partitions: int, room: int, valid_GS: jax.Array | None, *, replicas: int = 1, any_number: bool
-) -> Gating:
+def within_room(gating: Gating, partitions: int, room: int, valid_GS: jax.Array | None, *, replicas: int = 1) -> Gating:
     """The gating without the choices beyond the rows of their experts: the last tokens are dropped."""
 
     def kept(choices: tuple[Choice, ...], slots_GE: jax.Array) -> list[jax.Array]:
@@ -79,7 +77,7 @@ def within_room(
     if room * replicas >= most_rows(gating, partitions):
         return gating
     kept_GS = by_replica(kept, gating.choices, gating.slots_GE, replicas=replicas)
-    return keep(gating, kept_GS, valid_GS, any_number=any_number)
+    return keep(gating, kept_GS, valid_GS)
 
 
 def by_replica(f: Callable[..., Any], *arrays: Any, replicas: int) -> Any:

@@ -286,9 +286,9 @@ def forward(
 
     Returns:
         logits_BLV in float32, and float32 scalars, means over the MoE layers: ``aux_loss``, ``dropped_share``,
-        ``one_expert_share`` and ``two_expert_share`` (or ``kept_share``, see ``Gating``), ``load_entropy`` and
-        ``dead_experts``. A dense model has none. With ``balance="bias"`` there is also ``load``: for ``encoder`` and
-        ``decoder`` int32 [layers, E], the tokens that asked for each expert.
+        ``kept_share`` (see ``Gating``), ``load_entropy`` and ``dead_experts``. A dense model has none. With
+        ``balance="bias"`` there is also ``load``: for ``encoder`` and ``decoder`` int32 [layers, E], the tokens that
+        asked for each expert.
 
     Raises:
         ModelError: the batch does not fill groups.
