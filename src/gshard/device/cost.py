@@ -335,11 +335,6 @@ def _pairs(perm: Sequence[tuple[int, int]], atoms: Atoms, mesh: Mesh) -> list[tu
 # Matches each collective of a per-device program with the one that the partitioner emitted.
 
 
-def cause_of(kernel: KernelCost, collective: Collective | None) -> Equation:
-    """The equation to whose line a kernel's bytes and seconds belong."""
-    return kernel.equation if collective is None or collective.cause is None else collective.cause
-
-
 def origins(spmd: SpmdProgram, found: Cost) -> tuple[Collective | None, ...]:
     """For each priced kernel, its collective; None for kernels that send nothing."""
     sends = {i: (k.equation, k.times) for i, k in enumerate(found.kernels) if k.kind == COLLECTIVE}

@@ -73,22 +73,23 @@ def _named(text: str, entries: str, mesh: Mesh) -> ReadSharding:
     axes_of = [[axis for axis, _ in axes] for axes in cut]
     # The user may call the axes otherwise.
     is_known = all(dict(mesh.axes).get(axis) == sizes.get(axis) for axes in axes_of for axis in axes)
-    dims = tuple(tuple(a for axis in axes for a in mesh.atoms_of[axis]) for axes in axes_of) if is_known else None
-    if ":(" in entries:
-        return ReadSharding(parts, None, _parts_text(parts))
-    return ReadSharding(parts, dims, _spec_text(axes_of) if math.prod(parts) > 1 else WHOLE)
+    has_names = ":(" not in entries
+    dims = None
+    if is_known and has_names:
+        dims = tuple(tuple(a for axis in axes for a in mesh.atoms_of[axis]) for axes in axes_of)
+    return ReadSharding(parts, dims, _text(parts, axes_of if has_names else None))
 
 
-def _parts_text(parts: Sequence[int]) -> str:
-    return f"in {' x '.join(map(str, parts))} parts"
-
-
-def _spec_text(axes_of: Sequence[Sequence[str]]) -> str:
-    """The axes of each dimension as JAX writes them, without the last dimensions that are whole."""
+def _text(parts: Sequence[int], axes_of: Sequence[Sequence[str]] | None) -> str:
+    """The axes of each dimension as JAX writes them, without the last dimensions that are whole; else the parts."""
+    if math.prod(parts) == 1:
+        return WHOLE
+    if axes_of is None:
+        return f"in {' x '.join(map(str, parts))} parts"
     words = [axes[0] if len(axes) == 1 else f"({', '.join(axes)})" if axes else "None" for axes in axes_of]
-    while words and words[-1] == "None":
+    while words[-1] == "None":
         words.pop()
-    return f"P({', '.join(words)})" if words else WHOLE
+    return f"P({', '.join(words)})"
 
 
 def _tiled(found: re.Match[str], mesh: Mesh) -> ReadSharding:
@@ -97,8 +98,6 @@ def _tiled(found: re.Match[str], mesh: Mesh) -> ReadSharding:
     beside = re.search(r"last_tile_dims=\{([^}]*)\}", more)  # dimensions that cut nothing
     rank = len(shape) - (len(beside[1].split(",")) if beside else "last_tile_dim_replicate" in more)
     parts = shape[:rank]
-    if math.prod(parts) == 1:
-        return ReadSharding(parts, ((),) * rank, WHOLE)
     devices = np.arange(math.prod(shape)) if listed is None else np.array(_numbers(listed))
     if order is not None:
         devices = devices.reshape(_numbers(order))
@@ -109,9 +108,8 @@ def _tiled(found: re.Match[str], mesh: Mesh) -> ReadSharding:
         part_of[:, devices.ravel()] = np.indices(shape)[:rank].reshape(rank, -1)
         along = [_atoms(part, count, mesh) for part, count in zip(part_of, parts, strict=True)]
         dims = None if None in along else tuple(atoms for atoms in along if atoms is not None)
-    if dims is None:
-        return ReadSharding(parts, None, _parts_text(parts))
-    return ReadSharding(parts, dims, _spec_text([mesh.format_atoms(a).split(",") if a else [] for a in dims]))
+    axes_of = None if dims is None else [mesh.format_atoms(atoms).split(",") if atoms else [] for atoms in dims]
+    return ReadSharding(parts, dims, _text(parts, axes_of))
 
 
 def _atoms(part: np.ndarray, count: int, mesh: Mesh) -> Atoms | None:

@@ -29,13 +29,9 @@ REDUCTIONS = frozenset(("all_reduce", "reduce_scatter"))
 
 def moved_by(program: CompiledProgram) -> tuple[Moved, ...]:
     """The arrays that collectives move, in the order of the program."""
-    parts = _parts(program)
+    parts = [_Part(program, sent, i) for sent in program.sent for i in range(max(1, len(sent.itself.operands)))]
     folded = equal_modules((part.origin.module, part.origin.operation) for part in parts)
     return tuple(_moved(part, folded) for part in parts)
-
-
-def _parts(program: CompiledProgram) -> list[_Part]:
-    return [_Part(program, sent, i) for sent in program.sent for i in range(max(1, len(sent.itself.operands)))]
 
 
 @dataclasses.dataclass(frozen=True)

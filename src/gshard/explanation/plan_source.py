@@ -22,7 +22,7 @@ from gshard.core.plan import Plan, local_bytes
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Equation, Program, Value, format_bytes, type_text
 from gshard.core.spmd import Collective, SpmdProgram
-from gshard.device.cost import Cost, KernelCost, cause_of, cost, origins
+from gshard.device.cost import Cost, KernelCost, cost, origins
 from gshard.device.fusion_model import COLLECTIVE, device_program
 from gshard.device.machine import Machine, machine_of, unknown_devices
 from gshard.device.memory import held_at_peak
@@ -291,12 +291,8 @@ def place_of(e: Equation | None) -> Place | None:
 # Collectives: what each moves, and what it is called.
 
 
-def moved_by(collectives: Sequence[Collective], mesh: Mesh, names: ArrayNames) -> tuple[Moved, ...]:
-    """The arrays that the collectives of a per-device program move."""
-    return tuple(_moved(c, mesh, names) for c in collectives)
-
-
 def _moved(c: Collective, mesh: Mesh, names: ArrayNames) -> Moved:
+    """What a collective of a per-device program moves."""
     array, module, alike = names.moved(c), names.module(c.cause), c.why
     if names.is_named(c.value) and array.alike != array.text:  # else only its position tells a layer apart
         module = ArrayName(module.text, re.sub(r"\d+", "*", module.text))
@@ -372,7 +368,7 @@ class PlanSource:
     @functools.cached_property
     def moved(self) -> tuple[Moved, ...]:
         """The arrays that collectives move."""
-        return moved_by(self.spmd.collectives, self.mesh, self.names)
+        return tuple(_moved(c, self.mesh, self.names) for c in self.spmd.collectives)
 
     @property
     def argument_bytes(self) -> tuple[int, int]:
@@ -424,13 +420,12 @@ class PlanSource:
 
     def kernels(self, found: Cost) -> tuple[TimedKernel, ...]:
         """The kernels of a cost, in order."""
-        return tuple(
-            TimedKernel(
-                k, f"{k.name} {k.result}", k.name if k.kind == COLLECTIVE else k.kind, place_of(cause_of(k, c)),
-                None if c is None else id(c),
-            )
-            for k, c in zip(found.kernels, origins(self.spmd, found), strict=True)
-        )  # fmt: skip
+        rows = []
+        for k, c in zip(found.kernels, origins(self.spmd, found), strict=True):
+            cause = k.equation if c is None or c.cause is None else c.cause
+            kind, key = k.name if k.kind == COLLECTIVE else k.kind, None if c is None else id(c)
+            rows.append(TimedKernel(k, f"{k.name} {k.result}", kind, place_of(cause), key))
+        return tuple(rows)
 
     def held(self, found: Cost) -> HeldRows:
         """What a device holds."""

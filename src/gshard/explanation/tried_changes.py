@@ -163,17 +163,14 @@ def sharding_changes(program: CompiledProgram, moved: Sequence[Moved], leaves: S
     for (name, sharding), members in sorted(groups.items(), key=lambda group: -weight(group)):
         if weight(((name, sharding), members)):
             own = program.arguments[members[0]].short.text if len(members) == 1 else name
-            for spec in _other_specs(leaves[members[0]]):
+            leaf = leaves[members[0]]
+            now = getattr(leaf, "sharding", None)
+            if not isinstance(now, NamedSharding):  # its own is not known
+                continue
+            sizes = {str(axis): size for axis, size in now.mesh.shape.items() if size > 1}
+            for spec in itertools.islice(specs_to_try(leaf.shape, sizes, now.spec), SPECS):
                 text = f"{own}: {text_of_spec(spec)} instead of {sharding or 'its sharding'}"
                 yield Change(text, spec, tuple(members))
-
-
-def _other_specs(leaf: Any) -> Iterator[PartitionSpec]:
-    """Other shardings of an array, if its own is known."""
-    sharding = getattr(leaf, "sharding", None)
-    if isinstance(sharding, NamedSharding):
-        sizes = {str(axis): size for axis, size in sharding.mesh.shape.items() if size > 1}
-        yield from itertools.islice(specs_to_try(leaf.shape, sizes, sharding.spec), SPECS)
 
 
 def specs_to_try(
