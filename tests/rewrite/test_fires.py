@@ -51,6 +51,10 @@ def few_of_many(x):
     return jnp.pad(x[1:2] + x[3:4], ((0, 15), (0, 0)))
 
 
+def with_token(x, reduce=jnp.sum):
+    return reduce(jnp.sin(jnp.concatenate([jnp.ones((1, x.shape[1])), x])))
+
+
 X = whole(8, 6)
 EXAMPLES = {
     "split_merged_dims": Example(
@@ -87,6 +91,9 @@ EXAMPLES = {
         (X,),
     ),
     "fft_by_dimension": Example(rows_split(jnp.fft.fft2), rows_split(lambda x: jnp.fft.fft(x, axis=1)), (X,)),
+    "piecewise": Example(
+        rows_split(with_token), rows_split(functools.partial(with_token, reduce=lambda x: x)), (whole(64, 3),)
+    ),
 }  # fmt: skip
 
 

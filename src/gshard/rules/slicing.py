@@ -35,22 +35,38 @@ def cut_in_fine_form(a: Maker, e: Equation) -> bool:
 
 
 def _cut(a: Maker, e: Equation, spans: Sequence[Span]) -> tuple[Value, Groups] | None:
-    """A part of an array in fine form, and its groups; None if a merged dimension is cut."""
-    fine = a.either(e.inputs[0])
+    """A part of an array in fine form, and its groups.
+
+    Only two cuts of a merged dimension have a fine form: the whole dimension, and one element of its major dimension.
+    """
+    fine, dtype = a.either(e.inputs[0]), e.outputs[0].dtype
     slices: list[tuple[int, int, int]] = []  # start, end and step in each dimension
     groups: list[tuple[int, ...]] = []
-    for group, span in zip(fine.groups, spans, strict=True):
-        if (span.start, span.count, span.step) == (0, math.prod(group), 1):
-            slices += [(0, n, 1) for n in group]
-            groups.append(group)
-        elif len(group) == 1:
-            slices.append((span.start, span.start + span.step * (span.count - 1) + 1, span.step))
+    dropped: list[int] = []
+    for d, (group, span) in enumerate(zip(fine.groups, spans, strict=True)):
+        start, step = span.start, span.step
+        end = start + step * (span.count - 1) + 1
+        minor = [(0, n, 1) for n in group[1:]]
+        minor_size = math.prod(group[1:])
+        if len(group) == 1:
+            slices.append((start, end, step))
             groups.append((span.count,))
+        elif (start, end, step) == (0, math.prod(group), 1):
+            slices += [(0, group[0], 1), *minor]
+            groups.append(group)
+        elif (end - start, start % minor_size, step) == (minor_size, 0, 1):
+            slices += [(start // minor_size, end // minor_size, 1), *minor]
+            groups.append(group[1:])
+            dropped.append(fine.dims(d)[0])
         else:
             return None
     starts, ends, steps = zip(*slices, strict=True)
     params = {"start_indices": starts, "limit_indices": ends, "strides": steps}
-    return a.add(e, params, (fine.array,), flat(tuple(groups)), e.outputs[0].dtype, lax.slice_p), tuple(groups)
+    shape = tuple(-(-(end - start) // step) for start, end, step in slices)
+    part = a.add(e, params, (fine.array,), shape, dtype, lax.slice_p)
+    if dropped:
+        part = a.add(e, {"dimensions": tuple(dropped)}, (part,), flat(tuple(groups)), dtype, lax.squeeze_p)
+    return part, tuple(groups)
 
 
 def _normal_slice(params: Mapping[str, Any], shape: Sequence[int]) -> Mapping[str, Any]:
@@ -68,6 +84,7 @@ def _normal_slice(params: Mapping[str, Any], shape: Sequence[int]) -> Mapping[st
     "slice",
     moves=True,
     handed_on=True,
+    shape_in="limit_indices",
     normal=_normal_slice,
     merged=cut_in_fine_form,
 )
@@ -154,7 +171,7 @@ def _pad_merged(a: Maker, e: Equation) -> bool:
     return emit(a, e, (fine.array, e.inputs[1]), groups, padding_config=fine_config)
 
 
-@rule("pad", moves=True, merged=_pad_merged)
+@rule("pad", moves=True, same_on_parts=True, merged=_pad_merged)
 def pad(call: Call) -> Rule:
     """Part ``i`` of the result begins at position ``i * size - low`` of the operand with interior padding.
 
@@ -199,7 +216,7 @@ def _padded_spans(low: int, high: int, n: int) -> tuple[Span, ...]:
 
 
 @rule(
-    "rev", moves=True, values=lambda params, x: np.flip(x, tuple(params["dimensions"])),
+    "rev", moves=True, same_on_parts=True, values=lambda params, x: np.flip(x, tuple(params["dimensions"])),
 )  # fmt: skip
 def rev(call: Call) -> Rule:
     """Devices reverse their parts and exchange them, the first with the last."""
@@ -255,7 +272,7 @@ def _concatenate_merged(a: Maker, e: Equation) -> bool:
     return arrays is not None and emit(a, e, arrays, groups_of_size(out.shape[d]), dimension=fine.dims(d)[0])
 
 
-@rule("concatenate", moves=True, merged=_concatenate_merged)
+@rule("concatenate", moves=True, same_on_parts=True, merged=_concatenate_merged)
 def concatenate(call: Call) -> Rule:
     """Each part of the result fetches the elements of each operand that it contains.
 
@@ -309,7 +326,7 @@ def joined(call: Call, axis: int, chunks: Sequence[tuple[int, int]]) -> Rule:
     return make.rule(operands, [result.dims], local=local, sends=sends, linear=linear, index=[index])
 
 
-@rule("split", moves=True, merged=cut_in_fine_form)
+@rule("split", moves=True, same_on_parts=True, merged=cut_in_fine_form)
 def split(call: Call) -> Rule:
     """Part ``i`` of each result fetches the elements of the operand that it contains.
 
@@ -394,7 +411,7 @@ def _shape(*xs: Any, dimension: int, slices: Sequence[tuple[int, int]], added: b
 concatenate_slices_p = function_primitive("concatenate_slices", _run, _shape, dimension="dimension")
 
 
-@rule("concatenate_slices")
+@rule("concatenate_slices", same_on_parts=True)
 def concatenate_slices(call: Call) -> Rule:
     """Like ``concatenate``, for slices of the operands.
 
@@ -455,7 +472,7 @@ def dynamic_slice(call: Call) -> Rule:
     return make.rule([operand, *starts], [result], local=local, masks_itself=True, linear=moves(0))
 
 
-@rule("dynamic_update_slice")
+@rule("dynamic_update_slice", same_on_parts=True)
 def dynamic_update_slice(call: Call) -> Rule:
     """Dimensions of the operand are parallel. The update cannot be split along dimensions that it covers only partly.
 
