@@ -230,7 +230,7 @@ WINGS = {
         comm.reshard: FEW axes_of has_many joined
         device.cost: Cost
         device.fusion_model: Kernels kernels_of
-        device.machine: Machine MachineError machine_to_plan_for
+        device.machine: Machine
         lowering.pipeline: BATCH CHOOSE COLLECTIVE_MATMULS PARTITION PROPAGATE_AND_REWRITE RECOMPUTE
         lowering.pipeline: Draft Planned Settings priced run
         lowering.seconds: on_machine seconds_on

@@ -495,13 +495,6 @@ def _search(options: argparse.Namespace) -> None:
         print(reason)
     if options.html:
         print(f"wrote {found.html(options.html)}")
-    if options.patch:
-        patch = found.patch()
-        _write(options.patch, patch)
-        if "\n@@" in patch:
-            print(f"git apply {options.patch}")
-        else:
-            print("no mark in it that git could apply")
     if options.export:
         print(f"\n{export_plan(found)}")
     if options.save:

@@ -191,10 +191,8 @@ def test_what_a_framework_takes_apart_is_refused_with_the_way_out():
     for use in (lambda: found.in_shardings, lambda: gshard.stages.export_plan(found)):
         with pytest.raises(gshard.ArgumentError, match=r"takes its arguments apart(.|\n)*gshard\.instead_of_jit\(mesh"):
             use()
-    patch = found.patch()
-    assert 'marks have an effect in: with gshard.instead_of_jit(mesh={"data": 8}, machine="h100:1x8", mem' in patch
-    assert "in_shardings" not in patch
     assert found.marks.marks
+    assert "in_shardings" not in str(found.marks)
 
 
 def test_the_mesh_of_its_arguments_is_searched():

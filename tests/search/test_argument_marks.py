@@ -1,6 +1,6 @@
 """Marks of arguments are written at the top of the function, for every kind of pytree, and the plan is the same."""
 
-import subprocess
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -8,14 +8,12 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard.api.search import paths_of_arguments
-from gshard.core.mark import mark_of_cut
-from gshard.core.paths import place_of_definition
+from gshard.core.mark import mark_of_cut, text_of_spec
 from gshard.core.sharding import Sharding
 from gshard.planning.added_marks import spec_of_cut, with_marks
-from gshard.search.as_marks import FoundMark
-from gshard.search.patch import argument_statements, patch_of
-from search.test_patch import loaded
+from gshard.search.as_marks import argument_statements
 from search.test_search import shape
+from search.test_statements import loaded, write_statements
 from training_files import TRAINING
 
 MESH = gshard.Mesh.abstract(data=4, model=2)
@@ -49,15 +47,15 @@ def test_the_patched_program_has_the_plan_of_the_marks(form, tmp_path, monkeypat
     assert len(marks) > 2
     if form == "plain":
         marks |= {v: Sharding(((), ())) for name, v in named.items() if "params" in name and "down" in name}
-    written = [FoundMark("weights", "", 0.0, {v: s}) for v, s in marks.items()]
     paths = paths_of_arguments(program, lowered.in_tree)
-    told = patch_of(written, program, MESH, paths, place_of_definition(step))
-    assert "not written" not in told
-    assert "by_path" in told
+    specs = {v: spec_of_cut(s, MESH) if s.atoms else P() for v, s in marks.items()}
+    texts = {v: f"shard(x, jax.{text_of_spec(spec)})" for v, spec in specs.items()}
+    inputs = program.block.inputs[len(program.captured) :]
+    told = [row for rows in argument_statements(texts, inputs, paths).values() for row in rows]
+    assert "by_path" in str(told)
     dims = '"model", None' if form == "Equinox" else 'None, "model"'
-    assert f'"{pattern}": jax.P({dims})' in told, "equal layers in one pattern"
-    (tmp_path / "marks.diff").write_text(told)
-    subprocess.run(["git", "apply", "marks.diff"], cwd=tmp_path, check=True)
+    assert f'"{pattern}": jax.P({dims})' in "\n".join(told), "equal layers in one pattern"
+    write_statements(tmp_path / "model.py", "step", SimpleNamespace(statements=told))
     after = loaded(tmp_path / "model.py", f"{form}_after")
     plan = gshard.jit(after.step.__wrapped__, **options).lower(*after.made()).plan
     marked = with_marks(program, {v: mark_of_cut(s.dims, MESH) for v, s in marks.items()})
@@ -75,38 +73,21 @@ def test_patterns_are_exact_where_others_would_say_too_much():
     def statements(paths):
         inputs = gshard.stages.trace(lambda *xs: xs, *[shape(8, 8)] * len(paths)).block.inputs
         calls = {v: text for v, text in zip(inputs, paths.values(), strict=True) if text is not None}
-        told, unsaid = argument_statements(calls, inputs, list(paths))
-        return told, len(unsaid)
+        return argument_statements(calls, inputs, list(paths))
 
     def by_path(*rows):
-        return {"p": ["p = gshard.shard_by_path(p, {", *(f"    {row}," for row in rows), "})"]}, 0
+        return {"p": ["p = gshard.shard_by_path(p, {", *(f"    {row}," for row in rows), "})"]}
 
-    assert statements({"x": cut}) == ({"x": ['x = gshard.shard(x, P("model", None))']}, 0)
+    assert statements({"x": cut}) == {"x": ['x = gshard.shard(x, P("model", None))']}
     two = by_path('"l/0/w": P("model", None)', '"l/1/w": P("model", None)')
     assert statements({"p/l/0/w": cut, "p/l/1/w": cut, "p/l/2/w": None, "p/l/2/b": None}) == two
     every = {"p": ['p = gshard.shard_by_path(p, {"l/*/w": P("model", None)})']}
-    assert statements({f"p/l/{i}/{w}": cut if w == "w" else None for i in range(3) for w in "wb"}) == (every, 0)
-    assert statements({"p/a*": cut, "p/ab": other}) == ({}, 2), "the first pattern would say it of both"
+    assert statements({f"p/l/{i}/{w}": cut if w == "w" else None for i in range(3) for w in "wb"}) == every
+    assert statements({"p/a*": cut, "p/ab": other}) == {}, "the first pattern would say it of both"
     assert statements({"p/ab": other, "p/a*": cut}) == by_path('"ab": P(None, "model")', '"a*": P("model", None)')
-    assert statements({"p/a/*": cut, "p/a/b": None}) == ({}, 1)
+    assert statements({"p/a/*": cut, "p/a/b": None}) == {}
     stages = {"p": ['p = gshard.pipeline(p, "stage", paths=["s"])']}
-    assert statements({"xs[0]": cut, "p/s": "pipeline(x, 'stage')"}) == (stages, 1)
-
-
-def test_what_is_in_no_file_is_told_with_the_statement(tmp_path):
-    def loss(params, x):
-        return jnp.sum(x @ params["w"])
-
-    program = gshard.stages.trace(loss, {"w": shape(64, 64)}, shape(8, 64))
-    mark = FoundMark("w", "", 0.0, {program.block.inputs[0]: Sharding((MODEL, ()))})
-    told = patch_of([mark], program, MESH, ("params/w", "x"), ("<string>", 1))
-    assert "loss is in no file" in told
-    assert '#   params = gshard.shard_by_path(params, {"w": jax.P("model", None)})' in told
-    (tmp_path / "one.py").write_text("loss = lambda params, x: params\ndef other(params, x): return x\n")
-    for line in (1, 2):
-        assert "write in front of" in patch_of(
-            [mark], program, MESH, ("params/w", "x"), (str(tmp_path / "one.py"), line)
-        )
+    assert statements({"xs[0]": cut, "p/s": "pipeline(x, 'stage')"}) == stages
 
 
 def test_marks_by_path():

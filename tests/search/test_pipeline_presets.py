@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import subprocess
 from pathlib import Path
 
 import jax
@@ -14,7 +13,7 @@ import gshard
 from gshard.core.errors import ShardingError
 from gshard.device.machine import Machine
 from gshard.planning.layer_stacks import schedules_of
-from search.test_patch import loaded
+from search.test_statements import loaded, write_statements
 
 SOURCE = """
 import jax
@@ -170,14 +169,12 @@ def test_paths_choose_the_stacks():
         gshard.pipeline(params, "stage", micro_batches=4, paths=["first", "layers"])
 
 
-def test_the_patch_has_the_pipeline(found, step, monkeypatch):
+def test_the_statements_have_the_pipeline(found, step):
     """At the end, since it changes the file."""
     path = Path(inspect.getsourcefile(step.__wrapped__))
-    monkeypatch.chdir(path.parent)
     (schedule,) = set(schedules_of(found.plan.program).values())
     assert f"with {schedule} for its layers" in str(found.marks)
-    Path("change.patch").write_text(found.patch())
-    subprocess.run(["git", "apply", "change.patch"], check=True)
+    write_statements(path, "step", found.marks)
     assert 'paths=["0/layers/down", "0/layers/up"])' in path.read_text()
     patched = gshard.jit(loaded(path, "model_patched").step.__wrapped__, mesh=dict(found.mesh.axes), donate_argnums=0)
     machine = slow_network()

@@ -16,7 +16,7 @@ from gshard.api.lowered import Lowered
 from gshard.core.errors import MeshError, ShardingError
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.mesh import Mesh, MeshLike
-from gshard.core.paths import path_of, place_of_definition
+from gshard.core.paths import path_of
 from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.core.time_budget import EFFORT, TimeBudget, in_a_line, until_stopped
@@ -51,7 +51,7 @@ def searched_of(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
     def source(lowered: Lowered) -> FunctionSource:
         paths = paths_of_arguments(lowered.program, lowered.in_tree)
-        return FunctionSource(paths, place_of_definition(made), lambda: made.trace(*args, **kwargs).jaxpr)
+        return FunctionSource(paths, lambda: made.trace(*args, **kwargs).jaxpr)
 
     return Searched(lambda: made.options.mesh, lambda mesh: made.on(mesh).lower_for_search(args, kwargs), source)
 
@@ -255,8 +255,7 @@ def search(
             how many steps there are, and every computer finds the same unless they take more than 300 seconds, where
             the search ends. ``float("inf")`` is the same without an end.
         progress: None prints lines on stderr once the search has taken two seconds; True prints all, False none; or a
-            function that is called with each line. ``found.marks`` and ``found.patch`` do the
-            same.
+            function that is called with each line. ``found.marks`` does the same.
 
     Returns:
         what was found; print it. ``gshard.jit(f, mesh=found.mesh, plan=found.plan)`` runs the plan. A function that a

@@ -6,7 +6,6 @@ component, and ``**`` any number of components.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -89,19 +88,6 @@ def positional_names(f: Callable[..., Any], count: int) -> tuple[str, ...]:
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
     return *names[:count], *(f"{rest}[{i}]" for i in range(count - len(names)))
-
-
-def place_of_definition(f: Callable[..., Any]) -> tuple[str, int] | None:
-    """The file and the first line (of a decorator, if any) of a function's definition; None for functions in C.
-
-    >>> place_of_definition(len) is None
-    True
-    """
-    f = inspect.unwrap(f)
-    while isinstance(f, functools.partial):
-        f = inspect.unwrap(f.func)
-    code = getattr(f, "__code__", None)
-    return None if code is None else (code.co_filename, code.co_firstlineno)
 
 
 def leaf_names(f: Callable[..., Any], arguments: tuple[Any, Any]) -> tuple[str, ...]:

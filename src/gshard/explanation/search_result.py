@@ -33,12 +33,10 @@ from gshard.explanation.warnings import idle_devices
 from gshard.lowering.pipeline import Planned
 from gshard.naming.array_names import ArrayNames
 from gshard.planning.added_marks import spec_of_cut
-from gshard.planning.layer_stacks import schedules_of
 from gshard.planning.propagate import propagate
 from gshard.planning.saved_plan import SavedPlan
-from gshard.search.as_marks import Marks, jit_keywords, marks_of
+from gshard.search.as_marks import Marks, marks_of, statements_of
 from gshard.search.find import Best, axes_text, ended, how_near
-from gshard.search.patch import patch_of
 from gshard.search.pricing import PricedPlan, Pricing, as_run, plans_of
 
 
@@ -118,7 +116,6 @@ class FunctionSource:
     """A searched function in the user's files."""
 
     paths: tuple[str, ...]  # the paths of its arguments
-    defined: tuple[str, int] | None  # the file and first line of its definition; None if it is not in a file
     # makes the closed jaxpr of the function as the user wrote it, before gshard rewrites anything
     jaxpr: Callable[[], Any]
 
@@ -229,29 +226,9 @@ class SearchResult:
         """
         budget = TimeBudget.of(self.budget_seconds, self.progress)
         found = marks_of(self.best.chosen, self.best.limit, lambda marked: self._priced("marks", marked), budget)
+        if self.function is not None:
+            found = dataclasses.replace(found, statements=statements_of(found, self.function.paths))
         return found.placed_by_user() if self.jitted_by_framework else found
-
-    def patch(self) -> str:
-        """The marks as a change of the source files, for ``git apply``.
-
-        Marks of arguments are written in front of the function's first statement. In front of the diff, in lines that
-        begin with ``#``, are the time of a call with the marks beside that of the plan, the other marks with their
-        lines, and the call of ``gshard.jit`` that runs the patched function.
-        """
-        known = self.marks
-        paths, defined = ((), None) if self.function is None else (self.function.paths, self.function.defined)
-        notes = [f"modelled on {self.cost.machine.name}: {known.nearness}", *known.cut]
-        if known.is_worse:
-            by = _IN_A_BLOCK if self.jitted_by_framework else "gshard.jit(f, mesh=found.mesh, plan=found.plan)"
-            notes.append(f"{by} runs the plan itself")
-        has_marks = bool(known.marks or schedules_of(self.plan.program))
-        keywords = jit_keywords(self.mesh, known.priced, self.best.limit, paths, self.donated) if has_marks else None
-        if keywords:
-            given = ", ".join(f"{name}={value}" for name, value in keywords.items())
-            by = f"marks have an effect in: with gshard.instead_of_jit({given})"
-            by_jit = f"run it by gshard.jit({self.plan.program.name}, {given})"
-            notes.append(by if self.jitted_by_framework else by_jit)
-        return patch_of(known.marks, self.plan.program, self.plan.mesh, paths, defined, notes)
 
     def _priced(self, name: str, program: Program) -> PricedPlan:
         return Pricing(self.cost.machine, list(self.donated), self.best.limit).marked(name, program, self.plan.mesh)

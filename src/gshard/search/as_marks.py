@@ -1,24 +1,26 @@
-"""Reproduces a plan with few marks, each tested by planning and pricing, and as keywords of ``gshard.jit``."""
+"""Reproduces a plan with few marks, each tested by planning and pricing, and writes them as statements."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from jax.sharding import PartitionSpec
 
 from gshard.core.errors import GShardError
 from gshard.core.jax_adapter import is_transposed
-from gshard.core.mark import mark_of_cut
-from gshard.core.mesh import Mesh
+from gshard.core.mark import mark_of_cut, text_of_spec
 from gshard.core.number_text import format_ms, significant
+from gshard.core.paths import is_below
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.sharding import Sharding
 from gshard.core.time_budget import TimeBudget
-from gshard.device.machine import Machine, MachineError, machine_to_plan_for
+from gshard.naming.argument_names import equal_layers
 from gshard.naming.array_names import ArrayNames
-from gshard.planning.added_marks import text_of_mark, with_marks
+from gshard.planning.added_marks import spec_of_cut, text_of_mark, with_marks
 from gshard.planning.layer_stacks import schedules_of
 from gshard.search.find import ended
 from gshard.search.pricing import PricedPlan
@@ -60,6 +62,7 @@ class Marks:
     limit: float  # bytes that a device may hold
     took: float = 0.0  # seconds that the search took
     left_out: tuple[str, ...] = ()  # steps that were cut or not begun because the time was over
+    statements: tuple[str, ...] = ()  # lines that mark arguments, for the beginning of the function
 
     def placed_by_user(self) -> Marks:
         """The same marks where the user places the arguments, because ``in_shardings`` cannot be given."""
@@ -85,12 +88,6 @@ class Marks:
         return abs(self.seconds / self.goal.cost.seconds - 1) < _NEAR
 
     @property
-    def is_worse(self) -> bool:
-        """Whether a call takes longer than the plan with them, or more memory, to the digits that are shown."""
-        slower = self.seconds / self.goal.cost.seconds - 1 >= _NEAR
-        return slower or self.priced.cost.peak > self.goal.cost.peak * _MORE_MEMORY
-
-    @property
     def nearness(self) -> str:
         """The time of a call with all of them, that of the plan, and how far one is from the other."""
         over = 100 * (self.seconds / self.goal.cost.seconds - 1)
@@ -102,18 +99,14 @@ class Marks:
         differs = max(peaks) > min(peaks) * _MORE_MEMORY
         return f"{self._text(self.priced)} {how}, {near} ({self._text(self.goal)}){memory if differs else ''}"
 
-    @property
-    def cut(self) -> list[str]:
-        """A line about the steps for which the time was too short, if there were any."""
-        return ended(self.took, self.left_out, None)
-
     def __str__(self) -> str:
         rows = [f"  {i}  {mark}" for i, mark in enumerate(self.marks, 1)]
         stages = dict.fromkeys(map(str, schedules_of(self.goal.plan.program).values()))
         with_stages = "".join(f"with {call} for its layers, " for call in stages)
-        return "\n".join(
-            [f"{self._text(self.bare)} {with_stages}without further marks", *rows, self.nearness, *self.cut]
-        )
+        first = f"{self._text(self.bare)} {with_stages}without further marks"
+        lines = [f"in front of the first statement of {self.goal.plan.program.name}:"] if self.statements else []
+        lines += [f"  {line}" for line in self.statements]
+        return "\n".join([first, *rows, self.nearness, *ended(self.took, self.left_out, None), *lines])
 
     def _text(self, plan: PricedPlan) -> str:
         size = f", {format_bytes(plan.cost.peak)}: does not fit" if plan.cost.peak > self.limit else ""
@@ -235,31 +228,55 @@ def _named(program: Program) -> Mapping[Value, str]:
     return {v: f"{v.dtype_name}[{','.join(map(str, v.shape))}] of {name}" for v, name in names.items()}
 
 
-# Writes the keywords of ``gshard.jit`` that run a searched plan from marks: the mesh, the machine, the memory limit.
+# Writes the marks of arguments as statements of the function.
 
 
-def jit_keywords(
-    mesh: Mesh, priced: PricedPlan, limit: float, paths: Sequence[str], donated: Collection[int]
-) -> dict[str, str]:
-    """The keywords by name, as source text, without those that are the default."""
-    machine = priced.cost.machine
-    keywords = {"mesh": json.dumps(dict(mesh.axes), ensure_ascii=False)}
-    if machine != machine_to_plan_for(mesh) and _reads_as(machine):
-        keywords["machine"] = json.dumps(machine.name)
-    if limit != machine.memory or priced.recomputed:
-        keywords["memory_limit"] = str(int(limit))
-    parameters: dict[str, list[bool]] = {}
-    for i, path in enumerate(paths):
-        parameters.setdefault(path.partition("/")[0], []).append(i in donated)
-    names = [json.dumps(name) for name, given in parameters.items() if all(given) and name.isidentifier()]
-    if names:
-        keywords["donate_argnames"] = f"({', '.join(names)},)" if len(names) == 1 else f"({', '.join(names)})"
-    return keywords
+def statements_of(marks: Marks, paths: Sequence[str]) -> tuple[str, ...]:
+    """The lines that mark arguments, for the place in front of the first statement of the function.
+
+    Paths as of ``gshard.shard_by_path`` name the arrays inside of an argument. Marks without such a line are left out.
+    """
+    program, mesh = marks.goal.plan.program, marks.goal.plan.mesh
+    inputs = program.block.inputs[len(program.captured) :]
+    cuts = {v: s for mark in marks.marks for v, s in mark.shardings.items() if v in inputs}
+    specs = {v: spec_of_cut(s, mesh) if s.atoms else PartitionSpec() for v, s in cuts.items()}
+    texts = {v: f"shard(x, jax.{text_of_spec(spec)})" for v, spec in specs.items() if spec is not None}
+    stages = {inputs[i]: str(schedule) for i, schedule in schedules_of(program).items()}
+    staged, marked = (argument_statements(calls, inputs, paths) for calls in (stages, texts))
+    return tuple(row for name in {**staged, **marked} for of in (staged, marked) for row in of.get(name, ()))
 
 
-def _reads_as(machine: Machine) -> bool:
-    """Whether the name of a machine is all that ``Machine.of`` needs to make it."""
-    try:
-        return Machine.of(machine.name, machine.size) == machine
-    except MachineError:
-        return False
+def argument_statements(
+    calls: Mapping[Value, str], inputs: Sequence[Value], paths: Sequence[str]
+) -> dict[str, list[str]]:
+    """The lines that call a function of gshard with arguments, by parameter."""
+    statements, parameters = dict[str, list[str]](), dict[str, dict[str, Value]]()
+    for v, path in zip(inputs, paths, strict=bool(paths)):
+        parameters.setdefault(path.partition("/")[0], {})[path.partition("/")[2]] = v
+    for name, values in parameters.items():
+        own = {path: calls[v].replace("'", '"') for path, v in values.items() if v in calls}
+        patterns = own if "" in own else _patterns(own, values)
+        if not patterns or not name.isidentifier():
+            continue
+        call = next(iter(own.values())).replace("(x,", f"({name},", 1)
+        if "" in own:
+            statements[name] = [f"{name} = gshard.{call}"]
+        elif call.startswith("shard("):
+            rows = [f"{json.dumps(pattern, ensure_ascii=False)}: {text[9:-1]}" for pattern, text in patterns.items()]
+            call = f"{name} = gshard.shard_by_path({name}, {{"
+            statements[name] = [call, *(f"    {row}," for row in rows), "})"] if rows[1:] else [f"{call}{rows[0]}}})"]
+        elif len({*own.values()}) == 1:
+            statements[name] = [f"{name} = gshard.{call[:-1]}, paths={json.dumps([*patterns], ensure_ascii=False)})"]
+    return statements
+
+
+def _patterns(texts: Mapping[str, str], values: Mapping[str, Value]) -> dict[str, str] | None:
+    """Patterns that give each path its text and match no other path; None if there are none."""
+    words = {path: tuple(path.split("/")) for path in values}
+    folded = equal_layers({words[path]: (v.shape, v.dtype, texts.get(path)) for path, v in values.items()})
+    alike = {"/".join(folded.get(words[path], words[path])): text for path, text in texts.items()}
+    for candidate in (alike, dict(texts)):
+        first_match = {path: next((p for p in candidate if is_below(p, path)), "") for path in values}
+        if all(candidate.get(p) == texts.get(path) for path, p in first_match.items()):
+            return candidate
+    return None

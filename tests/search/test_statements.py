@@ -1,8 +1,8 @@
-"""Marks as a change of source files: what it says is what the marks were, and it applies."""
+"""Marks as statements: a function with them has the plan of the marks."""
 
+import ast
 import dataclasses
 import importlib.util
-import subprocess
 import sys
 
 import jax.numpy as jnp
@@ -10,11 +10,8 @@ import pytest
 
 import gshard
 from gshard.core.number_text import significant
-from gshard.core.sharding import Sharding
 from gshard.device.cost import cost
 from gshard.device.machine import Machine
-from gshard.search.as_marks import FoundMark
-from gshard.search.patch import patch_of
 from search.test_search import shape
 
 SOURCE = '''"""A model."""
@@ -45,57 +42,43 @@ def loaded(path, name):
     return module
 
 
-def mark_of(v, text):
-    return FoundMark("here", text, 0.0, {v: Sharding(((), ()))})
+def write_statements(path, name, marks):
+    """Writes the statements of marks in front of the first statement of a function of a file."""
+    lines = path.read_text().splitlines()
+    tree = ast.parse("\n".join(lines))
+    (found,) = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name)
+    first = found.body[ast.get_docstring(found) is not None]
+    begin = min([first.lineno, *(d.lineno for d in getattr(first, "decorator_list", ()))]) - 1
+    indent = " " * first.col_offset
+    imports = ["import gshard", "import jax"]
+    place = next(i for i, line in enumerate(lines) if line.startswith(("import ", "from ")))
+    rows = [indent + row for row in marks.statements]
+    path.write_text("\n".join([*lines[:place], *imports, *lines[place:begin], *rows, *lines[begin:]]) + "\n")
 
 
-def made_at(program, primitive, times=0):
-    return [e.outputs[0] for e in program.block.walk() if e.name == primitive][times]
-
-
-def test_marks_inside_are_written_by_hand(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.py").write_text(SOURCE)
-    program = gshard.stages.trace(
-        loaded(tmp_path / "model.py", "model_before").net, shape(8, 16), shape(16, 32), shape(32, 8)
-    )
-    product = made_at(program, "dot_general", 1)
-    told = patch_of([mark_of(product, "gshard.shard(x, P(None, 'x'))")], program, MESH)
-    assert told == "# gshard.shard(x, P(None, 'x')) here: not written, do it by hand\n"
-
-
-def test_the_patched_program_takes_what_the_marks_took(tmp_path, monkeypatch):
-    """With no time a patch says how far the unmarked program is from the plan; with more time it looks again."""
-    monkeypatch.chdir(tmp_path)
+def test_a_function_with_the_statements_takes_what_the_marks_took(tmp_path):
+    """With no time it prints how far the unmarked program is from the plan; with more time it looks again."""
     (tmp_path / "model.py").write_text(SOURCE)
     arguments, machine = (shape(4096, 4096), shape(4096, 8192), shape(8192, 4096)), Machine.of("h100:1x8")
     step = gshard.jit(loaded(tmp_path / "model.py", "model_bare").net, mesh=MESH)
     found, lines = gshard.search(step, *arguments, machine=machine), []
-    short = dataclasses.replace(found, budget_seconds=1e-6, progress=lines.append)
-    told = short.patch()
+    short = dataclasses.replace(found, budget_seconds=1e-6, progress=lines.append).marks
     assert [line.partition(": ")[2] for line in lines] == ["the program without further marks"]
-    bare = short.marks.bare.cost.seconds
-    assert not short.marks.marks
+    bare = short.bare.cost.seconds
+    assert not short.marks
+    assert not short.statements
     assert bare > 1.1 * found.cost.seconds
     above = f"{significant(100 * (bare / found.cost.seconds - 1), 2)} % above the plan"
-    assert f"{bare * 1e3:.4g} ms without a further mark, {above}" in told
-    assert "# the time was over after" in told
-    assert "not tried, or cut: further marks" in told
-    assert "# gshard.jit(f, mesh=found.mesh, plan=found.plan) runs the plan itself" in told
-    assert "\n@@" not in told
+    assert f"{bare * 1e3:.4g} ms without a further mark, {above}" in str(short)
+    assert "the time was over after" in str(short)
+    assert "not tried, or cut: further marks" in str(short)
     lines.clear()
-    assert short.patch() == told, "it takes what is known"
-    assert not lines
     found = dataclasses.replace(found, progress=lines.append)
-    told = found.patch()
+    assert found.marks.statements
     assert len(lines) > 1
-    assert found.marks.marks
-    assert told.splitlines()[0] == f"# modelled on h100:1x8: {found.marks.nearness}"
     assert "as the plan" in found.marks.nearness
-    assert "\n@@" in told
-    assert not any(words in told for words in ("the time was over", "not written", "plan=found.plan"))
-    (tmp_path / "marks.diff").write_text(told)
-    subprocess.run(["git", "apply", "marks.diff"], cwd=tmp_path, check=True)
+    assert str(found.marks).endswith("\n  ".join(["in front of the first statement of net:", *found.marks.statements]))
+    write_statements(tmp_path / "model.py", "net", found.marks)
     marked = loaded(tmp_path / "model.py", "model_marked").net
     after = gshard.jit(marked, mesh=MESH, machine=machine).lower(*arguments)
     assert cost(after.spmd, machine).seconds == pytest.approx(found.marks.seconds)

@@ -1,6 +1,4 @@
-"""A searched plan as a change of a training file: git applies it, and the file then runs the plan."""
-
-import subprocess
+"""A searched plan as statements of a training file, which then runs the plan."""
 
 import jax
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 import gshard
 from gshard.core.plan import local_bytes
 from gshard.device.cost import cost
-from search.test_patch import loaded
+from search.test_statements import loaded, write_statements
 from training_files import TRAINING
 
 MESH = {"data": 8}
@@ -24,12 +22,6 @@ def losses_of(module, step, made=None):
     return losses, args
 
 
-def applied(folder, patch, name):
-    (folder / "plan.diff").write_text(patch)
-    subprocess.run(["git", "apply", "plan.diff"], cwd=folder, check=True)
-    return loaded(folder / "train.py", name)
-
-
 @pytest.mark.parametrize(
     "kind",
     [
@@ -39,7 +31,7 @@ def applied(folder, patch, name):
         pytest.param("Equinox", marks=pytest.mark.slow),
     ],
 )
-def test_a_patched_training_file_runs_the_plan(kind, tmp_path, monkeypatch):
+def test_a_training_file_with_the_statements_runs_the_plan(kind, tmp_path, monkeypatch):
     """The marked file has the losses, bytes, time and placement of the plan."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(TRAINING[kind])
@@ -50,11 +42,9 @@ def test_a_patched_training_file_runs_the_plan(kind, tmp_path, monkeypatch):
     )  # fmt: skip
     split = [v for v in found.plan.program.block.inputs if found.plan.shardings[v].atoms]
     assert len(split) >= 12, "weights of two blocks and their moments"
-    patch = found.patch()
-    assert "not written" not in patch
-    after = applied(tmp_path, patch, f"training_after_{kind}")
-    (call,) = (line.partition("run it by ")[2] for line in patch.splitlines() if "run it by " in line)
-    step = eval(call, {"gshard": gshard, "step": after.step})
+    write_statements(tmp_path / "train.py", "step", found.marks)
+    after = loaded(tmp_path / "train.py", f"training_after_{kind}")
+    step = gshard.jit(after.step, mesh=found.mesh, machine="h100:1x8", memory_limit=LIMIT)
     lowered = step.lower(*after.made())
     again = cost(lowered.spmd, found.cost.machine, lowered.donated)
     # Where plans differ by less than 2 %, planning keeps the one that sends least.
