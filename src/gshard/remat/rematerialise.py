@@ -42,9 +42,8 @@ from gshard.remat.straight_line import (
     Offer,
     Seconds,
     kept_over,
-    without_dead_code,
 )
-from gshard.rewrite.equation_graph import common_key, is_pure
+from gshard.rewrite.equation_graph import common_key, is_pure, with_others, without_dead_code
 
 # Recomputes residuals that one loop stacks for another inside that other loop.
 
@@ -68,33 +67,10 @@ class _Pair:
         """For each stack, the value of the writer's body."""
         return {v: self.inner(v) for v in self.stacks}
 
-    @functools.cached_property
-    def shared(self) -> frozenset[Equation]:
-        """Equations that both bodies run on equal inputs, such as gathers of weights: they need no second run."""
-        writer, consumer = self.writer.equation, self.consumer.equation
-        read = dict(_read(consumer))
-        same = {inner: read[outer] for outer, inner in _read(writer) if outer in read}
-        consumer_equations = {_key(e, e.inputs): e for e in consumer.blocks[0].equations}
-        shared = []
-        for e in writer.blocks[0].equations:
-            key = _key(e, [same.get(x, x) if isinstance(x, Value) else x for x in e.inputs])
-            if key is not None and key in consumer_equations:
-                same.update(zip(e.outputs, consumer_equations[key].outputs, strict=True))
-                shared.append(e)
-        return frozenset(shared)
-
     def inner(self, stack: Value) -> Value | Constant:
         """The value of the writer's body that a stack contains."""
         e = self.writer.equation
         return e.blocks[0].outputs[e.outputs.index(stack)]
-
-
-def _read(loop: Equation) -> Iterator[tuple[tuple[bool, Value | Constant], Value]]:
-    """The constants and slices of a body: whether it is a slice and the outer array, then the value inside."""
-    consts, carry = scan_counts(loop.params)
-    for i, (outer, inner) in enumerate(zip(loop.inputs, loop.blocks[0].inputs, strict=True)):
-        if not consts <= i < consts + carry:
-            yield (i >= consts, outer), inner
 
 
 def _key(e: Equation, inputs: Sequence[Value | Constant]) -> Any:
@@ -142,9 +118,7 @@ def stacked_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: fro
             freed = sum(v.bytes for v in group) - needed
             if freed > 0:
                 trip_count = pair.writer.equation.trip_count
-                extra_seconds = trip_count * sum(
-                    seconds_of_kernel.get(e, 0.0) for e in equations if e not in pair.shared
-                )
+                extra_seconds = trip_count * sum(seconds_of_kernel.get(e, 0.0) for e in equations)
                 without = functools.partial(without_stacking, liveness, pair)
                 offers.append(Offer(group, freed, extra_seconds, without, pair))
     return offers
@@ -200,9 +174,7 @@ def without_stacking(liveness: Liveness, pair: _Pair, dropped: Sequence[Value], 
     """The block in which the second loop recomputes stacks of the first one, slice by slice."""
     writer, consumer = pair.writer.equation, pair.consumer.equation
     new_writer, new_consumer = _LoopRewriting(liveness, pair, dropped, names).loops()
-    block, changed = liveness.block, {writer: new_writer, consumer: new_consumer}
-    equations = tuple(changed.get(e, e) for e in block.equations)
-    return without_dead_code(Block(block.inputs, equations, block.outputs))
+    return with_others(liveness.block, {writer: (new_writer,), consumer: (new_consumer,)}.get, clean=True)
 
 
 class _LoopRewriting:
@@ -266,7 +238,8 @@ class _LoopRewriting:
         body = writer.blocks[0]
         kept = [(v, x) for v, x in zip(writer.outputs, body.outputs, strict=True) if v not in self.dropped]
         kept += [(outer, inner) for inner, outer in self.stacked]
-        block = without_dead_code(Block(body.inputs, body.equations, tuple(x for _, x in kept)))
+        outputs = tuple(x for _, x in kept)
+        block = Block(body.inputs, tuple(without_dead_code(body.equations, outputs)), outputs)
         params = _params(writer, *scan_counts(writer.params))
         results = tuple(v for v, _ in kept)
         return with_edges(dataclasses.replace(writer, params=params, outputs=results, blocks=(block,)))
@@ -354,7 +327,6 @@ def with_low_precision_stacks(
     liveness: Liveness, writer: Equation, stacks: Sequence[Value], names: Iterator[int]
 ) -> Block:
     """The block with stacks of a loop widened after the loop."""
-    block = liveness.block
     body = writer.blocks[0]
     producer = {v: e for e in body.equations for v in e.outputs}
     outputs, body_outputs, widenings = [], [], []
@@ -371,12 +343,9 @@ def with_low_precision_stacks(
         widenings.append(dataclasses.replace(e, inputs=(stack,), outputs=(v,), rule=rule_of(call, e.source_info)))
         outputs.append(stack)
         body_outputs.append(source)
-    loop = without_dead_code(Block(body.inputs, body.equations, tuple(body_outputs)))
+    loop = Block(body.inputs, tuple(without_dead_code(body.equations, body_outputs)), tuple(body_outputs))
     changed = with_edges(dataclasses.replace(writer, outputs=tuple(outputs), blocks=(loop,)))
-    equations: list[Equation] = []
-    for e in block.equations:
-        equations += [changed, *widenings] if e is writer else [e]
-    return Block(block.inputs, tuple(equations), block.outputs)
+    return with_others(liveness.block, {writer: (changed, *widenings)}.get)
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -559,8 +528,7 @@ def _at_peak(memory: Memory) -> int:
 
 def _with_body(kernels: Kernels, region: Equation, old: Block, new: Block) -> Block:
     changed = with_edges(dataclasses.replace(region, blocks=tuple(new if b is old else b for b in region.blocks)))
-    block = kernels.block
-    return Block(block.inputs, tuple(changed if e is region else e for e in block.equations), block.outputs)
+    return with_others(kernels.block, {region: (changed,)}.get)
 
 
 def _noted(item: Offer, liveness: Liveness) -> Recomputation:

@@ -10,7 +10,7 @@ from gshard.core.jax_adapter import optimization_barrier_p
 from gshard.core.program import Block, Constant, Equation, Value
 from gshard.device.fusion_model import PASSING, REGION, Buffers, Kernel, Kernels, kind_of
 from gshard.language.registry import Call, rule_of
-from gshard.rewrite.equation_graph import is_pure, operands_first
+from gshard.rewrite.equation_graph import is_pure, operands_first, without_dead_code
 
 # Computes when the buffers of a block are written and read, and which kernels recompute them.
 
@@ -127,7 +127,7 @@ class _Recomputing:
             equations += self.fresh
             changed = any(a is not b for a, b in zip(inputs, e.inputs, strict=True))
             equations.append(dataclasses.replace(e, inputs=inputs) if changed else e)
-        return without_dead_code(Block(block.inputs, tuple(equations), block.outputs))
+        return Block(block.inputs, tuple(without_dead_code(equations, block.outputs)), block.outputs)
 
     def _needed(self, x: Value | Constant, is_source: bool) -> Sequence[Value | Constant]:
         """The values that ``_read`` reads for a value."""
@@ -213,15 +213,3 @@ class _Recomputing:
 def _passed(e: Equation, x: Value) -> Sequence[Value | Constant]:
     """The operands from which an equation computes a result: of an equation that passes its operands on, one."""
     return (e.inputs[e.outputs.index(x)],) if kind_of(e) == PASSING else e.inputs
-
-
-def without_dead_code(block: Block) -> Block:
-    """The block without equations that have no readers and no effects."""
-    needed = {v for v in block.outputs if isinstance(v, Value)}
-    kept = []
-    for e in reversed(block.equations):
-        if needed.isdisjoint(e.outputs) and is_pure(e):
-            continue
-        kept.append(e)
-        needed.update(v for v in e.inputs if isinstance(v, Value))
-    return Block(block.inputs, tuple(reversed(kept)), block.outputs)
