@@ -16,6 +16,7 @@ import argparse
 import gzip
 import itertools
 import json
+import math
 import time
 from pathlib import Path
 
@@ -80,7 +81,6 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="holds asplos-2025-iopddl-A.json.gz and the others")
     parser.add_argument("instances", nargs="*", help="letters; all that are there if none are given")
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--trace", action="store_true", help="print each better solution and when it was found")
     options = parser.parse_args()
     paths = {
         path.name.removeprefix("asplos-2025-iopddl-")[0]: path for path in sorted(options.folder.glob("*iopddl-*"))
@@ -94,12 +94,7 @@ def main() -> None:
         given = read(paths[letter])
         problem = problem_of(given)
         middle = time.monotonic()
-
-        def tell(better, middle=middle):
-            if options.trace:
-                print(f"    {time.monotonic() - middle:6.1f} s {better.value:,.0f}", flush=True)
-
-        found = solve(problem, options.seconds, on_better=tell)
+        found = solve(problem, options.seconds, effort=math.inf)
         seconds = time.monotonic() - middle
         if found.fits:
             assert evaluate(given, found.states.tolist()) == (found.value, found.peak)

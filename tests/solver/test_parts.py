@@ -50,7 +50,6 @@ BAD = [
     (dict(costs=[[0]], edges=[(0, 3, [[0]])]), "no node 3"), (dict(costs=[[0]], loads=[(0, 0, 1, [1, 2])]), "load"),
     (dict(costs=[[0]], loads=[(0, 0, 1, [0.5])]), "whole"),
     (dict(costs=[[0]], loads=[(0, 0, 1, [2.0**54])]), "larger units"), (dict(costs=[[0]], limit=-1.0), "limit"),
-    (dict(costs=[[0]], names=["a", "b"]), "names"),
 ]  # fmt: skip
 
 
@@ -61,8 +60,8 @@ def test_what_is_wrong_is_said(given, message):
 
 
 def test_states_are_checked():
-    problem = Problem.of([[0, 1]], names=["weights"])
-    with pytest.raises(GShardError, match="weights"):
+    problem = Problem.of([[0, 1]])
+    with pytest.raises(GShardError, match="Node 0"):
         problem.value([2])
     with pytest.raises(ProblemError, match="2 states"):
         problem.peak([0, 0])
@@ -70,16 +69,15 @@ def test_states_are_checked():
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_least_peak_is_bounded_and_mostly_found(seed):
+def test_the_least_peak_is_mostly_found(seed):
     problem = random_problem(np.random.default_rng(seed), nodes=6)
     everything = itertools.product(*(range(s) for s in problem.states))
     best = min((problem.peak(x) for x in everything if np.isfinite(problem.value(x))), default=np.inf)
     try:
-        states, bound = least_peak(problem)
+        states = least_peak(problem)
     except ProblemError:
         assert best == np.inf
         return
-    assert bound <= best
     if states is not None:
         assert np.isfinite(problem.value(states))
         assert problem.peak(states) >= best
@@ -159,8 +157,8 @@ def test_a_chain_of_functions_becomes_one_node_and_what_is_contradictory_names_i
     small = reduce(problem)
     assert len(small.problem.costs) <= 2
     assert exhaustive(small.problem) == exhaustive(problem)
-    with pytest.raises(ProblemError, match=r"second|first"):
-        reduce(Problem.of([[0, 0], [0, 0]], [(0, 1, never)], names=["first", "second"]))
+    with pytest.raises(ProblemError, match=r"node [01]"):
+        reduce(Problem.of([[0, 0], [0, 0]], [(0, 1, never)]))
     with pytest.raises(ProblemError, match="node 0"):
         reduce(Problem.of([[np.inf]]))
 

@@ -160,10 +160,7 @@ def does_not_pay(plan: Plan, found: Cost) -> str:
 PROVEN = 1e-6  # of what a plan costs: a smaller gap is none
 EVEN = 1.02  # of its share of the products: more is no rounding of uneven parts any more
 # Why a plan that sends less, or is faster, is not cheaper for the planner.
-_BYTES = (
-    "it also counts messages, repeated work, memory and, of a result without a mark, a part of the bytes that moving "
-    "it into another sharding would send"
-)
+_BYTES = "it also counts messages, repeated work and memory"
 _TIME = "it prices each kernel and each collective by itself, and the change is priced in full"
 
 

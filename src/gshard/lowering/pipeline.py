@@ -62,41 +62,6 @@ class Planned:
         return value < WORTH * other_value or (value <= other_value and self.cost.peak < WORTH * other.cost.peak)
 
 
-def cheapest(
-    propagated: Propagated, machine: Machine | None, *, strict: bool = False, boundary: Boundary = AS_MARKED
-) -> tuple[Planned, ...]:
-    """The plans of a settled program, the best first."""
-    program, mesh = propagated.program, propagated.mesh
-    if machine is not None:
-        propagated = dataclasses.replace(propagated, mesh=on_machine(mesh, machine))
-
-    def planned(known: Propagated, objective: Callable[[Mesh, tuple[Atoms, ...]], Objective]) -> Planned:
-        plan = propagate(program, known.mesh, strict=strict, boundary=boundary, objective=objective, propagated=known)
-        return Planned(plan)
-
-    fewest_bytes = planned(propagated, bytes_on)
-    if machine is None or not fewest_bytes.plan.counted:  # nothing was open
-        return (fewest_bytes,)
-    first_argument = len(program.captured)
-    donated = [i - first_argument for i in boundary.donated]
-
-    def with_cost(candidate: Planned) -> Planned:
-        spmd = partition(candidate.plan)
-        return dataclasses.replace(candidate, spmd=spmd, cost=cost(spmd, machine, donated))
-
-    fewest_bytes = with_cost(fewest_bytes)
-    call = fewest_bytes.seconds
-    alone = planned(propagated, seconds_on(machine, call=call))
-    if alone.plan.runs_as(fewest_bytes.plan):
-        alone = dataclasses.replace(alone, spmd=fewest_bytes.spmd, cost=fewest_bytes.cost)
-    else:
-        alone = with_cost(alone)
-    joined_mesh = on_machine(propagated.mesh, machine, joined=True)
-    joined = planned(dataclasses.replace(propagated, mesh=joined_mesh), seconds_on(machine, joined=True, call=call))
-    faster = sorted([alone, with_cost(joined)], key=lambda candidate: candidate.rank)
-    return (*faster, fewest_bytes) if faster[0].is_better(fewest_bytes) else (fewest_bytes, *faster)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
     """The inputs of the stages besides the program."""
@@ -124,6 +89,33 @@ class Settings:
     def room(self) -> int:
         """Bytes that a device may hold."""
         return self.on.memory if self.memory_limit is None else self.memory_limit
+
+
+def cheapest(propagated: Propagated, settings: Settings) -> tuple[Planned, ...]:
+    """The plans of a settled program, the best first."""
+    program, mesh, machine, boundary = propagated.program, propagated.mesh, settings.machine, settings.boundary
+    if machine is not None:
+        propagated = dataclasses.replace(propagated, mesh=on_machine(mesh, machine))
+
+    def planned(known: Propagated, objective: Callable[[Mesh, tuple[Atoms, ...]], Objective]) -> Planned:
+        plan = propagate(
+            program, known.mesh, strict=settings.strict, boundary=boundary, objective=objective, propagated=known
+        )
+        return Planned(plan)
+
+    fewest_bytes = planned(propagated, bytes_on)
+    if machine is None or not fewest_bytes.plan.counted:  # nothing was open
+        return (fewest_bytes,)
+    settings = dataclasses.replace(settings, donated=tuple(i - len(program.captured) for i in boundary.donated))
+    fewest_bytes = priced(fewest_bytes, settings)
+    call = fewest_bytes.seconds
+    alone = planned(propagated, seconds_on(machine, call=call))
+    if alone.plan.runs_as(fewest_bytes.plan):
+        alone = dataclasses.replace(alone, spmd=fewest_bytes.spmd, cost=fewest_bytes.cost)
+    joined_mesh = on_machine(propagated.mesh, machine, joined=True)
+    joined = planned(dataclasses.replace(propagated, mesh=joined_mesh), seconds_on(machine, joined=True, call=call))
+    faster = sorted([priced(alone, settings), priced(joined, settings)], key=lambda candidate: candidate.rank)
+    return (*faster, fewest_bytes) if faster[0].is_better(fewest_bytes) else (fewest_bytes, *faster)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -176,8 +168,7 @@ def _settle(draft: Draft, settings: Settings) -> Draft:
 
 def _choose(draft: Draft, settings: Settings) -> Draft:
     assert draft.propagated is not None
-    plans = cheapest(draft.propagated, settings.machine, strict=settings.strict, boundary=settings.boundary)
-    return dataclasses.replace(draft, plans=plans)
+    return dataclasses.replace(draft, plans=cheapest(draft.propagated, settings))
 
 
 def _batch(draft: Draft, settings: Settings) -> Draft:
@@ -265,7 +256,6 @@ PARTITION = Stage("partition", _partition, _spmd)
 RECOMPUTE = Stage("recompute", _recompute, _spmd, lambda settings: settings.recomputes)
 
 PLANNING = (PROPAGATE_AND_REWRITE, CHOOSE, BATCH, CHOOSE_WITHIN_LIMIT, TAKE_GIVEN, COLLECTIVE_MATMULS)
-EMITTING = PARTITION, RECOMPUTE
 
 
 @collected_seldom()

@@ -6,15 +6,9 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
-from gshard.comm.reshard import Reshards
-from gshard.comm.shards import Fetched, Shards
 from gshard.core.deadline import check_deadline
 from gshard.core.jax_adapter import no_mesh_set
 from gshard.core.mesh import Atoms, Mesh
@@ -22,7 +16,7 @@ from gshard.core.plan import Plan, local_bytes
 from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Equation, Program, Value, short_dtype
 from gshard.core.rule import PARALLEL, REDUCE, Rule, Split, operand_sharding, result_sharding
-from gshard.core.sharding import Sharding, padded_shape
+from gshard.core.sharding import Sharding
 from gshard.device.cost import kernel_cost
 from gshard.device.fusion_model import (
     Kernel,
@@ -36,9 +30,9 @@ from gshard.device.fusion_model import (
 from gshard.device.machine import Compiler, Machine
 from gshard.device.network import StepTimes, interchangeable
 from gshard.device.roofline import host_seconds, kernel_roofline, launch_seconds
-from gshard.emit.partition import partition, spec
+from gshard.emit.partition import partition
 from gshard.language.transfer import changes_memory
-from gshard.planning.objective import StackCost, Windows
+from gshard.planning.objective import Objective, StackCost
 from gshard.planning.strategies import operand_shardings, result_shardings, share
 from gshard.solver.problem import Floats
 
@@ -52,28 +46,19 @@ def has_own_way(rule: Rule, split: Split) -> bool:
     return any(f >= 0 and atoms and rule.factors[f].kind != PARALLEL for f, atoms in split.items())
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Emitted:
-    """The price of one run of an equation."""
-
-    seconds: float  # of everything that it emits
-    windows: tuple[Windows, ...]  # the part that other equations may share
-
-
 class OwnWays:
     """Prices equations that run on shards in their own way, on one machine, each once.
 
-    Splits that take the same time are traced once (``_class_of``), and so are windows of equal parts of arrays.
+    Splits that take the same time are traced once (``_class_of``).
     """
 
     def __init__(self, mesh: Mesh, machine: Machine):
         self._mesh, self._machine = mesh, machine
         self._alike = {a: alike for alike in interchangeable(mesh, machine) for a in alike}
-        self._known: dict[object, Emitted] = {}
-        self._windows: _FetchSeconds = {}
+        self._known: dict[object, float] = {}
 
-    def of(self, e: Equation, split: Split, *, traces: bool = True) -> Emitted | None:
-        """The price of an equation under a split; None if it runs the same operator on smaller arrays.
+    def of(self, e: Equation, split: Split, *, traces: bool = True) -> float | None:
+        """Seconds of one run of an equation under a split; None if it runs the same operator on smaller arrays.
 
         Without ``traces``, also None if it is not traced yet.
         """
@@ -83,27 +68,16 @@ class OwnWays:
             return None
         ordered = sorted((f, atoms) for f, atoms in split.items() if atoms)
         parallel = {f: atoms for f, atoms in ordered if f >= 0 and rule.factors[f].kind == PARALLEL}
-        other_factors = {f: atoms for f, atoms in ordered if f not in parallel}
-        names = self._renamed(other_factors)
-        renamed = {f: tuple(names[a] for a in atoms) for f, atoms in other_factors.items()}
+        other_factors = self._renamed({f: atoms for f, atoms in ordered if f not in parallel})
         operands = tuple((v.shape, short_dtype(v.dtype)) for v in e.inputs)
-        key = rule, tuple(sorted(renamed.items())), _class_of(rule, parallel, self._mesh), operands
-        if key not in self._known:
-            if not traces:
-                return None
+        key = rule, tuple(sorted(other_factors.items())), _class_of(rule, parallel, self._mesh), operands
+        if key not in self._known and traces:
             check_deadline()
-            names = self._renamed(other_factors | parallel)
-            renamed |= {f: tuple(names[a] for a in atoms) for f, atoms in parallel.items()}
-            self._known[key] = emitted_alone(e, renamed, self._mesh, self._machine, self._windows)
-        emitted = self._known[key]
-        if not emitted.windows or all(a == b for a, b in names.items()):
-            return emitted
-        original = {b: a for a, b in names.items()}
-        windows = (w._replace(which=tuple(_with_atoms(what, original) for what in w.which)) for w in emitted.windows)
-        return dataclasses.replace(emitted, windows=tuple(windows))
+            self._known[key] = emitted_alone(e, self._renamed(dict(ordered)), self._mesh, self._machine)
+        return self._known.get(key)
 
-    def _renamed(self, split: Split) -> dict[str, str]:
-        """For each atom of a split, the atom that represents it: the first ones of each class of interchangeable atoms.
+    def _renamed(self, split: Split) -> Split:
+        """The split with the atom that represents each: the first ones of each class of interchangeable atoms.
 
         Interchangeable atoms can take each other's places (``network.interchangeable``).
         """
@@ -115,7 +89,7 @@ class OwnWays:
                     same_class = self._alike[a]
                     representatives[a] = same_class[used.get(same_class, 0)]
                     used[same_class] = used.get(same_class, 0) + 1
-        return representatives
+        return {f: tuple(representatives[a] for a in atoms) for f, atoms in split.items()}
 
 
 def _class_of(rule: Rule, split: Split, mesh: Mesh) -> Hashable:
@@ -139,34 +113,11 @@ def _class_of(rule: Rule, split: Split, mesh: Mesh) -> Hashable:
     )
 
 
-def _with_atoms(what: Hashable, names: Mapping[str, str]) -> Hashable:
-    """The key of a window (``Shards.fetch``) with other atoms in its tuples of atoms."""
-    if not isinstance(what, tuple):
-        return what
-    return tuple(tuple(names.get(a, a) for a in part) if type(part) is tuple else part for part in what)
-
-
-# Seconds to fetch windows of an array, by its shape, dtype and sharding, and the windows.
-_FetchSeconds = dict[Hashable, float]
-
-
 @no_mesh_set()
-def emitted_alone(
-    e: Equation, split: Split, mesh: Mesh, machine: Machine, fetch_seconds: _FetchSeconds | None = None
-) -> Emitted:
-    """Prices one run of an equation whose operands are in the shardings of the split."""
-    seconds_of_windows: _FetchSeconds = {} if fetch_seconds is None else fetch_seconds
-    fetched: dict[int, list[Hashable]] = {}
-    seconds = _seconds(partition(_alone(e, split, mesh, fetched)).jaxpr, mesh, machine)
-    windows = []
-    for operand, keys in fetched.items():
-        v, rule = e.inputs[operand], e.rule
-        assert rule is not None
-        key = v.shape, short_dtype(v.dtype), operand_sharding(rule, operand, split), tuple(keys)
-        if key not in seconds_of_windows:
-            seconds_of_windows[key] = _seconds(_fetching_jaxpr(e, split, mesh, operand), mesh, machine)
-        windows.append(Windows(operand, tuple(keys), seconds_of_windows[key]))
-    return Emitted(seconds, tuple(windows))
+def emitted_alone(e: Equation, split: Split, mesh: Mesh, machine: Machine) -> float:
+    """Seconds of one run of an equation whose operands are in the shardings of the split."""
+    kernels = kernels_of_mapped(partition(_alone(e, split, mesh)).jaxpr).walk()
+    return sum(kernel_cost(kernel, times, mesh, machine).total_seconds for kernel, times in kernels)
 
 
 @tabulated(16)
@@ -175,76 +126,18 @@ def own_ways(mesh: Mesh, machine: Machine) -> OwnWays:
     return OwnWays(mesh, machine)
 
 
-def _seconds(jaxpr: Any, mesh: Mesh, machine: Machine) -> float:
-    kernels = kernels_of_mapped(jaxpr).walk()
-    return sum(kernel_cost(kernel, times, mesh, machine).total_seconds for kernel, times in kernels)
-
-
-def _fetching_jaxpr(e: Equation, split: Split, mesh: Mesh, operand: int) -> Any:
-    """A jaxpr that fetches the windows of an operand."""
-    rule = e.rule
-    assert rule is not None
-    read_shardings = {i: operand_sharding(rule, i, split) for i, v in enumerate(e.inputs) if v.shape}
-
-    def local(*parts: Any) -> list[Any]:
-        part_of = dict(zip(read_shardings, parts, strict=True))
-        arrays = [part_of[i] if i in part_of else jnp.zeros((), v.dtype) for i, v in enumerate(e.inputs)]
-        fetched: Fetched = {}
-        _run(rule, Shards(e, split, mesh, fetched=fetched), arrays)
-        return [window for i, _, window in _windows_of(fetched, arrays) if i == operand and window is not None]
-
-    specs = tuple(spec(s) for s in read_shardings.values())
-    shapes = (padded_shape(s, mesh, e.inputs[i].shape) for i, s in read_shardings.items())
-    operands = [jax.ShapeDtypeStruct(n, e.inputs[i].dtype) for i, n in zip(read_shardings, shapes, strict=True)]
-    mapped = jax.shard_map(local, mesh=mesh.jax_mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_jax_mesh):
-        return jax.make_jaxpr(mapped)(*operands)
-
-
-def _run(rule: Rule, shards: Shards, parts: Sequence[Any]) -> Any:
-    """Runs the ``local`` of an equation's rule on parts of its operands."""
-    assert rule.local is not None
-    return rule.local(shards, *(x if rule.masks_itself else shards.masked(x, i) for i, x in enumerate(parts)))
-
-
-def _windows_of(fetched: Fetched, parts: Sequence[Any]) -> Iterator[tuple[int, Hashable, Any]]:
-    """The windows of each operand: the operand's index, the key of the window, and the window.
-
-    The window is None if other windows are made of it, so that it is no result: windows of a window, filled windows.
-    """
-    operand_of = {id(x): i for i, x in enumerate(parts) if x.shape}
-    for (x, key), (_, window) in fetched.items():
-        if x in operand_of:
-            is_inner = any(
-                other == id(window) or (other == x and other_key[:3] == key != other_key)
-                for other, other_key in fetched
-            )
-            yield operand_of[x], key, None if is_inner else window
-            operand_of[id(window)] = operand_of[x]
-
-
 def as_kernel(e: Equation) -> Kernel:
     """An equation as a kernel that reads and writes only its own operands and results."""
     reads = tuple(dict.fromkeys(v for v in e.inputs if isinstance(v, Value)))
     return Kernel(e, kind_of(e), (), reads, e.outputs)
 
 
-def _alone(e: Equation, split: Split, mesh: Mesh, windows: dict[int, list[Hashable]]) -> Plan:
-    """The plan of a program with only this equation. Partitioning it adds the fetched windows to ``windows``."""
-    rule = e.rule
-    assert rule is not None
-
-    def local(shards: Shards, *parts: Any) -> Any:
-        result_shardings = _run(rule, shards, parts)
-        windows.clear()
-        for operand, what, _ in _windows_of(shards.fetched or {}, parts):
-            windows.setdefault(operand, []).append(what)
-        return result_shardings
-
+def _alone(e: Equation, split: Split, mesh: Mesh) -> Plan:
+    """The plan of a program with only this equation."""
+    rule = e.operator_rule
     inputs = [dataclasses.replace(v) if isinstance(v, Value) else v for v in e.inputs]
     outputs = [dataclasses.replace(v) for v in e.outputs]
-    watched = rule if rule.local is None else dataclasses.replace(rule, local=local, masks_itself=True)
-    alone = dataclasses.replace(e, rule=watched, inputs=tuple(inputs), outputs=tuple(outputs))
+    alone = dataclasses.replace(e, inputs=tuple(inputs), outputs=tuple(outputs))
     shardings = {v: operand_sharding(rule, i, split) for i, v in enumerate(inputs) if isinstance(v, Value)}
     values = tuple(shardings)
     result_shardings = {v: result_sharding(rule, i, split) for i, v in enumerate(outputs)}
@@ -262,7 +155,7 @@ _HELD = 0.5
 _FOLLOWS = 1e-10
 
 
-class Seconds(Reshards):
+class Seconds(Objective):
     """An objective (``planning.objective``) in seconds on one machine."""
 
     def __init__(self, mesh: Mesh, machine: Machine, axes: tuple[Atoms, ...], *, joined: bool = False):
@@ -270,7 +163,6 @@ class Seconds(Reshards):
         self.machine, self.tie, self.fuses, self.counted = machine, _FOLLOWS, True, f"time on {machine.name}"
         self.held_byte_cost = self.stacked_byte_cost = _TIE / machine.memory_bandwidth
         self.extra_byte_cost = 0.0  # kernels count what they read and write
-        # What equations cost does not depend on shared messages.
         self._own_ways = own_ways(on_machine(mesh, machine), machine)
         self._costs_of_splits = _costs_of_splits(dataclasses.replace(mesh, times=None), machine)
         self._traces = True  # whether an equation with an own way to run on shards is traced when it needs a price
@@ -348,7 +240,7 @@ class Seconds(Reshards):
             emitted = self.emitted_by(e, split)
             alone = _operations(as_kernel(e), work_share)
             plain = self.work(e, *alone, result_bytes + sum(read_bytes.values()))
-            own_way = self.work(e, *alone, result_bytes) if emitted is None else emitted.seconds
+            own_way = self.work(e, *alone, result_bytes) if emitted is None else emitted
             own_way_seconds = own_way - plain
         # The collective that reduces an unreduced result writes it.
         returns = kernel.returns and written > 0 and not any(s.unreduced for s in results)
@@ -367,14 +259,8 @@ class Seconds(Reshards):
             ]
         )
 
-    def windows(self, e: Equation, splits: Sequence[Split]) -> Iterator[tuple[int, Windows]]:
-        """The windows of operands that an equation fetches, which other equations may share."""
-        for i, split in enumerate(splits):
-            if (emitted := self.emitted_by(e, split)) is not None:
-                yield from ((i, window) for window in emitted.windows)
-
-    def emitted_by(self, e: Equation, split: Split) -> Emitted | None:
-        """The code of an equation that runs on shards in its own way; None for other equations.
+    def emitted_by(self, e: Equation, split: Split) -> float | None:
+        """Seconds of an equation that runs on shards in its own way; None for other equations.
 
         None also for an equation that is not traced yet and may not be (``assuming``). Its lower bound is the time to
         compute and to write the same results.

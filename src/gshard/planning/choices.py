@@ -11,16 +11,15 @@ import numpy as np
 
 from gshard.comm.reshard import parts_of
 from gshard.core.mark import Demand
-from gshard.core.mesh import Mesh
 from gshard.core.plan import AS_MARKED, Boundary, Plan, axes_without, local_bytes, manual_axes
-from gshard.core.program import Block, Edge, Equation, Program, Value, itemsize
-from gshard.core.rule import Split, operand_sharding
+from gshard.core.program import Edge, Equation, Program, Value, itemsize
+from gshard.core.rule import Rule, Split
 from gshard.core.sharding import Sharding
 from gshard.device.fusion_model import PASSING, REGION, Kernel
 from gshard.language.region import REGIONS, Crossing
 from gshard.planning.demands import as_returned, demands
-from gshard.planning.graph import CARRIED, SMALL, STACKED, WHOLE, Graph, LoopBytes, largest_of_iteration
-from gshard.planning.objective import Objective, StackCost, Windows
+from gshard.planning.graph import CARRIED, STACKED, WHOLE, Graph, LoopBytes
+from gshard.planning.objective import Objective, StackCost
 from gshard.planning.propagated import Propagated
 from gshard.planning.sharding_groups import ShardingGroups, free_result_groups, sharding_groups_of
 from gshard.planning.strategies import (
@@ -35,14 +34,13 @@ from gshard.planning.strategies import (
     is_limited,
     kinds_at,
     kinds_of,
-    opened,
     operand_shardings,
     propagated_arrays,
     result_shardings,
     runs_of,
     suggested_shardings,
 )
-from gshard.solver.problem import Bools, Floats, Problem
+from gshard.solver.problem import Floats, Problem
 
 # Interns equal states and equal cost tables of one planning problem, so that each is computed once.
 
@@ -83,75 +81,6 @@ class Interned:
         return self._products[key][1]
 
 
-# Finds windows of one array that several equations read, so that gshard fetches them once (``comm.shards``).
-
-
-class SharedWindows:
-    """Collects the windows that strategies fetch. A strategy is given by its node and state in the planning problem."""
-
-    def __init__(self, block: Block):
-        self._block_of = dict(_blocks(block))
-        self._receivers: dict[tuple[Value, Sharding, Block, object], dict[tuple[int, int], float]] = {}
-
-    def add(self, e: Equation, split: Split, window: Windows, receiver: tuple[int, int], cost: float) -> None:
-        """Adds the windows that an equation fetches under a split, and their cost in one call."""
-        v, rule = e.inputs[window.operand], e.rule
-        if isinstance(v, Value) and rule is not None:
-            key = v, operand_sharding(rule, window.operand, split), self._block_of[e], window.which
-            self._receivers.setdefault(key, {})[receiver] = cost
-
-    def shared(self) -> Iterator[tuple[Value, Mapping[tuple[int, int], float]]]:
-        """Windows that strategies of several nodes fetch: the array, and their cost for each strategy."""
-        for (v, *_), receivers in self._receivers.items():
-            if len({node for node, _ in receivers}) > 1:
-                yield v, receivers
-
-
-def _blocks(block: Block) -> Iterator[tuple[Equation, Block]]:
-    """Each equation with the block that contains it."""
-    for e in block.equations:
-        yield e, block
-        for body in e.blocks:
-            yield from _blocks(body)
-
-
-# Computes the bytes of arrays beyond those of the marks, and how many of them a loop may hold.
-
-
-class Room:
-    """The bytes that the loops of a program may hold."""
-
-    def __init__(self, loops: Collection[Equation], propagated: Propagated | None, mesh: Mesh):
-        self._loops, self._propagated, self._mesh = loops, propagated, mesh
-        self._largest: dict[Equation, int] = {}
-
-    def extra_bytes(self, e: Equation, edge: Edge, sizes: Sequence[int]) -> Floats | None:
-        """float64 [states]: bytes of a value at a loop's boundary beyond those of the marks."""
-        if self._propagated is None or e not in self._loops:
-            return None
-        shardings, stacked_dims = self._propagated.shardings, len(edge.outer.shape) - len(edge.inner.shape)
-        least = local_bytes(edge.outer, shardings[edge.outer], self._mesh)
-        if stacked_dims:
-            inside = Sharding(((),) * stacked_dims + shardings[edge.inner].dims)
-            least = max(least, local_bytes(edge.outer, inside, self._mesh))
-        return np.array(sizes, float) - least
-
-    def extra_bytes_of_group(self, group: Sequence[Value], states: Sequence[Sharding]) -> Floats:
-        """float64 [states]: bytes of the largest value of a group beyond those of the marks, at least 0."""
-        if self._propagated is None:
-            return np.zeros(len(states))
-        v = max(group, key=lambda v: v.bytes)
-        sizes = np.array([local_bytes(v, s, self._mesh) for s in states], float)
-        return (sizes - local_bytes(v, self._propagated.shardings[v], self._mesh)).clip(0)
-
-    def fits(self, e: Equation, extra_bytes: Floats) -> Bools:
-        """bool [states]: whether the extra bytes are few beside the largest array of an iteration under the marks."""
-        assert self._propagated is not None
-        if e not in self._largest:
-            self._largest[e] = largest_of_iteration(e, self._propagated.shardings, self._mesh)
-        return extra_bytes <= SMALL * self._largest[e]
-
-
 # A reshard that a caller may need after the call costs this share of its price.
 _AFTERWARDS = 1 / 8
 # A loop with an unknown number of iterations has probably several: a reshard before it costs this share of one in it.
@@ -184,10 +113,9 @@ class ChoiceTables:
         regions = [e for e in program.block.walk() if e.rule is None]
         # the values that enter or leave regions, each with the equation of the region
         self.crossings = [(e, crossing) for e in regions for crossing in REGIONS[e.name].crossings(e)]
-        loops = {e for e, c in self.crossings if c.each_round or e.trip_count > 1}
-        self.room = Room(loops, propagated, self.mesh)  # the bytes that loops may hold
+        self._loops = {e for e, c in self.crossings if c.each_round or e.trip_count > 1}
         # loops whose values decide how often they run; they count as one iteration
-        self.open_ended = {e for e in loops if REGIONS[e.name].decided(e)}
+        self.open_ended = {e for e in self._loops if REGIONS[e.name].decided(e)}
         # inputs of bodies that an iteration passes to the next one
         self.carried = self._body_inputs & {c.edge.inner for _, c in self.crossings if not c.inward}
         self.groups = self._sharding_groups()
@@ -198,9 +126,7 @@ class ChoiceTables:
         self._suggested: dict[Value, dict[Sharding, None]] = {}
         self._free_groups: set[int] = set()
         if propagated is not None:
-            self._suggested = suggested_shardings(
-                propagated, self._kinds, self.groups.tied, objective.axes, whole_axes=self.is_limited
-            )
+            self._suggested = suggested_shardings(propagated, self._kinds, self.groups.tied)
             results = {v for v in program.block.outputs if isinstance(v, Value)} - propagated.kept
             unmarked = results - self.demands_of.keys() - self.inputs
             self._free_groups = free_result_groups(program, self.groups, unmarked)
@@ -262,12 +188,7 @@ class ChoiceTables:
         if propagated is not None:
             fitting = (s for s in suggested if {m for _, m in s.unreduced} <= {*monoids})
             moved = (propagated.moved[v] for v in values if v in propagated.moved)
-            known = (
-                *(propagated.shardings[v] for v in values),
-                *moved,
-                *(opened(v, propagated, self.objective.axes) for v in values),
-            )
-            found = tuple(dict.fromkeys((*known, *found, *fitting)))
+            found = tuple(dict.fromkeys((*(propagated.shardings[v] for v in values), *moved, *found, *fitting)))
         return allowed_by_marks(found, demands, self._manual.of_any(values))
 
     def _over_whole_axes(
@@ -284,13 +205,12 @@ class ChoiceTables:
         known = {} if self._near is None else self._near.shardings
         return tuple(dict.fromkeys(known[v] for v in values if v in known))
 
-    def read_states(self, v: Value) -> tuple[tuple[Sharding, ...], object]:
-        """The shardings of a shared reshard of a value, and a key that is equal for equal values."""
+    def read_states(self, v: Value) -> tuple[Sharding, ...]:
+        """The shardings of a shared reshard of a value."""
         states = self.states_of(v)
         monoids = self.groups.unreduced.get(self.groups.of[v], ())
         key = "read", self._kinds[v], id(states), monoids
-        found = self.interned.states(key, lambda: dict.fromkeys((*states, *self._over_whole_axes((v,), monoids))))
-        return found, key
+        return self.interned.states(key, lambda: dict.fromkeys((*states, *self._over_whole_axes((v,), monoids))))
 
     def result_states(self, v: Value, arguments: Mapping[Value, Value]) -> tuple[Sharding, ...]:
         """The shardings in which a result of the program may leave."""
@@ -336,7 +256,7 @@ class ChoiceTables:
             near_split = tuple((f, atoms) for f, atoms in split.items() if f in component.factors and atoms)
         key = rule, component, passing, kinds, barred, near_split
         if key not in self._splits:
-            arrays = () if self.propagated is None else propagated_arrays(e, self.propagated, self.objective.axes)
+            arrays = () if self.propagated is None else propagated_arrays(e, self.propagated)
             axes = axes_without(self.objective.axes, barred)
             pinned = tuple(self._manual.pinned(e).items())
             self._splits[key] = component_splits(
@@ -351,6 +271,25 @@ class ChoiceTables:
 
     # Cost tables
 
+    def extra_bytes(self, e: Equation, edge: Edge, sizes: Sequence[int]) -> Floats | None:
+        """float64 [states]: bytes of a value at a loop's boundary beyond those of the marks."""
+        if self.propagated is None or e not in self._loops:
+            return None
+        shardings, stacked_dims = self.propagated.shardings, len(edge.outer.shape) - len(edge.inner.shape)
+        least = local_bytes(edge.outer, shardings[edge.outer], self.mesh)
+        if stacked_dims:
+            inside = Sharding(((),) * stacked_dims + shardings[edge.inner].dims)
+            least = max(least, local_bytes(edge.outer, inside, self.mesh))
+        return np.array(sizes, float) - least
+
+    def _extra_bytes_of_group(self, group: Sequence[Value], states: Sequence[Sharding]) -> Floats:
+        """float64 [states]: bytes of the largest value of a group beyond those of the marks, at least 0."""
+        if self.propagated is None:
+            return np.zeros(len(states))
+        v = max(group, key=lambda v: v.bytes)
+        sizes = np.array([local_bytes(v, s, self.mesh) for s in states], float)
+        return (sizes - local_bytes(v, self.propagated.shardings[v], self.mesh)).clip(0)
+
     def group_costs(self, group: int) -> Floats:
         """float64 [states]: a tie-break for shardings that propagation did not find, and the price of extra bytes."""
         values, states, propagated = self.groups.members[group], self.states[group], self.propagated
@@ -360,7 +299,7 @@ class ChoiceTables:
             is_free = propagated is None or any(v in propagated.undecided for v in values)
             known = set() if is_free or propagated is None else {propagated.shardings[v] for v in values}
             ties = np.array([0.0 if is_free or s in known else self.objective.tie for s in states])
-            return ties + runs * self.objective.extra_byte_cost * self.room.extra_bytes_of_group(values, states)
+            return ties + runs * self.objective.extra_byte_cost * self._extra_bytes_of_group(values, states)
 
         return self.interned.table(("otherwise", self._group_kinds[group], runs, id(states)), find)
 
@@ -369,74 +308,48 @@ class ChoiceTables:
         key = "held", v.shape, itemsize(v.dtype), id(states), byte_cost
         return self.interned.table(key, lambda: np.array([local_bytes(v, s, self.mesh) for s in states]) * byte_cost)
 
-    def move_costs(self, sources: Sequence[Sharding], targets: Sequence[Sharding], v: Value) -> Floats:
-        """float64 [sources, targets]: reshards of a value."""
-        return self.objective.table(sources, targets, v.shape, itemsize(v.dtype))
+    def move_costs(self, sources: tuple[Sharding, ...], targets: tuple[Sharding, ...], v: Value) -> Floats:
+        """float64 [sources, targets]: reshards of a value. Both tuples are interned, so their identities stay valid.
 
-    def operand_costs(self, e: Equation, splits: Sequence[Split], i: int, states: Sequence[Sharding]) -> Floats:
-        """float64 [states, splits]: reshards from some states to the sharding in which an equation reads an operand."""
-        rule, v = e.operator_rule, e.inputs[i]
-        assert isinstance(v, Value)
+        It is ``inf`` to scatter a sum only to let it leave split, without a mark: an unmarked result that is a sum over
+        devices leaves on all of these devices.
+        """
+        is_free = self.groups.of[v] in self._free_groups
+        key = "moves", id(sources), id(targets), v.shape, itemsize(v.dtype), self._kinds[v] if is_free else -1
 
         def find() -> Floats:
-            read = self.interned.states(
-                (operand_shardings, rule, id(splits), i), lambda: operand_shardings(rule, i, splits)
-            )
-            return self._costs_with_cuts(v, states, read)
+            costs = self.objective.table(sources, targets, v.shape, itemsize(v.dtype))
+            if self.propagated is None or not is_free:
+                return costs
+            undecided = (a for atoms in self.propagated.could(v).values() for a in atoms)
+            marked = {*self.propagated.shardings[v].atoms, *undecided}
+            summed = [{a for a, _ in s.unreduced} - marked for s in sources]
+            cut = [{a for atoms in s.dims for a in atoms} for s in targets]
+            return costs + np.array([[np.inf if over & own else 0.0 for own in cut] for over in summed])
 
-        key = "taking", rule, id(splits), i, v.shape, itemsize(v.dtype), id(states), self._cut_kind(v)
-        return self.interned.often(self.runs[e], self.interned.table(key, find))
+        return self.interned.table(key, find)
+
+    def operand_costs(self, e: Equation, splits: Sequence[Split], i: int, states: tuple[Sharding, ...]) -> Floats:
+        """float64 [states, splits]: reshards from some states to the sharding in which an equation reads an operand."""
+        v, read = e.inputs[i], self._under(operand_shardings, e, i, splits)
+        assert isinstance(v, Value)
+        return self.interned.often(self.runs[e], self.move_costs(states, read, v))
 
     def result_costs(self, e: Equation, splits: Sequence[Split], i: int) -> Floats:
-        """float64 [states, splits]: reshards from the sharding in which an equation makes a result to its group's."""
-        rule, v = e.operator_rule, e.outputs[i]
-        states = self.states_of(v)
+        """float64 [splits, states]: reshards from the sharding in which an equation makes a result to its group's."""
+        v, made = e.outputs[i], self._under(result_shardings, e, i, splits)
+        return self.interned.often(self.runs[e], self.move_costs(made, self.states_of(v), v))
 
-        def find() -> Floats:
-            made = self.interned.states(
-                (result_shardings, rule, id(splits), i), lambda: result_shardings(rule, i, splits)
-            )
-            return self._costs_with_cuts(v, made, states).T
-
-        key = "making", rule, id(splits), i, v.shape, itemsize(v.dtype), id(states), self._cut_kind(v)
-        return self.interned.often(self.runs[e], self.interned.table(key, find))
-
-    def leaving_costs(self, v: Value, states: tuple[Sharding, ...]) -> tuple[Floats, Floats]:
-        """The costs of the shardings in which a result leaves."""
-        group = self.groups.of[v]
-        inside = self.states[group]
-        key = self._kinds[v], id(inside), id(states), group in self._free_groups
-        caller_costs = self.interned.table(("charged", *key), lambda: self._caller_costs(v, states))
-        moves = self.interned.table(("leaving", *key), lambda: self._costs_with_cuts(v, inside, states))
-        return caller_costs, moves
-
-    def _caller_costs(self, v: Value, states: Sequence[Sharding]) -> Floats:
-        """float64 [states]: the reshards to the propagated sharding, which some callers need."""
-        known = None if self.propagated is None or v in self.propagated.undecided else self.propagated.shardings[v]
-        if known is None or not known.is_even(self.mesh, v.shape):
-            return np.zeros(len(states))
-        return _AFTERWARDS * self.move_costs(states, (known,), v)[:, 0]
-
-    def _costs_with_cuts(self, v: Value, sources: Sequence[Sharding], targets: Sequence[Sharding]) -> Floats:
-        return self.move_costs(sources, targets, v) + self._cut_costs(v, sources, targets)
-
-    def _cut_kind(self, v: Value) -> int:
-        """What ``_cut_costs`` depends on besides the shardings."""
-        return self._kinds[v] if self.groups.of[v] in self._free_groups else -1
-
-    def _cut_costs(self, v: Value, sources: Sequence[Sharding], targets: Sequence[Sharding]) -> Floats | float:
-        """float64 [sources, targets]: ``inf`` where a sum would be scattered only to leave split, without a mark.
-
-        An unmarked result that is a sum over devices leaves on all of these devices.
-        """
-        if self.groups.of[v] not in self._free_groups:
-            return 0.0
-        assert self.propagated is not None
-        undecided = (a for atoms in self.propagated.could(v).values() for a in atoms)
-        marked = {*self.propagated.shardings[v].atoms, *undecided}
-        summed = [{a for a, _ in s.unreduced} - marked for s in sources]
-        cut = [{a for atoms in s.dims for a in atoms} for s in targets]
-        return np.array([[np.inf if over & own else 0.0 for own in cut] for over in summed])
+    def _under(
+        self,
+        shardings_of: Callable[[Rule, int, Sequence[Split]], tuple[Sharding, ...]],
+        e: Equation,
+        i: int,
+        splits: Sequence[Split],
+    ) -> tuple[Sharding, ...]:
+        """The shardings of an operand or result under each split."""
+        rule = e.operator_rule
+        return self.interned.states((shardings_of, rule, id(splits), i), lambda: shardings_of(rule, i, splits))
 
 
 def graph_of(
@@ -460,12 +373,6 @@ class _Builder:
         self.groups, self.states, self.interned = tables.groups, tables.states, tables.interned
         self.costs: list[Floats] = [tables.group_costs(group) for group in range(len(self.states))]
         self.edges: list[tuple[int, int, Floats]] = []
-        argument_names = dict(zip(self.program.block.inputs, self.program.names, strict=True))
-        self.names = [
-            next((argument_names[v] for v in group if v in argument_names), f"%{group[0].index}")
-            for group in self.groups.members
-        ]
-        self.windows = SharedWindows(self.program.block)
         self.strategies: dict[tuple[Equation, Component], tuple[int, tuple[Split, ...]]] = {}
         self.shared_reshards: dict[Value, tuple[int, Sequence[Sharding]]] = {}
         self.leaves: dict[Value, tuple[int, Sequence[Sharding]]] = {}
@@ -480,11 +387,9 @@ class _Builder:
             self._add_kernel(kernel, runs, marked_shares.get(kernel.equation, np.inf))
         for stack in self.objective.stack_costs(self.program.block):
             self._add_stack(stack)
-        for v, receivers in self.windows.shared():
-            self._add_shared_window(v, receivers)
         for (e, component), (node, splits) in self.strategies.items():
             for i in component.results:
-                self.edges.append((self.groups.of[e.outputs[i]], node, self.tables.result_costs(e, splits, i)))
+                self.edges.append((node, self.groups.of[e.outputs[i]], self.tables.result_costs(e, splits, i)))
         self._add_operands()
         for e, crossing in self.tables.crossings:
             self._add_crossing(e, crossing)
@@ -495,7 +400,7 @@ class _Builder:
         return Graph(
             program=self.program,
             mesh=self.mesh,
-            problem=Problem.of(self.costs, self.edges, names=self.names),
+            problem=Problem.of(self.costs, self.edges),
             groups=self.groups,
             states=self.states,
             strategies=self.strategies,
@@ -515,9 +420,8 @@ class _Builder:
         }.values():
             yield from itertools.chain(*array_shardings(rule, splits))
 
-    def _add_node(self, states: int, name: str) -> int:
+    def _add_node(self, states: int) -> int:
         self.costs.append(self.interned.table(("free", states), lambda: np.zeros(states)))
-        self.names.append(name)
         return len(self.costs) - 1
 
     def _add_strategies(self) -> dict[Equation, float]:
@@ -528,7 +432,7 @@ class _Builder:
                 continue
             for component in components(e.rule):
                 splits, marked_shares[e] = self.tables.splits_of(e, component)
-                self.strategies[e, component] = self._add_node(len(splits), f"{e.name} at {e.line}"), splits
+                self.strategies[e, component] = self._add_node(len(splits)), splits
         return marked_shares
 
     def _add_kernel(self, kernel: Kernel, runs: int, marked_share: float) -> None:
@@ -548,9 +452,6 @@ class _Builder:
             table = self.interned.table(
                 ("work", cost_key, id(splits)), lambda: objective.split_costs(kernel, splits, marked_share)
             )
-            for state, window in objective.windows(e, splits):
-                cost = runs * min(window.cost, table[state])
-                self.windows.add(e, splits[state], window, (node, state), cost)
         self.costs[node] = self.costs[node] + runs * table
 
     def _add_stack(self, stack: StackCost) -> None:
@@ -559,18 +460,6 @@ class _Builder:
         states = self.states[group]
         table = self.tables.held_costs(stack.value, states, stack.byte_cost)
         self.costs[group] = self.costs[group] + stack.runs * (table + stack.run_cost)
-
-    def _add_shared_window(self, v: Value, receivers: Mapping[tuple[int, int], float]) -> None:
-        """Adds a node with two states: a window is not fetched, or it is, and its receivers do not pay for it."""
-        node = self._add_node(2, f"a window of {self.names[self.groups.of[v]]}")
-        self.costs[node] = np.array([0.0, max(receivers.values())])
-        tables = {receiver: np.zeros((2, self.costs[receiver].size)) for receiver, _ in receivers}
-        for receiver in tables:
-            self.costs[receiver] = self.costs[receiver].copy()
-        for (receiver, state), cost in receivers.items():
-            self.costs[receiver][state] = max(0.0, self.costs[receiver][state] - cost)
-            tables[receiver][0, state] = np.inf
-        self.edges += [(node, receiver, table) for receiver, table in tables.items()]
 
     def _add_operands(self) -> None:
         """Adds the reshards from a group to the strategies that read a value, through a shared node if several do."""
@@ -592,11 +481,11 @@ class _Builder:
     def _add_shared_reshard(self, v: Value, runs: int) -> tuple[int, tuple[Sharding, ...]]:
         """Adds a node for the sharding in which several equations read a value."""
         group = self.groups.of[v]
-        states, key = self.tables.read_states(v)
-        node = self._add_node(len(states), f"{self.names[group]}, as it is read")
+        states = self.tables.read_states(v)
+        node = self._add_node(len(states))
         self.shared_reshards[v] = node, states
-        table = self.interned.table((key, id(states)), lambda: self.tables.move_costs(self.states[group], states, v))
-        self.edges.append((group, node, self.interned.often(runs, table)))
+        moves = self.tables.move_costs(self.states[group], states, v)
+        self.edges.append((group, node, self.interned.often(runs, moves)))
         return node, states
 
     def _add_crossing(self, e: Equation, crossing: Crossing) -> None:
@@ -604,7 +493,10 @@ class _Builder:
         outer, inner = crossing.edge.outer, crossing.edge.inner
         outside, inside = self.groups.of[outer], self.groups.of[inner]
         stacked_dims = len(outer.shape) - len(inner.shape)
-        at_boundary = [Sharding(((),) * stacked_dims + s.dims, s.unreduced) for s in self.states[inside]]
+        at_boundary = self.interned.states(
+            ("at a boundary", stacked_dims, id(self.states[inside])),
+            lambda: [Sharding(((),) * stacked_dims + s.dims, s.unreduced) for s in self.states[inside]],
+        )
         if crossing.inward and not crossing.each_round:
             self._add_region_input(e, crossing.edge, at_boundary)
             return
@@ -613,34 +505,30 @@ class _Builder:
             moves = self.tables.move_costs(self.states[outside], at_boundary, outer)
             self.edges.append((outside, inside, self.interned.often(runs, moves)))
             return
-        moves = self.tables.move_costs(at_boundary, self.states[outside], outer).T
-        self.edges.append((outside, inside, self.interned.often(runs, moves)))
+        moves = self.tables.move_costs(at_boundary, self.states[outside], outer)
+        self.edges.append((inside, outside, self.interned.often(runs, moves)))
         if stacked_dims or inner in self.tables.carried:
             sizes = [local_bytes(outer, s, self.mesh) for s in at_boundary]
             self.held.append((inside, e, sizes))
-            extra = self.tables.room.extra_bytes(e, crossing.edge, sizes)
+            extra = self.tables.extra_bytes(e, crossing.edge, sizes)
             if extra is not None:
                 self.loop_bytes.append(LoopBytes(inside, e, extra, STACKED if stacked_dims else CARRIED))
         if stacked_dims:
             held = self.tables.held_costs(inner, self.states[inside], self.objective.stacked_byte_cost)
             self.costs[inside] = self.costs[inside] + self.tables.runs[e] * outer.shape[0] * held
 
-    def _add_region_input(self, e: Equation, edge: Edge, at_boundary: Sequence[Sharding]) -> None:
+    def _add_region_input(self, e: Equation, edge: Edge, at_boundary: tuple[Sharding, ...]) -> None:
         """Adds a node for a value that a region reads: the value itself, or a copy that the region holds to its end."""
         outer, inner = edge.outer, edge.inner
         outside, inside = self.groups.of[outer], self.groups.of[inner]
         is_stacked = len(outer.shape) > len(inner.shape)
         runs = self.tables.runs[e]
         sizes = [local_bytes(outer, s, self.mesh) for s in at_boundary]
-        copy = self._add_node(2 * len(at_boundary), f"{self.names[outside]}, as it enters {e.name} at {e.line}")
+        copy = self._add_node(2 * len(at_boundary))
         moves = self.tables.move_costs(self.states[outside], at_boundary, outer)
         same = np.array([[0.0 if a == b else np.inf for b in at_boundary] for a in self.states[outside]])
-        room = self.tables.room
-        extra = room.extra_bytes(e, edge, sizes)
+        extra = self.tables.extra_bytes(e, edge, sizes)
         if extra is not None and inner not in self.tables.carried:
-            if is_stacked:  # memory holds a stack until the loop ends, whether or not it is moved
-                fits = room.fits(e, extra)
-                same, moves = np.where(fits, same, np.inf), np.where(fits, moves, np.inf)
             # Memory holds a stack until the loop ends; of another array the loop reads the buffer that is there.
             unchanged = extra if is_stacked else np.zeros(len(extra))
             held = LoopBytes(copy, e, np.concatenate([unchanged, extra]), STACKED if is_stacked else WHOLE)
@@ -666,16 +554,15 @@ class _Builder:
                 continue
             group = self.groups.of[v]
             states = tables.result_states(v, arguments)
-            node = self._add_node(len(states), f"{self.names[group]}, as it leaves")
-            self.costs[node], moves = tables.leaving_costs(v, states)
+            node = self._add_node(len(states))
             self.leaves[v] = node, states
-            self.edges.append((group, node, moves))
+            self.edges.append((group, node, tables.move_costs(self.states[group], states, v)))
             if v in arguments:
                 self._add_next_argument(v, arguments[v], node, states, is_donated=v in donated_results)
         return donated_results
 
     def _add_next_argument(
-        self, v: Value, argument: Value, node: int, states: Sequence[Sharding], *, is_donated: bool
+        self, v: Value, argument: Value, node: int, states: tuple[Sharding, ...], *, is_donated: bool
     ) -> None:
         """Adds the edge between a result and the argument that it becomes in the next call."""
         group = self.groups.of[argument]

@@ -56,7 +56,7 @@ def windowed(plan: Plan, policy: CollectiveMatmul | None) -> Plan:
     if policy is None:
         return plan
     rings: dict[Equation, Ring] = {}
-    machine = None if policy.machine is None else _machine(policy.machine, plan.mesh.size)
+    machine = None if policy.machine is None else Machine.read(policy.machine, plan.mesh.size)
     shardings, chooser = dict(plan.shardings), Chooser(policy, plan, machine)
     for block in plan.program.block.blocks():
         needs = _needs(block, plan)
@@ -238,7 +238,7 @@ class CollectiveMatmul:
                 hint="Write True, False, a number of bytes (larger arrays: parts), or gshard.stages.CollectiveMatmul.",
             )
         if selected.machine is not None:
-            _machine(selected.machine, mesh.size)
+            Machine.read(selected.machine, mesh.size)
         return selected
 
 
@@ -403,8 +403,3 @@ def _orders(rotating: tuple[Atoms, ...], mesh: Mesh, machine: Machine) -> list[t
         parts_at = {(place[across], place[along]): i for place, i in part_at.items()}
         orders.append(tuple(parts_at[cell] for cell in cells))
     return orders
-
-
-@tabulated(64)
-def _machine(machine: str | Machine, devices: int) -> Machine:
-    return Machine.read(machine, devices)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,14 +41,6 @@ _BEYOND = 1 / 128
 BY_BYTES = "bytes sent"  # the unit without a machine, for messages
 
 
-class Windows(NamedTuple):
-    """The windows that an equation fetches of one operand, including windows of windows."""
-
-    operand: int  # the index of the operand
-    which: tuple[Hashable, ...]  # a key; equal windows of one array are fetched once in a block
-    cost: float  # the cost of the fetch, in the unit of the objective
-
-
 class StackCost(NamedTuple):
     """What the loop of a stack moves for one slice of it besides its kernels."""
 
@@ -58,11 +50,9 @@ class StackCost(NamedTuple):
     run_cost: float  # the cost of an iteration besides its bytes
 
 
-class Objective(Protocol):
+class Objective(Reshards):
     """The costs of the choices of a plan."""
 
-    mesh: Mesh  # the devices
-    axes: tuple[Atoms, ...]  # the axes that move as wholes
     tie: float  # breaks ties in favour of the propagated sharding
     held_byte_cost: float  # of a byte held during a call; breaks ties in favour of less memory
     stacked_byte_cost: float  # of a byte that a loop stacks and holds until it ends
@@ -72,51 +62,37 @@ class Objective(Protocol):
 
     def assuming(self) -> Objective:
         """The same objective with lower bounds instead of costs that take long to compute, until ``price`` does."""
-        ...
+        return self
 
     def price(self, splits: Mapping[Equation, Split]) -> bool:
         """Computes the costs of equations with these splits. True if one had a lower bound before, so costs changed."""
-        ...
-
-    def through(self, shardings: Iterable[Sharding]) -> Objective:
-        """The same objective, whose reshards pass only through these shardings, reduced or not."""
-        ...
-
-    def table(
-        self, sources: Sequence[Sharding], targets: Sequence[Sharding], shape: tuple[int, ...], itemsize: int
-    ) -> Floats:
-        """float64 [sources, targets]: the costs of reshards of an array of this global shape."""
-        ...
+        return False
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """The kernels of a program, each with its number of runs."""
-        ...
+        raise NotImplementedError
 
     def stack_costs(self, block: Block) -> Iterable[StackCost]:
         """The costs of the slices that loops copy out of their stacks, copy into them, or fill with zeros."""
-        ...
+        return ()
 
     def cost_key(self, kernel: Kernel) -> Hashable:
         """A key: kernels with equal keys have equal costs under equal splits."""
-        ...
+        raise NotImplementedError
 
     def split_costs(self, kernel: Kernel, splits: Sequence[Split], marked_share: float) -> Floats:
         """float64 [splits]: one run of a kernel under each split of its equation.
 
         ``marked_share`` is the largest share of its work that a device has under the marks; ``inf`` if unknown.
         """
-        ...
-
-    def windows(self, e: Equation, splits: Sequence[Split]) -> Iterable[tuple[int, Windows]]:
-        """The windows in the costs of ``split_costs``, each with the index of the split that fetches it."""
-        ...
+        raise NotImplementedError
 
     def sharding_costs(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
         """float64 [states]: one run of an elementwise kernel whose arrays all have the same sharding."""
-        ...
+        raise NotImplementedError
 
 
-class Bytes(Reshards):
+class Bytes(Objective):
     """Bytes that each device sends, with messages and operations counted as bytes."""
 
     held_byte_cost = 1e-9
@@ -129,19 +105,10 @@ class Bytes(Reshards):
     def __init__(self, mesh: Mesh, axes: tuple[Atoms, ...]):
         super().__init__(dataclasses.replace(mesh, times=None), axes)
 
-    def assuming(self) -> Bytes:
-        return self
-
-    def price(self, splits: Mapping[Equation, Split]) -> bool:
-        return False
-
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """Each equation is one kernel: without a machine there is no model of fusion."""
         for e, times in block.runs():
             yield Kernel(e, kind_of(e), (), (), e.outputs), times
-
-    def stack_costs(self, block: Block) -> Iterable[StackCost]:
-        return ()
 
     def cost_key(self, kernel: Kernel) -> Hashable:
         return kernel.equation.rule, kernel.writes[0].shape if kernel.writes else ()
@@ -164,9 +131,6 @@ class Bytes(Reshards):
             np.minimum(work_of_one, limit) + with_parts
         )
         return worked + np.array(sent)  # type: ignore[no-any-return]
-
-    def windows(self, e: Equation, splits: Sequence[Split]) -> Iterable[tuple[int, Windows]]:
-        return ()
 
     def sharding_costs(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
         rule, (v,) = kernel.equation.operator_rule, kernel.writes

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -113,7 +111,7 @@ class _Classes(UnionFind[int]):
         super().__init__()
         self.graph, self.tied, self.count = graph, False, len(graph.problem.costs)
         self.states: dict[int, object] = dict(enumerate(graph.states))
-        for nodes in (graph.strategies, graph.shared_reshards, graph.leaves):
+        for nodes in (graph.strategies, graph.shared_reshards):
             self.states.update(nodes.values())
 
     def tie(self, a: int, b: int) -> None:
@@ -144,63 +142,19 @@ class _Classes(UnionFind[int]):
                 self.tie_equations(q, r)
 
     def numbered(self) -> Ints:
-        """The classes, after tying the nodes that are not at an equation."""
-        self._tie_equal(self._outside)
-        self._tie_equal(self._leaving)
-        self._tie_equal(self._between)
-        roots = [self.root(node) for node in range(self.count)]
-        return np.unique(roots, return_inverse=True)[1].astype(np.int64)
+        """The classes. Values outside of regions are tied by the classes of the values inside.
 
-    def _tie_equal(self, keys: Callable[[], Iterator[tuple[Hashable, int]]]) -> None:
-        first: dict[Hashable, int] = {}
-        for key, node in list(keys()):
+        Nodes with at most two neighbours, such as results that leave, follow from these and stay alone.
+        """
+        of, first = self.graph.groups.of, dict[Hashable, int]()
+        edges = [(e, edge) for e in self.graph.program.block.walk() for edge in e.edges]
+        keys = [((e, self.root(of[a.inner]), len(a.outer.shape)), of[a.outer]) for e, a in edges]
+        for key, node in keys:
             self.tie(first.setdefault(key, node), node)
-
-    def _outside(self) -> Iterator[tuple[Hashable, int]]:
-        """Values outside of a region, by the class of the value inside."""
-        of = self.graph.groups.of
-        for e in self.graph.program.block.walk():
-            for edge in e.edges:
-                yield (e, self.root(of[edge.inner]), len(edge.outer.shape)), of[edge.outer]
-
-    def _leaving(self) -> Iterator[tuple[Hashable, int]]:
-        """Leaves, by the class of their result."""
-        for v, (node, _) in self.graph.leaves.items():
-            yield self.root(self.graph.groups.of[v]), node
-
-    def _between(self) -> Iterator[tuple[Hashable, int]]:
-        """Other nodes (copies that enter a region, windows), by the classes of their neighbours."""
-        problem = self.graph.problem
-        near: dict[int, list[tuple[bool, int]]] = {i: [] for i in range(self.count) if i not in self.states}
-        for u, v in problem.ends.tolist():
-            for node, other in ((u, v), (v, u)):
-                if node in near:
-                    near[node].append((node < other, self.root(other)))
-        for node, others in near.items():
-            yield (problem.costs[node].size, tuple(sorted(others))), node
+        return np.unique([self.root(node) for node in range(self.count)], return_inverse=True)[1].astype(np.int64)
 
 
 # Traces the sharding of each value of a plan back to a mark or argument.
-
-
-class Reasons(Mapping[tuple[Value, int], Reason]):
-    """The reason for each split dimension, computed at the first access by ``reasons_of``."""
-
-    def __init__(self, program: Program, shardings: Mapping[Value, Sharding], propagated: Propagated):
-        self._of = program, shardings, propagated
-
-    @functools.cached_property
-    def _found(self) -> dict[tuple[Value, int], Reason]:
-        return reasons_of(*self._of)
-
-    def __getitem__(self, at: tuple[Value, int]) -> Reason:
-        return self._found[at]
-
-    def __iter__(self) -> Iterator[tuple[Value, int]]:
-        return iter(self._found)
-
-    def __len__(self) -> int:
-        return len(self._found)
 
 
 def reasons_of(
@@ -208,71 +162,54 @@ def reasons_of(
 ) -> dict[tuple[Value, int], Reason]:
     """Why each dimension is split: the equation through which its atoms came, and the value from which they came.
 
-    Reasons begin at marks and arguments and pass from array to array as far as these share atoms. They follow the steps
-    of propagation where values have their propagated shardings, and otherwise any equation at which the arrays meet.
+    Where values have their propagated shardings, these are the steps of propagation. Otherwise atoms come from any
+    array at an equation that has some of them.
     """
-    followers: dict[Value, list[tuple[Value, int]]] = {}
     reasons: dict[tuple[Value, int], Reason] = {}
-    for (v, d), reason in propagated.reasons.items():
-        if shardings[v].dims != propagated.shardings[v].dims:
-            continue
-        if reason.source is None:
-            reasons[v, d] = reason
-        else:
-            followers.setdefault(reason.source, []).append((v, d))
-    neighbours = _neighbours(program)
-    # For each value, the split dimensions without a reason so far.
+    same = {v for v, s in shardings.items() if s.dims == propagated.shardings[v].dims}
+    followed = {(v, d): reason for (v, d), reason in propagated.reasons.items() if v in same}
+    before = -1
+    while before != len(reasons):  # mostly once: sources come first
+        before = len(reasons)
+        for at, reason in [*followed.items()]:
+            source = reason.source
+            if source is None or any((source, d) in reasons for d in range(len(source.shape))):
+                reasons[at] = followed.pop(at)
     missing = {
         v: [d for d, atoms in enumerate(s.dims) if atoms and (v, d) not in reasons] for v, s in shardings.items()
     }
-    missing = {v: dims for v, dims in missing.items() if dims}
-    queues: tuple[deque[Value], ...] = tuple(deque() for _ in range(4))
-    queues[0].extend(dict.fromkeys(v for v, _ in reasons))
-    while (level := next((i for i, queue in enumerate(queues) if queue), None)) is not None:
-        source = queues[level].popleft()
-        reached = []
-        if level == 0:
-            reached = [(v, d, propagated.reasons[v, d]) for v, d in followers.get(source, ())]
-        else:
-            source_atoms = {
-                a for d, atoms in enumerate(shardings[source].dims) if (source, d) in reasons for a in atoms
-            }
-            for v, e in neighbours.get(source, ()) if source_atoms else ():
-                for d in missing.get(v, ()):
-                    if _comes_from(shardings[v].dims[d], source_atoms, level):
-                        reached.append((v, d, Reason("cost", e.line, e.name, source)))
-        for v, d, reason in reached:
-            if (v, d) not in reasons:
-                reasons[v, d] = reason
-                queues[0].append(v)
-                missing[v] = [other for other in missing[v] if other != d]
-        if level + 1 < len(queues):
-            queues[level + 1].append(source)
+    meetings = [pair for pair in _meetings(program) if any(missing[v] for v in pair[1])]
+    is_new = True
+    while is_new:
+        is_new = False
+        for e, arrays in meetings:
+            for v in arrays:
+                for d in [*missing[v]]:
+                    near = next((x for x in arrays if x is not v and _share(x, shardings, v, d, reasons)), None)
+                    if near is not None:
+                        reasons[v, d], is_new = Reason("cost", e.line, e.name, near), True
+                        missing[v].remove(d)
+        meetings.reverse()
     for e in program.block.walk():
         for v in e.outputs:
-            for d, atoms in enumerate(shardings[v].dims):
-                if atoms:
-                    reasons.setdefault((v, d), Reason("cost", e.line, e.name))
+            reasons.update({(v, d): Reason("cost", e.line, e.name) for d in missing[v]})
     return reasons
 
 
-def _comes_from(atoms: Atoms, source_atoms: set[str], level: int) -> bool:
-    """Whether atoms come from an array with ``source_atoms``: at level 1 all of them, at 2 the major one, at 3 any."""
-    if level == 1:
-        return bool(atoms) and source_atoms.issuperset(atoms)
-    return bool(source_atoms & set(atoms[:1] if level == 2 else atoms))
+def _share(
+    x: Value, shardings: Mapping[Value, Sharding], v: Value, d: int, reasons: Mapping[tuple[Value, int], Reason]
+) -> bool:
+    """Whether a dimension of ``x`` that has a reason has atoms of dimension ``d`` of ``v``."""
+    atoms = shardings[v].dims[d]
+    return any((x, i) in reasons and not set(own).isdisjoint(atoms) for i, own in enumerate(shardings[x].dims))
 
 
-def _neighbours(program: Program) -> dict[Value, list[tuple[Value, Equation]]]:
-    """For each value, the other arrays at its equations and at the boundaries of its regions."""
-    around: dict[Value, list[tuple[Value, Equation]]] = {}
+def _meetings(program: Program) -> Iterator[tuple[Equation, Sequence[Value]]]:
+    """The arrays that meet at each equation, and at each boundary of a region."""
     for e in program.block.walk():
-        arrays = dict.fromkeys(v for v in (*e.inputs, *e.outputs) if isinstance(v, Value) and e.rule is not None)
-        pairs = [(v, x) for v in arrays for x in arrays if v is not x]
-        pairs += [pair for a in e.edges for pair in ((a.outer, a.inner), (a.inner, a.outer))]
-        for v, x in pairs:
-            around.setdefault(v, []).append((x, e))
-    return around
+        if e.rule is not None:
+            yield e, [*dict.fromkeys(v for v in (*e.inputs, *e.outputs) if isinstance(v, Value))]
+        yield from ((e, (edge.outer, edge.inner)) for edge in e.edges)
 
 
 _SAME = 1.02  # ratio of costs: equal choices for equal layers may cost this much more
@@ -423,7 +360,7 @@ def decided(graph: Graph, chosen: Ints, propagated: Propagated) -> Plan:
     """The plan of chosen states, with the reasons for what differs from the marks."""
     shardings = graph.shardings(chosen)
     reshards, leaves = graph.moved(chosen)
-    reasons = Reasons(graph.program, shardings, propagated)
+    reasons = reasons_of(graph.program, shardings, propagated)
     return Plan(
         graph.program, propagated.mesh, shardings, graph.splits(chosen), reasons, propagated.orders,
         shared_reshards=reshards, leaves=leaves,

@@ -404,9 +404,8 @@ class _State:
             if demand.unreduced:
                 self.unreduced[value] = demand.unreduced
         for node in self.nodes:
-            if (node.fixed is not None or self._pinned(node)) and node not in self.pending:
-                self.pending.add(node)
-                self.queues[node.priority].append(node)
+            if node.fixed is not None or self._pinned(node):
+                self._queue(node)
 
     def _set(self, value: Value, dims: Sequence[Atoms], open_dims: Sequence[bool], reason: Reason) -> None:
         self.dims[value] = tuple(dims)
@@ -418,9 +417,12 @@ class _State:
 
     def _wake(self, value: Value) -> None:
         for node in self.users.get(value, ()):
-            if node not in self.pending:
-                self.pending.add(node)
-                self.queues[node.priority].append(node)
+            self._queue(node)
+
+    def _queue(self, node: Node) -> None:
+        if node not in self.pending:
+            self.pending.add(node)
+            self.queues[node.priority].append(node)
 
     def shardings(self) -> dict[Value, Sharding]:
         """The sharding of every value so far."""
@@ -437,14 +439,8 @@ class _State:
         while (queue := next((queue for queue in self.queues if queue), None)) is not None:
             node = queue.popleft()
             self.pending.discard(node)
-            values = [v for v, _ in node.tensors]
-            key: tuple[object, ...] = (
-                node.alike, *map(self.dims.__getitem__, values), *map(self.open.__getitem__, values)
-            )  # fmt: skip
-            if self.manual.inside:
-                key = (*key, *map(self.manual.of, values))
-            if self.unreduced:
-                key = (*key, *map(self.unreduced.get, values))
+            states = ((self.dims[v], self.open[v], self.manual.of(v), self.unreduced.get(v)) for v, _ in node.tensors)
+            key = node.alike, *states
             if key not in self.found:
                 agreed, disputed = self._agree(node)
                 self.found[key] = disputed, self._refined(node, agreed)

@@ -7,14 +7,13 @@ program order, and the text of the program. gshard refuses a program with anothe
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gshard.core.errors import LISTED, MeshError, PlanError
+from gshard.core.errors import MeshError, PlanError
 from gshard.core.mark import Order, Schedule
 from gshard.core.mesh import Mesh
 from gshard.core.plan import AS_MARKED, Boundary, Plan, Reason, Ring
@@ -26,9 +25,8 @@ from gshard.planning.demands import at_boundary, demands
 from gshard.planning.layer_stacks import schedules_of, with_schedules
 from gshard.planning.settled import settled
 
-_FORMAT = 5
-_LATER = "finite", "name", "schedules"  # fields that older files of this format do not have
-_WIDE = 160  # characters of each
+_FORMAT = 6
+_WIDE = 160  # characters of a line in an error message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +42,7 @@ class SavedPlan:
         shared_reshards: numbers of values that several equations read in another sharding, and that sharding as text.
         leaves: numbers of results that leave in another sharding, and that sharding as text.
         finite: whether the plan was made with ``finite=True``.
-        name: the name of the function; "" in files that gshard wrote before it stored names.
+        name: the name of the function.
         schedules: the arguments, counted without captured arrays, that are stages of a pipeline which the plan adds.
     """
 
@@ -125,7 +123,7 @@ class SavedPlan:
         if text != self.program:
             raise PlanError(
                 f"{program.name} is not the program that the plan was made for.",
-                got="\n  ".join(_changes(self.program, text)),
+                got=_difference(self.program, text),
                 hint="Search again, or give the arguments that it was searched with.",
             )
         values, equations = list(program.block.values()), list(program.block.walk())
@@ -176,10 +174,9 @@ class SavedPlan:
             data: dict[str, Any] = json.loads(text)
             if data["format"] != _FORMAT:
                 raise PlanError(f"{path} has format {data['format']}, and {_FORMAT} is known.", hint="Search again.")
-            names = (f.name for f in dataclasses.fields(SavedPlan) if f.name in data or f.name not in _LATER)
-            fields = {name: _tuples(data[name]) for name in names}
+            fields = {f.name: _tuples(data[f.name]) for f in dataclasses.fields(SavedPlan)}
             rings = tuple((i, Ring(**ring)) for i, ring in fields["rings"])
-            schedules = tuple((i, Schedule(**schedule)) for i, schedule in fields.get("schedules", ()))
+            schedules = tuple((i, Schedule(**schedule)) for i, schedule in fields["schedules"])
             return SavedPlan(**{**fields, "rings": rings, "schedules": schedules})
         except KeyError as error:
             raise _unreadable(path, f"it has no {error}") from error
@@ -224,22 +221,12 @@ def plan_of(
     return at_boundary(plan, boundary)
 
 
-def _changes(before: str, after: str) -> list[str]:
-    """The first lines that differ: each line of the plan before the line of the program."""
-    old, new = before.splitlines(), after.splitlines()
-    changed_ranges = [
-        opcode
-        for opcode in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
-        if opcode[0] != "equal"
-    ]
-    lines: list[str] = []
-    for _, i, end, j, to in changed_ranges:
-        for a, b in itertools.zip_longest(old[i:end], new[j:to]):
-            common_prefix = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a or "", b or "")))
-            lines += [
-                f"{sign} {_around(text, common_prefix)}" for sign, text in (("-", a), ("+", b)) if text is not None
-            ]
-    return lines[:LISTED]
+def _difference(before: str, after: str) -> str:
+    """The first lines that differ: that of the plan, then that of the program."""
+    pairs = itertools.zip_longest(before.splitlines(), after.splitlines(), fillvalue="")
+    old, new = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+    same = sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], zip(old, new)))
+    return f"- {_around(old, same)}\n  + {_around(new, same)}"
 
 
 def _around(line: str, same: int) -> str:

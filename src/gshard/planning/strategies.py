@@ -37,19 +37,15 @@ def runs_of(axes: tuple[Atoms, ...], known: Iterable[Sharding]) -> Runs:
     return tuple(atoms for atoms in rows if sum(set(axis) <= set(atoms) for axis in axes) > 1)
 
 
+@tabulated(16)
 def estimated_entries(program: Program, mesh: Mesh, axes: tuple[Atoms, ...]) -> float:
     """An estimate of the entries of all tables between values and equations, without the limit for large programs.
 
     Each axis has one dimension of a value, or none, and one factor of an equation, or none. With many axes, one of them
     has any place, and the others have the propagated one.
     """
-    parts = tuple(len(part) for part in parts_of(mesh, axes))
-    return _entries(program, parts, 1 if has_many(mesh, axes) else len(parts))
-
-
-@tabulated(16)
-def _entries(program: Program, parts: tuple[int, ...], most: int) -> float:
-    """Estimates the entries for some axes."""
+    parts = [len(part) for part in parts_of(mesh, axes)]
+    most = 1 if has_many(mesh, axes) else len(parts)
 
     def choices(places: int) -> int:
         """The number of choices. Of an axis in several parts, the first parts have one place, the others another."""
@@ -90,20 +86,6 @@ def are_together(places: Sequence[object], base: Sequence[object]) -> bool:
     (False, True, True)
     """
     return len(places) <= FEW_PARTS or len({a for a, b in zip(places, base, strict=True) if a != b}) <= 1
-
-
-def is_made_of(atoms: Atoms, axes: Sequence[Atoms]) -> bool:
-    """Whether atoms are a sequence of whole axes.
-
-    >>> is_made_of(("a.0", "a.1", "b"), (("a.0", "a.1"), ("b",))), is_made_of(("a.1",), (("a.0", "a.1"),))
-    (True, False)
-    """
-    while atoms:
-        axis = next((axis for axis in axes if atoms[: len(axis)] == axis), None)
-        if axis is None:
-            return False
-        atoms = atoms[len(axis) :]
-    return True
 
 
 # The planner considers unequal parts if padding makes the devices compute at most this much more.
@@ -286,13 +268,8 @@ def kinds_of(program: Program, propagated: Propagated | None) -> Kinds:
     for v in program.block.values():
         key: tuple[object, ...] = v.shape, itemsize(v.dtype)
         if propagated is not None:
-            open_atoms = propagated.undecided.get(v)
-            undecided = (
-                None
-                if open_atoms is None
-                else tuple(sorted((d, tuple(sorted(atoms))) for d, atoms in open_atoms.items()))
-            )
             moved = propagated.moved.get(v)
+            undecided = frozenset(propagated.could(v).items())
             key = *key, propagated.shardings[v], None if moved is None else moved.dims, undecided
         kinds[v] = numbers.setdefault(key, len(numbers))
     return kinds
@@ -306,48 +283,27 @@ def kinds_at(e: Equation, kinds: Kinds) -> tuple[int, ...]:
 # Derives the shardings and splits that propagated shardings suggest, over whole axes and over parts of axes.
 
 
-def propagated_arrays(e: Equation, propagated: Propagated, axes: tuple[Atoms, ...]) -> tuple[Arrays, ...]:
-    """The operands and results of an equation: with propagated shardings, then ``supposed`` and ``opened`` ones."""
-    values = {v for v in (*e.inputs, *e.outputs) if isinstance(v, Value)}
+def propagated_arrays(e: Equation, propagated: Propagated) -> tuple[Arrays, ...]:
+    """The operands and results of an equation: with propagated shardings, then with ``supposed`` ones."""
     found = [arrays_of(e, propagated.shardings)]
-    if not values.isdisjoint(propagated.moved):
+    if not propagated.moved.keys().isdisjoint((*e.inputs, *e.outputs)):
         found.append(arrays_of(e, propagated.supposed))
-    if not values.isdisjoint(propagated.undecided):
-        found.append(arrays_of(e, {v: opened(v, propagated, axes) for v in values}))
     return tuple(dict.fromkeys(found))
 
 
-def opened(v: Value, propagated: Propagated, axes: tuple[Atoms, ...]) -> Sharding:
-    """The sharding of a value with every atom that its dimensions could get where arrays disagree, if parts are equal.
-
-    Otherwise a disagreement would make devices along an axis repeat the work.
-    """
-    sharding, could = propagated.shardings[v], propagated.could(v)
-    dims, used = list(sharding.dims), set(sharding.atoms)
-    for d, open_atoms in sorted(could.items()):
-        more = tuple(a for axis in axes for a in axis if a in open_atoms - used)
-        if v.shape[d] % propagated.mesh.count((*dims[d], *more)) == 0:
-            dims[d] += more
-            used.update(more)
-    return Sharding(tuple(dims), sharding.unreduced)
-
-
 def suggested_shardings(
-    propagated: Propagated, kinds: Kinds, tied: Collection[Equation], axes: tuple[Atoms, ...], *, whole_axes: bool
+    propagated: Propagated, kinds: Kinds, tied: Collection[Equation]
 ) -> dict[Value, dict[Sharding, None]]:
-    """Shardings over parts of axes in which equations read or make a value that is sharded as propagation found."""
+    """Shardings in which equations read or make a value that is sharded as propagation found."""
     suggested: dict[Value, dict[Sharding, None]] = {}
-    by_key: dict[object, list[tuple[int, Sharding]]] = {}
+    by_key: dict[object, tuple[tuple[int, Sharding], ...]] = {}
     for e in propagated.program.block.walk():
         if e.rule is None or not e.rule.is_free or e in tied:
             continue
         key = e.rule, kinds_at(e, kinds)
         if key not in by_key:
-            by_key[key] = [
-                found
-                for arrays in propagated_arrays(e, propagated, axes)
-                for found in _suggested_by(e.rule, arrays, propagated.mesh, axes, whole_axes)
-            ]
+            some = (_suggested_by(e.rule, arrays, propagated.mesh) for arrays in propagated_arrays(e, propagated))
+            by_key[key] = tuple(itertools.chain(*some))
         values = (*e.inputs, *e.outputs) if by_key[key] else ()
         for i, sharding in by_key[key]:
             if isinstance(v := values[i], Value):
@@ -356,14 +312,11 @@ def suggested_shardings(
 
 
 @tabulated(16384)
-def _suggested_by(
-    rule: Rule, arrays: Arrays, mesh: Mesh, axes: tuple[Atoms, ...], whole_axes: bool
-) -> tuple[tuple[int, Sharding], ...]:
+def _suggested_by(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[tuple[int, Sharding], ...]:
     found: list[tuple[int, Sharding]] = []
     for split in candidates(rule, arrays, mesh):
-        if whole_axes or any(not is_made_of(atoms, axes) for atoms in split.values()):
-            read = (operand_sharding(rule, i, split) for i in range(len(rule.operands)))
-            found += enumerate((*read, *(result_sharding(rule, i, split) for i in range(len(rule.results)))))
+        read = (operand_sharding(rule, i, split) for i in range(len(rule.operands)))
+        found += enumerate((*read, *(result_sharding(rule, i, split) for i in range(len(rule.results)))))
     return tuple(found)
 
 
@@ -390,10 +343,7 @@ def group_shardings(
     if not near and propagated is not None and runs is not None:
         near = tuple(dict.fromkeys(propagated.shardings[u] for u in group))
     find = functools.partial(shardings, v.shape, mesh, axes, even=even, also=uneven_cuts, near=near, runs=runs)
-    by_monoid = [find(unreduced=monoid) for monoid in monoids or ("",)]
-    if len(by_monoid) == 1:
-        return by_monoid[0]
-    return tuple(dict.fromkeys(s for found in by_monoid for s in found))
+    return tuple(dict.fromkeys(s for monoid in monoids or ("",) for s in find(unreduced=monoid)))
 
 
 def allowed_by_marks(

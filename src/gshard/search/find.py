@@ -45,7 +45,7 @@ def with_loads(graph: Graph) -> Graph:
     """The problem with the bytes that each state holds, and their interval of time."""
     problem = graph.problem
     edges = [(u, v, table) for (u, v), table in zip(problem.ends.tolist(), problem.tables)]
-    loaded = Problem.of(problem.costs, edges, _loads(graph), names=problem.names)
+    loaded = Problem.of(problem.costs, edges, _loads(graph))
     return dataclasses.replace(graph, problem=loaded)
 
 
@@ -362,7 +362,7 @@ class MeshSearch:
         found = solve(problem, effort=effort, most_seconds=budget.left)
         if budget.uses_all and found.gap > ENOUGH and not found.cut:
             start = [found.states] if found.fits else []
-            longer = solve(problem, budget.left, start, tolerance=ENOUGH)
+            longer = solve(problem, budget.left, start, tolerance=ENOUGH, effort=math.inf)
             found = dataclasses.replace(longer, bound=max(longer.bound, found.bound)) if longer.fits else longer
         if found.cut and not found.interrupted and not budget.uses_all:
             self.budget.left_out.append(f"further steps of solving for mesh ({self._mesh_text})")

@@ -236,7 +236,6 @@ SWEEPS = 4  # pairs of sweeps in a round, each with its own prices
 FREE_ROUNDS = 3  # rounds before memory has a price
 REPAIRS = 300  # changes in one repair
 PASSES = 3  # passes of a descent
-NOISE = (0.03, 0.1, 0.3, 1.0)
 
 
 class Descent:
@@ -253,13 +252,13 @@ class Descent:
 
     def offer(self, states: Ints) -> bool:
         """Repairs states and descends from them. True if the best solution improves."""
-        if not np.isfinite(self.flat.value(states)):
+        if not np.isfinite(self.flat.problem.value(states)):
             return False
         walk = Walk(self.flat, states)
         if walk.over > 0 and not walk.repair(REPAIRS):
             return False
         walk.descend(PASSES)
-        value, before = self.flat.value(walk.states), self.value
+        value, before = self.flat.problem.value(walk.states), self.value
         if value <= before:
             self.states, self.value = walk.states, value
         return value < before
@@ -280,7 +279,7 @@ class Descent:
             if self.prices.values.any():
                 self.prices.follow(usage, bound)
             elif self.rounds >= FREE_ROUNDS and usage.max(initial=0.0) > self.flat.limit:
-                value = self.flat.value(states)
+                value = self.flat.problem.value(states)
                 self.prices.start(usage, value if 0 < value < np.inf else max(bound, 1.0))
         return self.offer(Forest(self.flat, self.generator).improve(costs, states))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
@@ -76,9 +76,6 @@ class Flat:
         counts = inside[self.owner[self._target]] & ~inside[self._other]
         entries = self.table[self._entry[counts] + self._step[counts] * states[self._other[counts]]]
         return costs + np.bincount(self._target[counts], entries, self.cost.size)
-
-    def value(self, states: Ints) -> float:
-        return self.problem.value(states)
 
     def usage(self, states: Ints) -> Floats:
         """float64 [moments]: the bytes at each moment."""
@@ -162,24 +159,23 @@ def ragged(counts: Ints) -> Ints:
 ROUNDING = 1e-11  # by which a bound is lowered, relative to the magnitudes of its terms
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Batch:
-    """Edges into one level; a is the state of the earlier node, b that of the later."""
+class Side(NamedTuple):
+    """One end of each edge of a batch."""
 
-    tables: Floats  # float64 [a, edges, b]
-    turned: Floats  # float64 [b, edges, a], the same: numpy finds least entries fastest along the first axis
-    early: Ints  # early, late: int64 [edges], the nodes
-    late: Ints
-    # early_states, late_states: int64 [edges, a] and [edges, b], indices of their states; padding repeats the last
-    early_states: Ints
-    late_states: Ints
-    early_into: Ints  # early_into, late_into: the same, but padding points behind all states
-    late_into: Ints
-    to_early: Floats  # to_early, to_late: float64, the messages, by the states of their receiver
-    to_late: Floats
-    # early_share, late_share: float64 [edges, 1], the share of a node's sum that it gives each edge in a sweep
-    early_share: Floats
-    late_share: Floats
+    nodes: Ints  # int64 [edges], the nodes
+    states: Ints  # int64 [edges, states], indices of their states; padding repeats the last
+    into: Ints  # the same, but padding points behind all states
+    received: Floats  # float64 [edges, states], the messages to them
+    share: Floats  # float64 [edges, 1], the share of a node's sum that it gives each edge in a sweep
+
+
+class Batch(NamedTuple):
+    """Edges into one level."""
+
+    tables: Floats  # float64 [states of the earlier node, edges, states of the later node]
+    turned: Floats  # the same with the later node first: numpy finds least entries fastest along the first axis
+    early: Side
+    late: Side
 
 
 class Messages:
@@ -208,16 +204,14 @@ class Messages:
         for edges, (tables, a, b, into_a, into_b) in zip(groups, padded):
             middle, end = at + a.size, at + a.size + b.size
             u, v = early[edges], late[edges]
-            to = self.sent[at:middle].reshape(a.shape), self.sent[middle:end].reshape(b.shape)
-            turned, shares = np.ascontiguousarray(tables.T), (self.share[u][:, None], self.share[v][:, None])
-            self.batches[level[v[0]]].append(Batch(tables, turned, u, v, a, b, into_a, into_b, *to, *shares))
+            of_u = Side(u, a, into_a, self.sent[at:middle].reshape(a.shape), self.share[u][:, None])
+            of_v = Side(v, b, into_b, self.sent[middle:end].reshape(b.shape), self.share[v][:, None])
+            self.batches[level[v[0]]].append(Batch(tables, np.ascontiguousarray(tables.T), of_u, of_v))
             at = end
         self.nodes: list[list[tuple[Ints, Ints]]] = [[] for _ in range(self.levels)]
         for nodes in grouped(level, flat.size, np.ones_like(flat.size)):
             states = np.arange(int(flat.size[nodes].max()))[:, None]
             self.nodes[level[nodes[0]]].append((nodes, flat.first[nodes] + np.minimum(states, flat.size[nodes] - 1)))
-        # float64 [all states], after a sweep: the cost of each state plus the messages of all neighbours
-        self.belief = flat.cost
 
     def sums(self, costs: Floats) -> Floats:
         """float64 [all states + 1]: the cost of each state plus all messages to it."""
@@ -231,47 +225,37 @@ class Messages:
         """
         flat, belief = self.flat, self.sums(costs)
         chosen = np.zeros(flat.size.size, dtype=np.int64)
-        corrections = np.append(costs, 0.0) * 0.0 if choose else None  # corrections of messages by the choices so far
+        corrections = np.append(costs, 0.0) * 0.0  # corrections of messages by the choices so far
         sent = [0.0, 0.0]  # sum, and sum of magnitudes
-        levels = range(self.levels) if forward else range(self.levels - 1, -1, -1)
-        for level in levels:
-            if forward:
-                for batch in self.batches[level]:
-                    self._send(batch, belief, True, sent)
-                    if corrections is not None:
-                        correction = batch.tables[chosen[batch.early], np.arange(batch.early.size)] - batch.to_late
-                        np.add.at(corrections, batch.late_into.ravel(), correction.ravel())
-            if corrections is not None:
-                for nodes, states in self.nodes[level]:
-                    chosen[nodes] = (belief[states] + corrections[states]).argmin(0)
-            if not forward:
-                for batch in self.batches[level]:
-                    self._send(batch, belief, False, sent)
-                    if corrections is not None:
-                        correction = batch.turned[chosen[batch.late], np.arange(batch.late.size)] - batch.to_early
-                        np.add.at(corrections, batch.early_into.ravel(), correction.ravel())
-        self.belief = belief[:-1]
-        least = np.minimum.reduceat(belief[:-1], flat.first[:-1]) if costs.size else costs
-        node_terms = least * (1.0 - self.share * (self._later if forward else self._earlier))
+
+        def send(level: int) -> None:
+            """Updates the messages into a level, or from it backwards, and the sums of their receivers."""
+            for batch in self.batches[level]:
+                tables, sender, receiver = batch.tables, batch.early, batch.late
+                if not forward:
+                    tables, sender, receiver = batch.turned, batch.late, batch.early
+                new = least(tables, belief[sender.states] * sender.share - sender.received)
+                lowest = new.min(1)
+                new -= lowest[:, None]
+                sent[0] += lowest.sum()
+                sent[1] += np.abs(lowest).sum()
+                np.add.at(belief, receiver.into.ravel(), (new - receiver.received).ravel())
+                receiver.received[...] = new
+                if choose:
+                    correction = tables[chosen[sender.nodes], np.arange(sender.nodes.size)] - new
+                    np.add.at(corrections, receiver.into.ravel(), correction.ravel())
+
+        def select(level: int) -> None:
+            for nodes, states in self.nodes[level] if choose else ():
+                chosen[nodes] = (belief[states] + corrections[states]).argmin(0)
+
+        for level in range(self.levels) if forward else range(self.levels - 1, -1, -1):
+            for work in (send, select) if forward else (select, send):
+                work(level)
+        best = np.minimum.reduceat(belief[:-1], flat.first[:-1]) if costs.size else costs
+        node_terms = best * (1.0 - self.share * (self._later if forward else self._earlier))
         bound = node_terms.sum() + sent[0]
         return float(bound - ROUNDING * (np.abs(node_terms).sum() + sent[1])), chosen
-
-    def _send(self, batch: Batch, belief: Floats, forward: bool, sent: list[float]) -> None:
-        """Updates the messages of a batch, and the sums of their receivers."""
-        if forward:
-            out = belief[batch.early_states] * batch.early_share - batch.to_early
-            new = least(batch.tables, out)
-            old, into = batch.to_late, batch.late_into
-        else:
-            out = belief[batch.late_states] * batch.late_share - batch.to_late
-            new = least(batch.turned, out)
-            old, into = batch.to_early, batch.early_into
-        lowest = new.min(1)
-        new = new - lowest[:, None]
-        sent[0] += lowest.sum()
-        sent[1] += np.abs(lowest).sum()
-        np.add.at(belief, into.ravel(), (new - old).ravel())
-        old[...] = new
 
 
 def _levels(rank: Ints, early: Ints, late: Ints) -> Ints:

@@ -29,7 +29,6 @@ from gshard.core.errors import GShardError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 MOST_BYTES = 2.0**53  # sums of larger whole numbers are not exact in float64
 
 
@@ -56,7 +55,6 @@ class Problem:
     tables: tuple[Floats, ...]
     loads: tuple[Load, ...] = ()  # the loads, without empty ones
     limit: float | None = None  # bytes at any moment, or None
-    names: tuple[str, ...] = ()  # names of the nodes, for messages; may be empty
 
     @classmethod
     def of(
@@ -65,25 +63,21 @@ class Problem:
         edges: Iterable[tuple[int, int, ArrayLike]] = (),
         loads: Iterable[tuple[int, int, int, ArrayLike]] = (),
         limit: float | None = None,
-        names: Sequence[str] = (),
     ) -> Problem:
         """Makes a problem from plain lists. Tables of equal nodes are added; one of a node with itself is its cost."""
-        node_names = _Names(tuple(names))
-        numbers = _Numbers(node_names)
-        node_costs = [numbers(cost, "the cost of", i) for i, cost in enumerate(costs)]
-        if names and len(names) != len(node_costs):
-            raise ProblemError(f"{len(names)} names for {len(node_costs)} nodes.")
+        numbers = _Numbers()
+        node_costs = [numbers(cost, f"the cost of node {i}") for i, cost in enumerate(costs)]
         for i, cost in enumerate(node_costs):
             if cost.ndim != 1 or not cost.size:
-                raise ProblemError(f"{node_names(i)} has costs of shape {cost.shape}.", hint="One cost for each state.")
+                raise ProblemError(f"Node {i} has costs of shape {cost.shape}.", hint="One cost for each state.")
         sums: dict[tuple[int, int], Floats] = {}
         transposed: dict[int, Floats] = {}
         for u, v, given in edges:
-            u, v = node_names.node(u, len(node_costs)), node_names.node(v, len(node_costs))
-            table = numbers(given, "the table of", u, v)
+            u, v = _checked_node(u, len(node_costs)), _checked_node(v, len(node_costs))
+            table = numbers(given, f"the table of nodes {u} and {v}")
             if table.shape != (node_costs[u].size, node_costs[v].size):
                 raise ProblemError(
-                    f"The table of {node_names(u)} and {node_names(v)} has shape {table.shape}.",
+                    f"The table of nodes {u} and {v} has shape {table.shape}.",
                     got=f"their states: {node_costs[u].size} and {node_costs[v].size}",
                 )
             if u == v:
@@ -101,9 +95,8 @@ class Problem:
             costs=tuple(node_costs),
             ends=np.array(keys, dtype=np.int64).reshape(-1, 2),
             tables=tuple(np.ascontiguousarray(sums[key]) for key in keys),
-            loads=tuple(_loads(loads, node_costs, node_names, numbers)),
+            loads=tuple(_loads(loads, node_costs, numbers)),
             limit=None if limit is None else float(np.floor(limit)),
-            names=tuple(names),
         )
 
     def restricted(self, states: Mapping[int, int]) -> Problem:
@@ -112,9 +105,6 @@ class Problem:
         for node, state in states.items():
             costs[node] = np.where(np.arange(costs[node].size) == state, costs[node], np.inf)
         return dataclasses.replace(self, costs=tuple(costs))
-
-    def name(self, node: int) -> str:
-        return _Names(self.names)(node)
 
     @cached_property
     def states(self) -> Ints:
@@ -185,22 +175,12 @@ class Problem:
         """Whether the states are within the limit of memory, and none is forbidden."""
         return (self.limit is None or self.peak(states) <= self.limit) and self.value(states) < np.inf
 
-    def __str__(self) -> str:
-        """The sizes of the problem: ``816 nodes (12.5 states, at most 39), 1,096 edges (236,126 entries), ...``."""
-        states = self.states
-        text = (
-            f"{states.size:,} nodes ({states.mean() if states.size else 0:.1f} states, at most {states.max(initial=0)})"
-        )
-        text += f", {len(self.tables):,} edges ({sum(t.size for t in self.tables):,} entries)"
-        text += f", {len(self.loads):,} loads at {len(self.moments):,} moments"
-        return text if self.limit is None else text + f", limit {self.limit:,.0f}"
-
     def _checked(self, states: Sequence[int] | Ints) -> Ints:
         chosen = np.asarray(states, dtype=np.int64)
         if chosen.shape != self.states.shape:
             raise ProblemError(f"{chosen.size} states for {len(self.costs)} nodes.")
         for i in np.flatnonzero((chosen < 0) | (chosen >= self.states))[:1].tolist():
-            raise ProblemError(f"{self.name(i)} has no state {chosen[i]}.", got=f"it has {self.states[i]}")
+            raise ProblemError(f"Node {i} has no state {chosen[i]}.", got=f"it has {self.states[i]}")
         return chosen
 
 
@@ -220,54 +200,41 @@ def offsets(counts: Ints) -> Ints:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-class _Names:
-    """The names of nodes in messages."""
-
-    def __init__(self, names: tuple[str, ...]):
-        self.names = names
-
-    def __call__(self, node: int) -> str:
-        return f"node {node} ({self.names[node]})" if node < len(self.names) else f"node {node}"
-
-    def node(self, node: int, count: int) -> int:
-        if not 0 <= node < count:
-            raise ProblemError(f"There is no node {node}.", got=f"nodes: 0 to {count - 1}")
-        return int(node)
+def _checked_node(node: int, count: int) -> int:
+    if not 0 <= node < count:
+        raise ProblemError(f"There is no node {node}.", got=f"nodes: 0 to {count - 1}")
+    return int(node)
 
 
 class _Numbers:
     """Checks given arrays and converts them to float64, each object once."""
 
-    def __init__(self, called: _Names):
-        self.called = called
+    def __init__(self) -> None:
         # By identity of the given object, which is kept so that its identity stays valid.
         self._known: dict[int, tuple[ArrayLike, Floats]] = {}
 
-    def __call__(self, given: ArrayLike, what: str, *nodes: int) -> Floats:
+    def __call__(self, given: ArrayLike, what: str) -> Floats:
         if id(given) not in self._known:
             array = np.array(given, dtype=np.float64)
             if not (array >= 0).all():  # NaN compares false
-                whose = " and ".join(map(self.called, nodes))
-                raise ProblemError(
-                    f"In {what} {whose} is a number below zero or NaN.", hint="What is forbidden costs inf."
-                )
+                raise ProblemError(f"In {what} is a number below zero or NaN.", hint="What is forbidden costs inf.")
             self._known[id(given)] = given, array
         return self._known[id(given)][1]
 
 
 def _loads(
-    loads: Iterable[tuple[int, int, int, ArrayLike]], node_costs: list[Floats], node_names: _Names, numbers: _Numbers
+    loads: Iterable[tuple[int, int, int, ArrayLike]], node_costs: list[Floats], numbers: _Numbers
 ) -> Iterable[Load]:
     total = 0.0
     for node, start, end, given in loads:
-        node = node_names.node(node, len(node_costs))
-        amount = numbers(given, "the bytes of", node)
+        node = _checked_node(node, len(node_costs))
+        amount = numbers(given, f"the bytes of node {node}")
         if amount.shape != node_costs[node].shape:
             raise ProblemError(
-                f"A load of {node_names(node)} has shape {amount.shape}.", got=f"its states: {node_costs[node].size}"
+                f"A load of node {node} has shape {amount.shape}.", got=f"its states: {node_costs[node].size}"
             )
         if not (amount == np.floor(amount)).all() or not np.isfinite(amount).all():
-            raise ProblemError(f"A load of {node_names(node)} is not a whole number of bytes.")
+            raise ProblemError(f"A load of node {node} is not a whole number of bytes.")
         total += float(amount.max())
         if end > start and amount.any():
             yield Load(node, int(start), int(end), amount)

@@ -389,8 +389,8 @@ class _Work:
         allowed = self.done.one(allowed)
         if not allowed.any():
             if self.by_memory:
-                raise DoesNotFit(f"No state of {self.whole.name(i)} leaves the others enough memory.")
-            raise ProblemError(f"No state of {self.whole.name(i)} is allowed by what its neighbours may be.")
+                raise DoesNotFit(f"No state of node {i} leaves the others enough memory.")
+            raise ProblemError(f"No state of node {i} is allowed by what its neighbours may be.")
         self.cost[i], self.kept[i] = (
             self.done(operator.getitem, values, allowed) for values in (self.cost[i], self.kept[i])
         )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -24,34 +25,32 @@ from gshard.solver.reduce import DoesNotFit, Reduced, reduce
 ROUNDS = 60
 
 
-def least_peak(problem: Problem, deadline: float = np.inf) -> tuple[Ints | None, float]:
-    """The states of the lowest peak found (None if only forbidden states were found), and a lower bound of all peaks.
+def least_peak(problem: Problem, deadline: float = np.inf) -> Ints | None:
+    """The states of the lowest peak found; None if only forbidden states were found.
 
     >>> least_peak(Problem.of([[0, 0], [0, 0]], loads=[(0, 0, 2, [8, 4]), (1, 1, 2, [5, 9])]))
-    (array([1, 0]), 9.0)
+    array([1, 0])
     """
     reduced = reduce(_memory_only(problem))
     flat, generator = Flat(reduced.problem), np.random.default_rng(0)
     messages = Messages(flat, generator.permutation(flat.size.size))
     weights = np.full(len(flat.problem.moments), 1.0 / max(1, len(flat.problem.moments)))
     best: Ints | None = None
-    best_peak, bound = np.inf, 0.0
+    best_peak = np.inf
     for round_index in range(ROUNDS):
         if round_index and time.monotonic() > deadline:
             break
         costs = flat.priced(weights)
         messages.sweep(costs, forward=True)
-        sweep_bound, states = messages.sweep(costs, forward=False, choose=True)
-        bound = max(bound, sweep_bound)
+        _, states = messages.sweep(costs, forward=False, choose=True)
         states = Forest(flat, generator).improve(costs, states)
         usage = flat.usage(states)
         peak = float(usage.max(initial=0.0))
-        if np.isfinite(flat.value(states)) and peak < best_peak:
+        if np.isfinite(flat.problem.value(states)) and peak < best_peak:
             best, best_peak = states, peak
         weights *= np.exp(3.0 / (1.0 + round_index / 10.0) * (usage / max(peak, 1.0) - 1.0))
         weights /= max(weights.sum(), 1e-300)
-    # Bytes are whole numbers, and so is every peak.
-    return (None if best is None else reduced.lift(best)), min(float(np.ceil(bound)), best_peak)
+    return None if best is None else reduced.lift(best)
 
 
 def _memory_only(problem: Problem) -> Problem:
@@ -62,7 +61,6 @@ def _memory_only(problem: Problem) -> Problem:
         tables=tuple(np.where(np.isfinite(table), 0.0, np.inf) for table in problem.tables),
         loads=problem.loads,
         limit=0.0,
-        names=problem.names,
     )
 
 
@@ -173,12 +171,11 @@ def _sum(tables: list[tuple[tuple[int, ...], Floats]], scope: tuple[int, ...], s
 
 
 TOLERANCE = 1e-6  # a gap that counts as none
-WORK = 1e8  # entries of tables that rounds go through, if no time is given
-LEAST, MOST = 60, 400  # the fewest and the most rounds, if no time is given
-BURN = 15  # rounds before the first leap, in which prices settle; at most a third of the time
+WORK = 1e8  # entries of tables that the usual number of rounds goes through
+LEAST, MOST = 60, 400  # the fewest and the most of these rounds
+BURN = 15  # rounds before the first leap, in which prices settle
 LEAPS = 2  # leaps after each later round
-IDLE = 300  # steps without a better solution after which the search ends, if no time is given
-ENDLESS = 1 << 60
+IDLE = 300  # steps without a better solution after which the search ends
 _NONE: Mapping[int, int] = MappingProxyType({})
 
 
@@ -192,7 +189,6 @@ class Solution:
     bound: float  # no states that fit cost less
     peak: float  # bytes at the fullest moment
     steps: int = 0  # the number of rounds and leaps
-    peak_bound: float = 0.0  # no states have a lower peak; 0 if the search did not minimise the peak
     cut: bool = False  # whether the time was over before all planned steps
     interrupted: bool = False  # whether Ctrl-C ended the search
 
@@ -208,38 +204,13 @@ class Solution:
             return 1.0
         return max(0.0, self.value - self.bound) / self.value if self.value > 0 else 0.0
 
-    def fullest(self) -> tuple[int, list[tuple[int, float]]]:
-        """The moment of the peak, and the nodes that hold memory then with their bytes, the largest first."""
-        usage = self.problem.usage(self.states)
-        moment = int(self.problem.moments[usage.argmax()]) if usage.size else 0
-        held: dict[int, float] = {}
-        for load in self.problem.loads:
-            if load.start <= moment < load.end:
-                held[load.node] = held.get(load.node, 0.0) + float(load.bytes[self.states[load.node]])
-        return moment, sorted(((i, b) for i, b in held.items() if b), key=lambda entry: (-entry[1], entry[0]))
-
-    def __str__(self) -> str:
-        if self.fits:
-            return f"{self.value:.6g}, bound {self.bound:.6g} (gap {self.gap:.2%}); peak {self.peak:,.0f}"
-        if not np.isfinite(self.value):
-            return "nothing was found that is allowed"
-        moment, held = self.fullest()
-        names = ", ".join(f"{self.problem.name(i)} {size:,.0f}" for i, size in held[:5])
-        proof = "" if self.peak_bound <= (self.problem.limit or 0) else f" and none is below {self.peak_bound:,.0f}"
-        return (
-            f"nothing was found that fits {self.problem.limit:,.0f} bytes: the least peak is {self.peak:,.0f}{proof}; "
-            f"at moment {moment} it is held by {names}"
-        )
-
 
 def solve(
     problem: Problem,
-    budget_seconds: float | None = None,
+    most_seconds: float = np.inf,
     start: Sequence[Sequence[int] | Ints] = (),
-    on_better: Callable[[Solution], None] | None = None,
     tolerance: float = TOLERANCE,
     effort: float = 1.0,
-    most_seconds: float = np.inf,
     enough: float = np.inf,
     likely: Mapping[int, int] = _NONE,
 ) -> Solution:
@@ -247,22 +218,19 @@ def solve(
 
     Args:
         problem: the problem.
-        budget_seconds: the time of the search; None for a number of steps that depends on the sizes of the tables.
+        most_seconds: the most time that the search may take.
         start: states from which the search begins, besides its own.
-        on_better: called with each solution that is better than all before.
         tolerance: the search ends at a smaller gap.
-        effort: the number of steps, relative to the usual one.
-        most_seconds: the most time that the steps may take.
+        effort: the number of steps, relative to the usual one; ``inf`` for as many as the time allows.
         enough: the search ends at a higher bound.
         likely: states of some nodes. The search also begins at the best states in which they have these.
 
     Raises:
         ProblemError: no states are allowed together, which the reduction of the problem shows.
     """
-    search = _Search(problem, on_better)
-    deadline = time.monotonic() + (most_seconds if budget_seconds is None else budget_seconds)
+    search = _Search(problem, time.monotonic() + most_seconds)
     try:
-        search.run(start, likely, deadline, tolerance, effort if budget_seconds is None else None, enough)
+        search.run(start, likely, tolerance, effort, enough)
     except (KeyboardInterrupt, OutOfTime) as end:
         if search.states is None:
             raise
@@ -273,14 +241,11 @@ def solve(
 class _Search:
     """The search in the reduced problem, with the best solution of the whole problem so far."""
 
-    def __init__(self, problem: Problem, on_better: Callable[[Solution], None] | None):
-        self.problem, self.on_better = problem, on_better
+    def __init__(self, problem: Problem, deadline: float):
+        self.problem, self.deadline = problem, deadline
         self.states: Ints | None = None  # the best states that fit
         self.value, self.bound, self.steps = np.inf, 0.0, 0
         self.least: Ints | None = None  # the states of the lowest peak, if none fit
-        self.peak_bound = 0.0
-        self.reduced: Reduced | None = None
-        self.descent: Descent | None = None
         self.cut = self.interrupted = False
 
     def offer(self, states: Ints) -> None:
@@ -288,109 +253,82 @@ class _Search:
         value = self.problem.value(states)
         if value < self.value and self.problem.fits(states):
             self.states, self.value = states, value
-            if self.on_better is not None:
-                self.on_better(self.solution())
 
     def run(
         self,
         start: Sequence[Sequence[int] | Ints],
         likely: Mapping[int, int],
-        deadline: float,
         tolerance: float,
-        effort: float | None,
+        effort: float,
         enough: float,
     ) -> None:
         for states in start:
             self.offer(np.array(states, dtype=np.int64))
         try:
-            reduced = self.reduced = reduce(self.problem)
+            reduced = reduce(self.problem)
         except DoesNotFit:
-            self._peak(deadline)
-            self.peak_bound = max(self.peak_bound, float(self.problem.limit or 0.0) + 1.0)
+            self._peak()
             return
         outcome = exact(reduced.problem)
         for states in [] if outcome is None else outcome:
             self.offer(reduced.lift(states))
             self.bound = reduced.problem.value(states)
         if outcome is None:
-            descent = self.descent = Descent(reduced.problem)
-            lowered = [reduced.lower(given) for given in start]
-            for given in [*lowered, *self._likely_states(reduced, likely)]:
-                if descent.offer(given) and descent.states is not None:
-                    self.offer(reduced.lift(descent.states))
-            self._descend(descent, reduced, deadline, tolerance, effort, enough)
-        if self.states is None and not self._proven():
-            self._peak(deadline)
+            given = [*map(reduced.lower, start), *_likely_states(reduced, likely)]
+            self._descend(reduced, given, tolerance, effort, enough)
+        if self.states is None and self.least is None:
+            self._peak()
 
-    def _likely_states(self, reduced: Reduced, likely: Mapping[int, int]) -> Iterator[Ints]:
-        """The best states of a reduced problem in which these nodes have these states; nothing if that is forbidden."""
-        pairs = enumerate(zip(reduced.nodes, reduced.kept, strict=True))
-        states = {i: np.flatnonzero(kept == likely[node]) for i, (node, kept) in pairs if node in likely}
-        with contextlib.suppress(ProblemError):
-            if states:
-                one = {i: int(found[0]) for i, found in states.items() if found.size}
-                yield solve(reduced.problem.restricted(one), effort=EFFORT).states
+    def _descend(self, reduced: Reduced, given: Sequence[Ints], tolerance: float, effort: float, enough: float) -> None:
+        """Runs rounds and leaps: a number that depends on the sizes, times ``effort``, as far as the time allows."""
+        descent = Descent(reduced.problem)
 
-    def _descend(
-        self, descent: Descent, reduced: Reduced, deadline: float, tolerance: float, effort: float | None, enough: float
-    ) -> None:
-        """Runs rounds and leaps: a number that depends on the sizes, times ``effort``; without it, as time allows."""
+        if any([descent.offer(states) for states in given]) and descent.states is not None:
+            self.offer(reduced.lift(descent.states))
         entries = sum(table.size for table in reduced.problem.tables) + descent.flat.cost.size
-        rounds = ENDLESS if effort is None else int(effort * min(MOST, max(LEAST, WORK / entries)))
-        began = time.monotonic()
-        end_of_burn_in, halfway = (2 * began + deadline) / 3, (began + deadline) / 2
-        idle = 0  # steps without a better solution
+        rounds = int(min(effort * min(MOST, max(LEAST, WORK / entries)), sys.maxsize))
+        burn_in, idle = min(BURN, rounds // 3), 0  # idle: steps without a better solution
         for round_index in range(rounds):
-            is_burn_in = round_index < min(BURN, rounds // 3) and time.monotonic() < end_of_burn_in
-            for step in [descent.round] + [descent.leap] * (0 if is_burn_in else LEAPS):
+            for step in (descent.round, *[descent.leap] * (LEAPS if round_index >= burn_in else 0)):
                 check_deadline()
                 if self.value - self.bound <= tolerance * self.bound or self.bound >= enough:
                     return
-                if time.monotonic() > deadline:
-                    self.cut = effort is not None
+                if time.monotonic() > self.deadline:
+                    self.cut = bool(np.isfinite(effort))
                     return
                 self.steps += 1
-                idle += 1
-                if step() and descent.states is not None:
+                idle = 0 if step() else idle + 1
+                if not idle and descent.states is not None:
                     self.offer(reduced.lift(descent.states))
-                    idle = 0
                 self.bound = max(self.bound, descent.prices.bound)
-            if descent.states is not None:
-                if effort is not None and idle > IDLE:
-                    return
-            elif self.least is None and (round_index >= min(LEAST, rounds // 2) or time.monotonic() > halfway):
-                self._peak(deadline)
-                if self._proven():
-                    return
+            if descent.states is not None and idle > IDLE and np.isfinite(effort):
+                return
+            if descent.states is None and self.least is None and round_index >= min(LEAST, rounds // 2):
+                self._peak()
+                if self.least is not None:
+                    descent.offer(reduced.lower(self.least))
 
-    def _proven(self) -> bool:
-        """Whether it is proven that nothing can fit."""
-        return self.problem.limit is not None and self.peak_bound > self.problem.limit
-
-    def _peak(self, deadline: float) -> None:
-        """Minimises the peak of memory. If that fits, the search goes on from it."""
-        states, bound = least_peak(self.problem, deadline)
-        self.peak_bound = max(self.peak_bound, bound)
-        if states is not None:
-            self.least = states
-            self.offer(states)
-            if self.descent is not None and self.reduced is not None:
-                self.descent.offer(self.reduced.lower(states))
+    def _peak(self) -> None:
+        """Minimises the peak of memory."""
+        self.least = least_peak(self.problem, self.deadline)
+        if self.least is not None:
+            self.offer(self.least)
 
     def solution(self) -> Solution:
         """The best solution so far."""
         states = self.states if self.states is not None else self.least
         if states is None:
             states = np.zeros(len(self.problem.costs), dtype=np.int64)
-        value = self.problem.value(states)
-        return Solution(
-            problem=self.problem,
-            states=states,
-            value=value,
-            bound=min(self.bound, self.value),  # rounding may raise the bound above the value
-            peak=self.problem.peak(states),
-            steps=self.steps,
-            peak_bound=self.peak_bound,
-            cut=self.cut,
-            interrupted=self.interrupted,
-        )
+        value, peak = self.problem.value(states), self.problem.peak(states)
+        bound = min(self.bound, value)  # rounding may raise the bound above the value
+        return Solution(self.problem, states, value, bound, peak, self.steps, self.cut, self.interrupted)
+
+
+def _likely_states(reduced: Reduced, likely: Mapping[int, int]) -> Iterator[Ints]:
+    """The best states of a reduced problem in which these nodes have these states; nothing if that is forbidden."""
+    pairs = enumerate(zip(reduced.nodes, reduced.kept, strict=True))
+    states = {i: np.flatnonzero(kept == likely[node]) for i, (node, kept) in pairs if node in likely}
+    with contextlib.suppress(ProblemError):
+        if states:
+            one = {i: int(found[0]) for i, found in states.items() if found.size}
+            yield solve(reduced.problem.restricted(one), effort=EFFORT).states
