@@ -51,6 +51,10 @@ def few_of_many(x):
     return jnp.pad(x[1:2] + x[3:4], ((0, 15), (0, 0)))
 
 
+def scattered(x, labels, start):
+    return jnp.full((8, 13), start, x.dtype).at[jnp.arange(8)[:, None], labels].add(x[:, :2]).sum(1)
+
+
 def with_token(x, reduce=jnp.sum):
     return reduce(jnp.sin(jnp.concatenate([jnp.ones((1, x.shape[1])), x])))
 
@@ -91,6 +95,11 @@ EXAMPLES = {
         (X,),
     ),
     "fft_by_dimension": Example(rows_split(jnp.fft.fft2), rows_split(lambda x: jnp.fft.fft(x, axis=1)), (X,)),
+    "sum_of_scatter": Example(
+        functools.partial(scattered, start=0.0),
+        functools.partial(scattered, start=2.0),
+        (X, np.array([0, 12, 5, 13, -1, 3, 3, 9] * 2, np.int32).reshape(8, 2)),
+    ),
     "piecewise": Example(
         rows_split(with_token), rows_split(functools.partial(with_token, reduce=lambda x: x)), (whole(64, 3),)
     ),

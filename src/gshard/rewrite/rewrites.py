@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gshard.rewrite.compose_movement import compose_movement
 from gshard.rewrite.fft_by_dimension import fft_by_dimension
-from gshard.rewrite.fold_into_reader import fold_pad_into_window, transpose_of_dot
+from gshard.rewrite.fold_into_reader import fold_pad_into_window, sum_of_scatter, transpose_of_dot
 from gshard.rewrite.piecewise import piecewise
 from gshard.rewrite.shard_scan import shard_scan
 from gshard.rewrite.sink_pad import sink_pad
@@ -12,6 +12,7 @@ from gshard.rewrite.split_merged_dims import split_merged_dims
 from gshard.rewrite.widening import stack_narrow, widen_late, widen_slices
 
 TRACE = (
+    sum_of_scatter,
     split_merged_dims,
     sink_pad,
     compose_movement,
