@@ -380,7 +380,7 @@ def _extreme(t: Touch, layout: Layout, operands: Sequence[Any]) -> list[Any]:
 PartsOf = Callable[[Value, int], int]
 """Returns the number of parts of a dimension of a value."""
 
-_MOST_ARRAYS = 512  # largest number of arrays in pieces
+_MOST_ARRAYS = 256  # largest number of arrays in pieces
 
 
 def may_begin(e: Equation) -> bool:
