@@ -94,8 +94,7 @@ def reduce_scatters_missed(text: str) -> int:
     for found in hlo_collectives.collectives(text):
         if found.kind != "all_reduce":
             continue
-        (computation,) = (c for c in module.computations.values() if found.name in c.instructions)
-        made = computation.instructions[found.name]
+        computation, made = module.computations[found.inside], found.itself
         parts = (
             [i for i in computation.instructions.values() if made.name in i.operands] if "(" in made.type else [made]
         )

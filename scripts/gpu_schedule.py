@@ -134,7 +134,7 @@ PROGRAMS = {"moe": moe_step, "fsdp": fsdp, "tensor": tensor_parallel, "steps": i
 def schedule(text: str) -> Found:
     """What a scheduled program sends, how much of that is asynchronous, and what runs meanwhile."""
     module = read_module(text)
-    sent = {c.name: c for c in hlo_collectives.collectives(text)}
+    sent = {c.itself.name: c for c in hlo_collectives.collectives(text)}
     found: Found = {
         "bytes": 0,
         "times": 0,

@@ -5,6 +5,7 @@ number, so that a program runs on every mesh of eight devices. Outside of gshard
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,11 @@ class Small:
     def arguments(self, x, y):
         """The arguments of a call."""
         return ({"left": x, "right": y},) if self.in_dictionary else (x, y)
+
+
+def named(function):
+    """The function with names of its arguments' dimensions, for layouts."""
+    return functools.wraps(function)(lambda *arguments: function(*gshard.name(arguments, "_ batch")))
 
 
 def unread(x, y):

@@ -23,12 +23,12 @@ def small(name, topology, **changes):
 
 
 def test_experts_have_an_axis_and_every_weight_is_split():
-    config, machine = configured("MIXTRAL 8x7b", "h100:8x8")
+    config, machine = configured("Mixtral-8x7B", "h100:8x8")
     assert config.partitions == 1
     assert config.remat
     mesh = mesh_for(config, machine)
     assert str(mesh) == str(Mesh.abstract(data=8, experts=8))
-    config, machine = small("mixtral-8x7b", "h100:8x8")
+    config, machine = small("Mixtral-8x7B", "h100:8x8")
     lowered, batch = lower(config, mesh)
     assert batch == (256, 4096)
     inputs = zip(lowered.program.names, lowered.plan.program.block.inputs, strict=True)
@@ -52,14 +52,14 @@ def test_experts_have_an_axis_and_every_weight_is_split():
 
 
 def test_experts_that_do_not_divide_the_devices_share_what_does():
-    config, machine = small("deepseekmoe-16b", "h100:4x8", experts=24, top_k=3, shared_experts=1, dense_first=1)
+    config, machine = small("DeepSeekMoE-16B", "h100:4x8", experts=24, top_k=3, shared_experts=1, dense_first=1)
     assert dict(mesh_for(config, machine).axes) == {"data": 4, "experts": 8}
     assert _batch(config, 512, None) == (512, 4096), "a text for every device"
 
 
 @pytest.mark.slow
 def test_a_decoder_is_searched():
-    config, machine = small("mixtral-8x7b", "h100:1x8", decoder_layers=1, group_size=1024)
+    config, machine = small("Mixtral-8x7B", "h100:1x8", decoder_layers=1, group_size=1024)
     bare, found = searched(config, mesh_for(config, machine), machine, tokens_of_device=4096)
     assert bare.partitions == 1
     assert found.best.seconds > 0

@@ -105,7 +105,7 @@ def test_shardings_of_its_arguments_are_tried(name):
     assert again.leaves[number].shape == (64, 512)
     changed = again.compiled({number: P(None, "model")})
     assert changed is not None
-    assert changed.program.arguments[number].cut == "P(None, model)"
+    assert changed.program.arguments[number].cut.text == "P(None, model)"
     assert [a.bytes for a in changed.program.arguments] == [a.bytes for a in found.source.program.arguments]
     assert changed.program.peak < found.peak
 

@@ -248,9 +248,7 @@ def test_a_derivative_of_a_call_with_references_is_refused():
 
 
 @pytest.mark.parametrize("where", (LINE, EXPLICIT), ids=("line", "explicit"))
-@pytest.mark.parametrize(
-    "options", ({}, {"in_shardings": (P(None, "d"), None)}, {"names": ("rows columns", None)}), ids=("", "in", "names")
-)
+@pytest.mark.parametrize("options", ({}, {"in_shardings": (P(None, "d"), None)}), ids=("", "in"))
 def test_a_reference_is_marked_inside_a_program_of_jax(where, options):
     r = jax.new_ref(put(X, where, None, "d"))
     f = gshard.jit(step, mesh=where, **options)

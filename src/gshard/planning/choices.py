@@ -34,6 +34,7 @@ from gshard.planning.strategies import (
     is_limited,
     kinds_at,
     kinds_of,
+    opened,
     operand_shardings,
     propagated_arrays,
     result_shardings,
@@ -126,7 +127,7 @@ class ChoiceTables:
         self._suggested: dict[Value, dict[Sharding, None]] = {}
         self._free_groups: set[int] = set()
         if propagated is not None:
-            self._suggested = suggested_shardings(propagated, self._kinds, self.groups.tied)
+            self._suggested = suggested_shardings(propagated, self._kinds, self.groups.tied, objective.axes)
             results = {v for v in program.block.outputs if isinstance(v, Value)} - propagated.kept
             unmarked = results - self.demands_of.keys() - self.inputs
             self._free_groups = free_result_groups(program, self.groups, unmarked)
@@ -188,7 +189,9 @@ class ChoiceTables:
         if propagated is not None:
             fitting = (s for s in suggested if {m for _, m in s.unreduced} <= {*monoids})
             moved = (propagated.moved[v] for v in values if v in propagated.moved)
-            found = tuple(dict.fromkeys((*(propagated.shardings[v] for v in values), *moved, *found, *fitting)))
+            known = (*(propagated.shardings[v] for v in values), *moved)
+            wide = (opened(v, propagated, self.objective.axes) for v in values)
+            found = tuple(dict.fromkeys((*known, *wide, *found, *fitting)))
         return allowed_by_marks(found, demands, self._manual.of_any(values))
 
     def _over_whole_axes(
@@ -256,7 +259,7 @@ class ChoiceTables:
             near_split = tuple((f, atoms) for f, atoms in split.items() if f in component.factors and atoms)
         key = rule, component, passing, kinds, barred, near_split
         if key not in self._splits:
-            arrays = () if self.propagated is None else propagated_arrays(e, self.propagated)
+            arrays = () if self.propagated is None else propagated_arrays(e, self.propagated, self.objective.axes)
             axes = axes_without(self.objective.axes, barred)
             pinned = tuple(self._manual.pinned(e).items())
             self._splits[key] = component_splits(

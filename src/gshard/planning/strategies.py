@@ -283,16 +283,34 @@ def kinds_at(e: Equation, kinds: Kinds) -> tuple[int, ...]:
 # Derives the shardings and splits that propagated shardings suggest, over whole axes and over parts of axes.
 
 
-def propagated_arrays(e: Equation, propagated: Propagated) -> tuple[Arrays, ...]:
-    """The operands and results of an equation: with propagated shardings, then with ``supposed`` ones."""
+def propagated_arrays(e: Equation, propagated: Propagated, axes: tuple[Atoms, ...]) -> tuple[Arrays, ...]:
+    """The operands and results of an equation: with propagated shardings, then ``supposed`` and ``opened`` ones."""
+    values = {v for v in (*e.inputs, *e.outputs) if isinstance(v, Value)}
     found = [arrays_of(e, propagated.shardings)]
-    if not propagated.moved.keys().isdisjoint((*e.inputs, *e.outputs)):
+    if not values.isdisjoint(propagated.moved):
         found.append(arrays_of(e, propagated.supposed))
+    if not values.isdisjoint(propagated.undecided):
+        found.append(arrays_of(e, {v: opened(v, propagated, axes) for v in values}))
     return tuple(dict.fromkeys(found))
 
 
+def opened(v: Value, propagated: Propagated, axes: tuple[Atoms, ...]) -> Sharding:
+    """The sharding of a value with every atom that its dimensions could get where arrays disagree, if parts are equal.
+
+    Otherwise a disagreement would make devices along an axis repeat the work.
+    """
+    sharding, could = propagated.shardings[v], propagated.could(v)
+    dims, used = list(sharding.dims), set(sharding.atoms)
+    for d, open_atoms in sorted(could.items()):
+        more = tuple(a for axis in axes for a in axis if a in open_atoms - used)
+        if v.shape[d] % propagated.mesh.count((*dims[d], *more)) == 0:
+            dims[d] += more
+            used.update(more)
+    return Sharding(tuple(dims), sharding.unreduced)
+
+
 def suggested_shardings(
-    propagated: Propagated, kinds: Kinds, tied: Collection[Equation]
+    propagated: Propagated, kinds: Kinds, tied: Collection[Equation], axes: tuple[Atoms, ...]
 ) -> dict[Value, dict[Sharding, None]]:
     """Shardings in which equations read or make a value that is sharded as propagation found."""
     suggested: dict[Value, dict[Sharding, None]] = {}
@@ -302,7 +320,7 @@ def suggested_shardings(
             continue
         key = e.rule, kinds_at(e, kinds)
         if key not in by_key:
-            some = (_suggested_by(e.rule, arrays, propagated.mesh) for arrays in propagated_arrays(e, propagated))
+            some = (_suggested_by(e.rule, arrays, propagated.mesh) for arrays in propagated_arrays(e, propagated, axes))
             by_key[key] = tuple(itertools.chain(*some))
         values = (*e.inputs, *e.outputs) if by_key[key] else ()
         for i, sharding in by_key[key]:
