@@ -30,6 +30,7 @@ from tpu_schedules import estimated_cycles
 
 from gshard.api.jit import jit
 from gshard.api.lowered import Lowered
+from gshard.api.marks import name
 from gshard.api.search import search
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh
@@ -222,14 +223,15 @@ def mesh_for(config: TransformerConfig, machine: Machine, compiled: bool = False
     return Mesh.of(jax.sharding.Mesh(np.reshape(devices, (-1, experts)), DECODER_AXES))
 
 
-def _names(config: TransformerConfig) -> dict[str, Any]:
-    """What ``DECODER_LAYOUT`` calls the dimensions of the arguments."""
+def _named(step: Callable[..., Any], config: TransformerConfig) -> Callable[..., Any]:
+    """The step with the names of ``DECODER_LAYOUT`` at its arguments."""
 
     def called(spec: Param) -> str:
         weights = "expert_weights" if "experts" in spec.dims else "weights"
         return " ".join(weights if dim == "model" else dim for dim in spec.dims)
 
-    return {"params": jax.tree.map(called, param_specs(config)), "batch": {"target": "groups _"}}
+    names = jax.tree.map(called, param_specs(config))
+    return lambda params, batch, *rest: step(name(params, names), name(batch, {"target": "groups _"}), *rest)
 
 
 def lower(
@@ -250,7 +252,7 @@ def lower(
     step = training_step(config, marked)
     options: dict[str, Any] = {} if found is None else {"plan": found.plan}
     if found is None and not config.encoder_layers:
-        options = {"layout": DECODER_LAYOUT, "names": _names(config)}
+        step, options = _named(step, config), {"layout": DECODER_LAYOUT}
     made = jit(step, mesh=mesh, donate_argnums=0, memory_limit=memory_limit, **options)
     lowered = made.lower(*arguments(config, *batch))
     target = dataclasses.replace(lowered.target, machine=machine)
