@@ -115,7 +115,8 @@ class ArrayNames:
                     continue
                 return f"carry of {self._region_of[v].name}" if v in self._region_of else ""
             if e.blocks:
-                v = next((edge.inner for edge in e.edges if edge.outer is v), v)
+                for _ in range(2):  # a loop's carry comes from its first value, and this from the body's result
+                    v = next((edge.inner for edge in e.edges if edge.outer is v), v)
             else:
                 v = source_of(e, v) or v
         e = self._producers.get(v)
@@ -256,7 +257,9 @@ class ArrayNames:
                 continue
             operands: list[Value] = []
             if e.blocks:
-                operands = [edge.inner for edge in e.edges if edge.outer is v and edge.inner not in self._region_of]
+                inside = [edge.inner for edge in e.edges if edge.outer is v]  # of a loop's carry its first value
+                inside += [edge.inner for edge in e.edges if edge.outer in inside]
+                operands = [x for x in inside if x not in self._region_of]
             elif (source := source_of(e, v)) is not None:
                 operands = [source]
             elif is_elementwise(e):
