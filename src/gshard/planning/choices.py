@@ -332,6 +332,13 @@ class ChoiceTables:
 
         return self.interned.table(key, find)
 
+    def caller_costs(self, v: Value, states: tuple[Sharding, ...]) -> Floats:
+        """float64 [states]: the reshards of a result to its propagated sharding, which some callers need."""
+        known = None if self.propagated is None or v in self.propagated.undecided else self.propagated.shardings[v]
+        if known is None or not known.is_even(self.mesh, v.shape):
+            return np.zeros(len(states))
+        return _AFTERWARDS * self.move_costs(states, self.interned.states(("caller", known), lambda: (known,)), v)[:, 0]
+
     def operand_costs(self, e: Equation, splits: Sequence[Split], i: int, states: tuple[Sharding, ...]) -> Floats:
         """float64 [states, splits]: reshards from some states to the sharding in which an equation reads an operand."""
         v, read = e.inputs[i], self._under(operand_shardings, e, i, splits)
@@ -559,6 +566,7 @@ class _Builder:
             states = tables.result_states(v, arguments)
             node = self._add_node(len(states))
             self.leaves[v] = node, states
+            self.costs[node] = self.costs[node] + tables.caller_costs(v, states)
             self.edges.append((group, node, tables.move_costs(self.states[group], states, v)))
             if v in arguments:
                 self._add_next_argument(v, arguments[v], node, states, is_donated=v in donated_results)
