@@ -499,7 +499,7 @@ def test_both_packages_are_typed() -> None:
 PRIVATE_NAMES = 93  # of JAX in core/jax_adapter*.py; a number that only falls
 BUDGET = {
     "lines of src/gshard": 49_852,
-    "lines of code of src/gshard": 30_765,
+    "lines of code of src/gshard": 30_762,
     "lines of tests": 43_905,
     "lines of packages/m4": 11_027,
     "words of README and docs": 46_794,

@@ -114,11 +114,7 @@ class ArrayNames:
                     v = self._outside[v]
                     continue
                 return f"carry of {self._region_of[v].name}" if v in self._region_of else ""
-            if e.blocks:
-                for _ in range(2):  # a loop's carry comes from its first value, and this from the body's result
-                    v = next((edge.inner for edge in e.edges if edge.outer is v), v)
-            else:
-                v = source_of(e, v) or v
+            v = next(iter(made_inside(e, v)), v) if e.blocks else source_of(e, v) or v
         e = self._producers.get(v)
         if e is None:
             return ""
@@ -255,15 +251,12 @@ class ArrayNames:
             e = self._producers.get(v)
             if e is None:
                 continue
-            operands: list[Value] = []
             if e.blocks:
-                inside = [edge.inner for edge in e.edges if edge.outer is v]  # of a loop's carry its first value
-                inside += [edge.inner for edge in e.edges if edge.outer in inside]
-                operands = [x for x in inside if x not in self._region_of]
+                operands = made_inside(e, v)
             elif (source := source_of(e, v)) is not None:
                 operands = [source]
-            elif is_elementwise(e):
-                operands = [x for x in e.inputs if isinstance(x, Value) and x.shape == v.shape]
+            else:
+                operands = [x for x in e.inputs if isinstance(x, Value) and x.shape == v.shape and is_elementwise(e)]
             queue += [(x, distance + 1) for x in operands]
         return distances, nearest
 
@@ -283,6 +276,13 @@ def _results(program: Program) -> list[ArrayName]:
         names = [*paths, *names[len(paths) :]][: len(outputs)]
     found = argument_names({name: (v.shape, v.dtype) for name, v in zip(names, outputs, strict=True)})
     return [found[name] for name in names]
+
+
+def made_inside(e: Equation, result: Value) -> list[Value]:
+    """The values that the bodies of a region make of a result; of a loop's carry, that of the last iteration."""
+    from_outside = {result, *(edge.inner for edge in e.edges if edge.outer is result)}
+    inside = dict.fromkeys(edge.inner for edge in e.edges if edge.outer in from_outside)
+    return [v for v in inside if all(v not in body.inputs for body in e.blocks)]
 
 
 def source_of(e: Equation, result: Value) -> Value | None:

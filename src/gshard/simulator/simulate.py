@@ -216,7 +216,7 @@ def _variables(operands: Iterable[Any]) -> dict[Any, None]:
 
 
 def _run_of(eqns: Sequence[core.JaxprEqn], needed: Container[Any]) -> Run:
-    """The run of consecutive equations, of which later steps need some results."""
+    """A run of consecutive equations. It returns the results that later steps need."""
     computed = [v for eqn in eqns for v in eqn.outvars]
     reads = tuple(v for v in _variables(v for eqn in eqns for v in eqn.invars) if v not in {*computed})
     writes = tuple(v for v in computed if v in needed)
