@@ -42,9 +42,9 @@ def marked(x, w):
 
 
 def attention(x, w):
-    q, k = (y.reshape(64, 4, 16) for y in (x @ w, x @ w.T))
+    q, k = (gshard.split(y.reshape(64, 4, 16), 1, "model") for y in (x @ w, x @ w.T))
     weights = jax.nn.softmax(jnp.einsum("ihd,jhd->hij", q, k))
-    return jnp.einsum("hij,jhd->ihd", weights, gshard.split(k, 1, "model")).reshape(64, 64) @ w / 4 + x
+    return jnp.einsum("hij,jhd->ihd", weights, k).reshape(64, 64) @ w / 4 + x
 
 
 def inner_jit(x, w):
