@@ -100,7 +100,7 @@ def test_activations_of_fsdp_stay_where_they_are():
     """
     mesh = AbstractMesh((2, 4), ("data", "model"))
     found = gshard.explain(jax.jit(step_of_fsdp), *arguments_of_fsdp(mesh))
-    assert not tried_all(found, specs=2).helping
+    assert not tried_all(dataclasses.replace(found, machine=None), specs=2).helping
     tried = tried_all(dataclasses.replace(found, machine=gshard.Machine.of(MACHINE, found.mesh.size)), specs=2)
     best = tried.helping[0]
     assert best.figures.sent < 0.25 * tried.before.sent

@@ -17,7 +17,6 @@ from gshard.api.configuration import BuiltStep, Configuration, Configurations, b
 from gshard.api.search import (
     Searched,
     SearchRun,
-    is_number_of_devices,
     meshes_to_try,
     searched_of,
 )
@@ -115,7 +114,6 @@ class ConfigureRun:
     builder: Callable[..., Any]
     choices: Mapping[str, Sequence[Any]]
     meshes: list[Mesh]
-    any_shape: bool
     given_machine: str | Machine | None
     machine: Machine
     limit: float
@@ -186,7 +184,7 @@ class ConfigureRun:
         own = dataclasses.replace(
             budget, progress=dataclasses.replace(budget.progress, part=text), left_out=[], failed={}
         )
-        candidate.run = SearchRun(candidate.searched, self.meshes, self.any_shape, self.machine, int(limit), own)
+        candidate.run = SearchRun(candidate.searched, self.meshes, self.machine, int(limit), own)
         try:
             candidate.run.search(with_presets=False)
         except Exception as error:  # of any kind: other configurations have plans
@@ -317,8 +315,8 @@ def configure(
         mesh = (machine if isinstance(machine, Machine) else Machine.of(machine)).size
     if mesh is None:
         raise ArgumentError("gshard.configure needs the number of devices.", user_line(), hint="Give mesh=64.")
-    meshes, any_shape = list(meshes_to_try(mesh)), is_number_of_devices(mesh)
+    meshes = list(meshes_to_try(mesh))
     on = Machine.read(machine_of(meshes[0]) if machine is None else machine, meshes[0].size)
     limit = float(on.memory if memory_limit is None else bytes_of(memory_limit))
-    run = ConfigureRun(step_builder, checked, meshes, any_shape, machine, on, limit, budget)
+    run = ConfigureRun(step_builder, checked, meshes, machine, on, limit, budget)
     return until_stopped(run.search, run.result)

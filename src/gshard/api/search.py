@@ -17,13 +17,12 @@ from gshard.core.errors import MeshError, ShardingError
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.paths import path_of
-from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.core.time_budget import EFFORT, TimeBudget, in_a_line, until_stopped
 from gshard.device.machine import Machine, machine_of
 from gshard.explanation.search_result import FunctionSource, SearchResult
 from gshard.remat.rematerialise import bytes_of
-from gshard.search.find import NAMES, MeshSearch, axes_text, cut_in_two, meshes
+from gshard.search.find import MeshSearch, axes_text, meshes
 from gshard.search.pricing import PricedPlan
 
 # Search run: the search for a plan of one function on one or several meshes, in steps that a caller may combine.
@@ -70,7 +69,6 @@ class SearchRun:
 
     searched: Searched  # a function with its arguments
     meshes: Sequence[Mesh]  # the meshes of one machine
-    any_shape: bool  # whether meshes of three axes are tried as well, near the best plans on these meshes
     machine: str | Machine | None  # the machine; None for the devices of the mesh
     limit: int | None  # bytes that a device may hold; the machine's memory if None
     budget: TimeBudget  # the time of the search
@@ -109,8 +107,6 @@ class SearchRun:
         """Searches on all meshes, and prices the plans of the most promising ones, then presets and pipelines."""
         problems = self.budget.part() if len(self.meshes) > 1 else self.budget
         self._solve(problems)
-        if self.any_shape:
-            self._cut_axes(problems)
         ranked = sorted(self.begun, key=lambda one: one.rank)
         for one in ranked[:FINISHED]:
             one.price_solutions()
@@ -154,61 +150,34 @@ class SearchRun:
         last axis is priced on the most promising mesh of several axes.
         """
         first = next(iter(self.begun))
-        given = sorted((one for one in self.begun if one.near is None), key=_axes)
-        several = next((one for one in ranked if _axes(one) > 1 and one.near is None), given[0])
+        given = sorted(self.begun, key=_axes)
+        several = next((one for one in ranked if _axes(one) > 1), given[0])
         for one in dict.fromkeys((given[0], several)):
             if one is not first and not first.is_unsplit:
                 one.price_marked()
             known = () if one is given[0] else [preset.name for preset in given[0].presets]
             one.price_presets(one.machine, known)
 
-    def _cut_axes(self, budget: TimeBudget) -> None:
-        """Searches on meshes of three axes, near the best plan on a mesh of two."""
-        solved = [one for one in self.begun if one.is_solved and len(one.mesh.axes) == len(NAMES) - 1]
-        for coarse in sorted(solved, key=lambda one: one.rank)[:1]:
-            for mesh in cut_in_two(coarse.mesh):
-                self._near(coarse, mesh, budget.part())
-
-    def _near(self, one: MeshSearch, mesh: Mesh, budget: TimeBudget) -> None:
-        """Searches on a mesh near the plan of another search."""
-        if budget.is_over:
-            budget.left_out.append(f"mesh ({axes_text(mesh)})")
-            return
-        near = self._search_on(mesh, self.begun[one], budget, one.solved_plan)
-        if near.program.block is one.program.block:  # rewrites give it the same form on both meshes
-            near.solve(EFFORT)
-        near.budget = self.budget
-        if near.is_solved:
-            self.begun[near] = self.begun[one]
-
     def _begin(self, mesh: Mesh, budget: TimeBudget) -> MeshSearch:
         """Traces the function for a mesh, and begins the search there."""
         self.machine_on(mesh)  # refuses a machine of another size first
         budget.progress.step("tracing the function")
         lowered = self.searched.lower(mesh)
-        one = self._search_on(mesh, lowered, budget)
+        one = MeshSearch(
+            lowered.program, mesh, self.machine_on(mesh), donated=lowered.donated, memory_limit=self.limit,
+            budget=budget, known=self.known,
+        )  # fmt: skip
         self.begun[one] = lowered
         return one
-
-    def _search_on(self, mesh: Mesh, lowered: Lowered, budget: TimeBudget, near: Plan | None = None) -> MeshSearch:
-        return MeshSearch(
-            lowered.program, mesh, self.machine_on(mesh), donated=lowered.donated, memory_limit=self.limit,
-            budget=budget, near=near, known=self.known,
-        )  # fmt: skip
 
 
 def _axes(one: MeshSearch) -> int:
     return sum(size > 1 for _, size in one.mesh.axes)
 
 
-def is_number_of_devices(mesh: Any) -> bool:
-    """Whether ``mesh`` is a number of devices, whose shape is searched too."""
-    return isinstance(mesh, int | np.integer) and not isinstance(mesh, bool)
-
-
 def meshes_to_try(mesh: Any) -> Iterable[Mesh]:
     """The meshes to try first."""
-    if is_number_of_devices(mesh):
+    if isinstance(mesh, int | np.integer) and not isinstance(mesh, bool):
         return meshes(int(mesh))
     if isinstance(mesh, list | tuple) and mesh and all(isinstance(one, Mesh) for one in mesh):
         if len({one.size for one in mesh}) > 1:
@@ -246,7 +215,7 @@ def search(
         args, kwargs: its arguments: arrays or ``jax.ShapeDtypeStruct``, and values for static ones. An argument that
             has the name of an option here is bound before: ``functools.partial(f, mesh=...)``.
         mesh: as for ``jit``, or an abstract mesh of any size, or a list of ``Mesh`` of one size to choose from; a
-            number of devices tries all shapes with up to two axes, and shapes of three near the best of them.
+            number of devices tries all shapes with up to two axes.
         machine: what the devices are, such as ``"h100:4x8"``; by default what the mesh's devices are.
         memory_limit: bytes that a device may hold, or text such as ``"14GiB"``; by default the machine's memory.
         budget_seconds: how long the whole search may take, tracing, all meshes, presets and prices included. It takes
@@ -282,7 +251,6 @@ def search(
     mesh = searched.mesh() if mesh is None else mesh
     limit = None if memory_limit is None else bytes_of(memory_limit)
     run = SearchRun(
-        searched, list(meshes_to_try(mesh)), is_number_of_devices(mesh), machine, limit, budget, budget_seconds,
-        progress,
+        searched, list(meshes_to_try(mesh)), machine, limit, budget, budget_seconds, progress,
     )  # fmt: skip
     return until_stopped(run.search, run.result)

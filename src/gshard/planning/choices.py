@@ -11,7 +11,7 @@ import numpy as np
 
 from gshard.comm.reshard import parts_of
 from gshard.core.mark import Demand
-from gshard.core.plan import AS_MARKED, Boundary, Plan, axes_without, local_bytes, manual_axes
+from gshard.core.plan import AS_MARKED, Boundary, axes_without, local_bytes, manual_axes
 from gshard.core.program import Edge, Equation, Program, Value, itemsize
 from gshard.core.rule import Rule, Split
 from gshard.core.sharding import Sharding
@@ -91,20 +91,12 @@ _BEFORE = 1 / 2
 class ChoiceTables:
     """The states and cost tables of the planning problem of one program."""
 
-    def __init__(
-        self,
-        program: Program,
-        objective: Objective,
-        propagated: Propagated | None,
-        boundary: Boundary,
-        near: Plan | None = None,
-    ):
+    def __init__(self, program: Program, objective: Objective, propagated: Propagated | None, boundary: Boundary):
         # All objectives of one mesh have one list of splits: it does not depend on the times of steps.
         self.mesh = dataclasses.replace(objective.mesh, times=None)
         if propagated is not None:
             propagated = dataclasses.replace(propagated, mesh=self.mesh)
         self.program, self.objective, self.propagated, self.boundary = program, objective, propagated, boundary
-        self._near = near
         self.runs = dict(program.block.runs())  # how often each equation runs in one call
         self.inputs = frozenset(program.block.inputs)  # the inputs of the program
         self._manual = manual_axes(program.block, objective.mesh)
@@ -122,7 +114,7 @@ class ChoiceTables:
         self.groups = self._sharding_groups()
         self._kinds = kinds_of(program, propagated)
         # whether not all choices are compared (``planning.strategies``)
-        self.is_limited = near is not None or is_limited(program, self.mesh, objective.axes)
+        self.is_limited = is_limited(program, self.mesh, objective.axes)
         self._runs = self._compared_runs()
         self._suggested: dict[Value, dict[Sharding, None]] = {}
         self._free_groups: set[int] = set()
@@ -153,8 +145,6 @@ class ChoiceTables:
 
     def _compared_runs(self) -> Runs | None:
         """The axes that may differ together (``strategies.places_for``); None if all choices are compared."""
-        if self._near is not None:  # what axes in a row allow together was compared for the known plan
-            return ()
         if self.propagated is None or not self.is_limited:
             return None
         return runs_of(self.objective.axes, dict.fromkeys(self.propagated.shardings.values()))
@@ -173,8 +163,7 @@ class ChoiceTables:
         suggested = tuple(s for v in values for s in self._suggested.get(v, ()))
         is_input = values[0] in self.inputs
         marked_group = group if demands else -1
-        manual, near = self._manual.of_any(values), self._near_shardings(values)
-        key = self._group_kinds[group], monoids, is_input, suggested, marked_group, manual, near
+        key = self._group_kinds[group], monoids, is_input, suggested, marked_group, self._manual.of_any(values)
         return self.interned.states(key, lambda: self._allowed(values, monoids, suggested, demands))
 
     def _allowed(
@@ -182,7 +171,6 @@ class ChoiceTables:
     ) -> Sequence[Sharding]:
         v, propagated = values[0], self.propagated
         found = self._over_whole_axes(values, monoids, even=v in self.inputs)
-        found = tuple(dict.fromkeys((*self._near_shardings(values), *found)))
         if propagated is not None and v in self.inputs:
             allowed = (s for s in found if propagated.allow(v, s))
             return tuple(dict.fromkeys((propagated.shardings[v], *allowed)))
@@ -200,13 +188,7 @@ class ChoiceTables:
         """Shardings over whole axes of values of one group, without the axes that are manual for any of that group."""
         barred = self._manual.of_any(self.groups.members[self.groups.of[values[0]]])
         axes = axes_without(self.objective.axes, barred)
-        near = self._near_shardings(values)
-        return group_shardings(values, self.propagated, self.mesh, axes, monoids, even=even, near=near, runs=self._runs)
-
-    def _near_shardings(self, values: Sequence[Value]) -> tuple[Sharding, ...]:
-        """The shardings of these values in the known plan."""
-        known = {} if self._near is None else self._near.shardings
-        return tuple(dict.fromkeys(known[v] for v in values if v in known))
+        return group_shardings(values, self.propagated, self.mesh, axes, monoids, even=even, runs=self._runs)
 
     def read_states(self, v: Value) -> tuple[Sharding, ...]:
         """The shardings of a shared reshard of a value."""
@@ -254,16 +236,13 @@ class ChoiceTables:
         passing = frozenset(key for key in sums if self._may_pass(e, *rule.linear[-1 - key]))
         barred = self._manual.at(e)
         kinds = () if self.propagated is None else kinds_at(e, self._kinds)
-        near_split = None
-        if self._near is not None and (split := self._near.splits.get(e)) is not None:
-            near_split = tuple((f, atoms) for f, atoms in split.items() if f in component.factors and atoms)
-        key = rule, component, passing, kinds, barred, near_split
+        key = rule, component, passing, kinds, barred
         if key not in self._splits:
             arrays = () if self.propagated is None else propagated_arrays(e, self.propagated, self.objective.axes)
             axes = axes_without(self.objective.axes, barred)
             pinned = tuple(self._manual.pinned(e).items())
             self._splits[key] = component_splits(
-                rule, component, passing, arrays, self.mesh, axes, barred, pinned, near_split, self._runs
+                rule, component, passing, arrays, self.mesh, axes, barred, pinned, self._runs
             )
         return self._splits[key]
 
@@ -368,10 +347,9 @@ def graph_of(
     *,
     propagated: Propagated | None = None,
     boundary: Boundary = AS_MARKED,
-    near: Plan | None = None,
 ) -> Graph:
     """Builds the planning problem of a program."""
-    return _Builder(ChoiceTables(program, objective, propagated, boundary, near)).graph()
+    return _Builder(ChoiceTables(program, objective, propagated, boundary)).graph()
 
 
 class _Builder:

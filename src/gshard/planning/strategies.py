@@ -346,19 +346,16 @@ def group_shardings(
     monoids: Sequence[str] = (),
     *,
     even: bool = False,
-    near: tuple[Sharding, ...] = (),
     runs: Runs | None = None,
 ) -> tuple[Sharding, ...]:
-    """The shardings over whole axes to compare for values that have one sharding.
-
-    With ``runs``, these are near the shardings ``near``, by default the propagated ones (``strategies.places_for``).
-    """
+    """The shardings over whole axes to compare for values of one sharding; with ``runs``, near propagated ones."""
     v = group[0]
     uneven_cuts: frozenset[tuple[int, Atoms]] = frozenset()
     if propagated is not None and not even:
         dims = enumerate(zip(v.shape, propagated.shardings[v].dims, strict=True))
         uneven_cuts = frozenset((d, atoms) for d, (n, atoms) in dims if n % mesh.count(atoms))
-    if not near and propagated is not None and runs is not None:
+    near: tuple[Sharding, ...] = ()
+    if propagated is not None and runs is not None:
         near = tuple(dict.fromkeys(propagated.shardings[u] for u in group))
     find = functools.partial(shardings, v.shape, mesh, axes, even=even, also=uneven_cuts, near=near, runs=runs)
     return tuple(dict.fromkeys(s for monoid in monoids or ("",) for s in find(unreduced=monoid)))
@@ -416,7 +413,6 @@ def component_splits(
     axes: tuple[Atoms, ...],
     barred: frozenset[str] = frozenset(),
     pinned: tuple[tuple[int, Atoms], ...] = (),
-    near_split: tuple[tuple[int, Atoms], ...] | None = None,
     runs: Runs | None = None,
 ) -> tuple[tuple[Split, ...], float]:
     """The splits of a component of an equation: over whole axes, and those that its arrays suggest."""
@@ -426,14 +422,10 @@ def component_splits(
     if barred:
         near = [split for split in near if barred.isdisjoint(a for atoms in split.values() for a in atoms)]
     suggested = tuple(_of_component(split, component) for split in near)
-    if near_split is not None:
-        suggested = (dict(near_split),)
     cuts = ((f, atoms) for split in suggested for f, atoms in split.items() if f >= 0)
     uneven = frozenset((f, atoms) for f, atoms in cuts if rule.factors[f].size % mesh.count(atoms))
     expected: tuple[Places, ...] = ()
-    if near_split is not None:
-        expected = (places_of(dict(near_split), axes),)
-    elif arrays and runs is not None:
+    if arrays and runs is not None:
         first = (_of_component(candidates(rule, known, mesh)[0], component) for known in arrays)
         expected = tuple(dict.fromkeys(places_of(split, axes) for split in first))
     over_axes = splits(rule, component, mesh, axes, passing, uneven, expected, runs)
@@ -442,7 +434,7 @@ def component_splits(
     more = {key_of(split): split for split in possible}
     unmoved = [split for known in arrays for split in led(rule, known, mesh)] if suggested else []
     found = over_axes + tuple(split for key, split in more.items() if key not in known_keys)
-    return found, _marked_share(rule, suggested, unmoved, mesh) if near_split is None else math.inf
+    return found, _marked_share(rule, suggested, unmoved, mesh)
 
 
 def _of_component(split: Split, component: Component) -> Split:

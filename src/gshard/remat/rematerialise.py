@@ -17,26 +17,23 @@ from gshard.core.jax_adapter_context import wide_enough_for
 from gshard.core.jax_adapter_retracing import with_mapping
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import with_tables
-from gshard.core.program import Block, Constant, Equation, Program, Value, format_bytes, itemsize, type_text
+from gshard.core.program import Block, Constant, Equation, Program, Value, format_bytes, type_text
 from gshard.core.spmd import RECOMPUTED, Collective, Recomputation, Recomputed, SpmdProgram
 from gshard.core.xla_workarounds import opaque_identity
 from gshard.device.cost import emitted_as, kernel_cost, sent_by
 from gshard.device.fusion_model import (
     COLLECTIVE,
-    FUSED,
     REGION,
     Kernel,
     Kernels,
     device_program,
     flops,
     kernels_of,
-    kind_of,
 )
 from gshard.device.machine import Machine
 from gshard.device.memory import Memory, held_at_peak, memory_of
 from gshard.emit.compile import Executable, compile_spmd
 from gshard.language.region import Interpreter, with_edges
-from gshard.language.registry import Call, rule_of
 from gshard.remat.straight_line import (
     Liveness,
     Offer,
@@ -288,66 +285,6 @@ def _params(loop: Equation, consts: int, carry: int) -> dict[str, object]:
     return {**kept, "num_consts": consts, "num_carry": carry}
 
 
-# Stacks the values before a loop's final widening conversion, and widens the stack after the loop.
-
-
-def low_precision_over(liveness: Liveness, peak: int, elsewhere: frozenset[Value]) -> list[Offer]:
-    """The stacks that are alive at a kernel, or written by it, and can have lower precision: nothing is recomputed."""
-    found = []
-    for i, kernel in enumerate(liveness.kernels[: peak + 1]):
-        e = kernel.equation
-        if kernel.kind != REGION or len(kernel.bodies) != 1 or e.trip_count < 2 or "reverse" not in e.params:
-            continue
-        body = e.blocks[0]
-        producer = {v: inner for inner in body.equations for v in inner.outputs}
-        carry = scan_counts(e.params)[1]
-        for v, x in zip(e.outputs[carry:], body.outputs[carry:], strict=True):
-            if v in liveness.kept or v in elsewhere or not i <= peak <= liveness.last.get(v, -1):
-                continue
-            if isinstance(x, Value) and x in producer and (source := _widened_operand(producer[x])) is not None:
-                users = (liveness.kernels[j].kind for j in liveness.users[v])
-                if all(kind != REGION for kind in users):
-                    wide, thin = itemsize(v.dtype), itemsize(source.dtype)
-                    without = functools.partial(with_low_precision_stacks, liveness, e)
-                    found.append(Offer((v,), v.bytes * (wide - thin) // wide, 0.0, without, e))
-    return found
-
-
-def _widened_operand(e: Equation) -> Value | None:
-    """The operand of an equation that only widens elements; None for other equations."""
-    if len(e.inputs) != 1 or isinstance(e.inputs[0], Constant) or kind_of(e) != FUSED or e.rule is None:
-        return None
-    x, y = e.inputs[0], e.outputs[0]
-    assert isinstance(x, Value), "constants return above"
-    same = e.rule.operands[0] == e.rule.results[0] and x.shape == y.shape
-    return x if same and itemsize(x.dtype) < itemsize(y.dtype) else None
-
-
-def with_low_precision_stacks(
-    liveness: Liveness, writer: Equation, stacks: Sequence[Value], names: Iterator[int]
-) -> Block:
-    """The block with stacks of a loop widened after the loop."""
-    body = writer.blocks[0]
-    producer = {v: e for e in body.equations for v in e.outputs}
-    outputs, body_outputs, widenings = [], [], []
-    for v, x in zip(writer.outputs, body.outputs, strict=True):
-        if v not in stacks:
-            outputs.append(v)
-            body_outputs.append(x)
-            continue
-        assert isinstance(x, Value), "a constant is not widened"
-        e = producer[x]
-        (source,) = e.inputs
-        stack = Value(v.shape, source.dtype, next(names))
-        call = Call(e.name, e.params, (v.shape,), (v.shape,), (source.dtype,), e.primitive)
-        widenings.append(dataclasses.replace(e, inputs=(stack,), outputs=(v,), rule=rule_of(call, e.source_info)))
-        outputs.append(stack)
-        body_outputs.append(source)
-    loop = Block(body.inputs, tuple(without_dead_code(body.equations, body_outputs)), tuple(body_outputs))
-    changed = with_edges(dataclasses.replace(writer, outputs=tuple(outputs), blocks=(loop,)))
-    return with_others(liveness.block, {writer: (changed, *widenings)}.get)
-
-
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -453,7 +390,6 @@ class _Search:
             liveness = Liveness(kernels)
             elsewhere = results if depth == 0 else frozenset()
             found: list[Offer] = [
-                *low_precision_over(liveness, at, elsewhere),
                 *kept_over(liveness, at, self._seconds, elsewhere),
                 *stacked_over(liveness, at, self._seconds, elsewhere),
             ]

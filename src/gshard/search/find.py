@@ -114,8 +114,6 @@ class Best:
     left_out: tuple[str, ...] = ()  # steps that were cut or not begun because the time was over
     failed: tuple[str, ...] = ()  # candidates that ended with an error, each with its first line
     stopped: int | None = None  # the signal that ended the search; None if none did
-    # the mesh on which the plan was found near which the others were compared; None if there is no such plan
-    near: Mesh | None = None
     # whether there are plans over whole axes that were not compared: ``bound`` says nothing of them
     is_limited: bool = False
 
@@ -138,9 +136,9 @@ class Best:
         return max(0.0, 1 - self.bound / self.predicted) if self.bound > 0 else None
 
 
-# Enumerates the mesh shapes for a number of devices: those of one and two axes, and those that cut an axis in two.
+# Enumerates the mesh shapes for a number of devices: those of one and two axes.
 
-NAMES = ("data", "model", "inner")
+NAMES = ("data", "model")
 
 
 def meshes(size: int, devices: tuple[Any, ...] | None = None) -> Iterator[Mesh]:
@@ -160,32 +158,6 @@ def axes_text(mesh: Mesh) -> str:
     'data=4, model=2'
     """
     return ", ".join(f"{name}={size}" for name, size in mesh.axes)
-
-
-def cut_in_two(mesh: Mesh) -> Iterator[Mesh]:
-    """The meshes of the same devices in the same order with one more axis: one axis is cut in two."""
-    sizes = [size for _, size in mesh.axes]
-    for i, size in enumerate(sizes):
-        for major in range(2, size):
-            if size % major == 0:
-                finer = [*sizes[:i], major, size // major, *sizes[i + 1 :]]
-                abstract = Mesh.abstract(**dict(zip(NAMES, finer, strict=True)))
-                yield dataclasses.replace(abstract, devices=mesh.devices)
-
-
-def on_finer(plan: Plan, mesh: Mesh) -> Plan:
-    """The shardings and splits of a plan on a mesh of the same devices with other axes."""
-    names = dict(zip(plan.mesh.atoms, mesh.atoms, strict=True))
-
-    def renamed(atoms: Atoms) -> Atoms:
-        return tuple(names[a] for a in atoms)
-
-    shardings = {
-        v: Sharding(tuple(map(renamed, s.dims))).with_unreduced({names[a]: monoid for a, monoid in s.unreduced})
-        for v, s in plan.shardings.items()
-    }
-    splits = {e: {f: renamed(atoms) for f, atoms in split.items()} for e, split in plan.splits.items()}
-    return Plan(plan.program, mesh, shardings, splits, {})
 
 
 def in_two(mesh: Mesh, axes: tuple[Atoms, ...], shardings: Sequence[Sharding]) -> tuple[Atoms, ...]:
@@ -220,12 +192,9 @@ class MeshSearch:
         donated: Iterable[int] = (),
         memory_limit: float | None = None,
         budget: TimeBudget,
-        near: Plan | None = None,
         known: list[PricedPlan] | None = None,
     ):
         self.mesh, self.machine, self.budget = mesh, machine, budget
-        self.near = None if near is None else on_finer(near, mesh)
-        self.near_mesh = None if near is None else near.mesh
         self.limit = float(machine.memory if memory_limit is None else memory_limit)
 
         def better(plan: PricedPlan) -> None:
@@ -242,7 +211,7 @@ class MeshSearch:
         self._priced: dict[PricedPlan, Solution] = {}
         self.always_prices = True  # the plans of solutions, even if the time is over
         self.name = "searched"  # of these plans
-        self.is_limited = near is not None  # whether plans over whole axes exist that were not compared
+        self.is_limited = False  # whether plans over whole axes exist that were not compared
         self._mesh_text = axes_text(mesh)
 
     @property
@@ -356,7 +325,7 @@ class MeshSearch:
     def _posed(self, axes: tuple[Atoms, ...]) -> Graph:
         boundary = self.pricing.boundary(self.program)
         objective = seconds_on(self.machine)(self.timed, axes)
-        return with_loads(graph_of(self.program, objective, boundary=boundary, near=self.near))
+        return with_loads(graph_of(self.program, objective, boundary=boundary))
 
     def _solution(self, problem: Problem, budget: TimeBudget, effort: float) -> Solution:
         found = solve(problem, effort=effort, most_seconds=budget.left)
@@ -371,7 +340,7 @@ class MeshSearch:
     @property
     def bound(self) -> float:
         """Seconds that every plan that was compared takes at least within the limit of memory, in the model."""
-        limits = ((solution, solution.problem.limit) for solution in self._solved if self.near is None)
+        limits = ((solution, solution.problem.limit) for solution in self._solved)
         return max((found.bound for found, limit in limits if limit is None or limit >= self.limit), default=0.0)
 
     @property
@@ -379,17 +348,6 @@ class MeshSearch:
         """Seconds that every plan on this mesh takes at least in the model, in any memory; 0 if unknown."""
         free = [solution.bound for solution in self._solved if solution.problem.limit is None]
         return 0.0 if self.is_limited else max(free, default=0.0)
-
-    @property
-    def solved_plan(self) -> Plan:
-        """The plan of the last solution. Requires ``is_solved``."""
-        assert self.graph is not None
-        return _plan(self.graph, self._solved[-1], self.pricing)
-
-    @property
-    def is_solved(self) -> bool:
-        """Whether the problem has a solution."""
-        return bool(self._solved)
 
     def price_solution(self) -> PricedPlan | None:
         """Prices the first solution that is not priced yet; None if there is none, or if the time cut it."""
@@ -450,7 +408,7 @@ class MeshSearch:
         return Best(
             self.mesh, chosen, searched, tuple(self.presets), self.graph,
             None if searched is None else self._priced[searched], self.bound, predicted, limit, self.budget.spent,
-            tuple(self.budget.left_out), self.budget.failed_lines, stopped, self.near_mesh, self.is_limited,
+            tuple(self.budget.left_out), self.budget.failed_lines, stopped, self.is_limited,
         )  # fmt: skip
 
 
@@ -464,12 +422,11 @@ def best_plan(
     memory_limit: float | None = None,
     budget_seconds: float | None = None,
     progress: bool | Callable[[str], object] | None = False,
-    near: Plan | None = None,
 ) -> Best:
     """Searches for the fastest plan of a program."""
     budget = TimeBudget.of(budget_seconds, progress)
     search = MeshSearch(
-        program, mesh, machine, donated=donated, memory_limit=memory_limit, budget=budget, near=near,
+        program, mesh, machine, donated=donated, memory_limit=memory_limit, budget=budget,
     )  # fmt: skip
     search.price_marked()
     search.price_presets(None)
@@ -509,8 +466,6 @@ def how_near(best: Best, *, is_one_of_several: bool = False) -> str:
         why = "the simplified model has no recomputed values and no collective matmuls"
     elif best.predicted is None:
         why = "it is not the plan that was searched"
-    elif best.near is not None:
-        why = f"gshard compared plans that differ in one axis from the one found on mesh ({axes_text(best.near)})"
     else:
         why = "the solver found no bound in its time"
     return f"nothing is proven of this plan: {why}; {full}"
