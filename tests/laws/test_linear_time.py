@@ -99,8 +99,6 @@ PROGRAMS = {
     "gradient of a scan": gradient(in_a_scan), "sum of slices": sum_of_slices,
 }  # fmt: skip
 FAST = ("residual", "attention", "in a scan")
-# Each equation that moves split elements may begin a piecewise region, of at most 256 arrays. So the time of planning
-# many of them is linear only in programs with more arrays.
 SIZES = {"moved": (128, 256), "attention": LAYERS[:3]}
 
 

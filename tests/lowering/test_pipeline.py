@@ -18,12 +18,6 @@ def f32(*shape):
     return ShapeDtypeStruct(shape, "float32")
 
 
-def token_in_front(x, token):
-    """A sequence that is joined with little and reduced: computed in pieces."""
-    x = jnp.concatenate([token, gshard.split(x, 0, "data")])
-    return jnp.exp(x - x.max(0)).sum(0)
-
-
 def products(x, w):
     return jnp.tanh(gshard.split(x, 0, "data") @ gshard.split(w, 0, "data"))
 
@@ -35,7 +29,6 @@ REWRITTEN = {
         (f32(16, 4, 32), f32(32, 8)),
     ),
     "transform": (lambda x: jnp.abs(jnp.fft.fft2(gshard.split(x, 1, "data"))), (f32(8, 16, 16),)),
-    "token in front": (token_in_front, (f32(64, 4), f32(1, 4))),
 }
 
 

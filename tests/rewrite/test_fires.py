@@ -55,8 +55,8 @@ def scattered(x, labels, start):
     return jnp.full((8, 13), start, x.dtype).at[jnp.arange(8)[:, None], labels].add(x[:, :2]).sum(1)
 
 
-def with_token(x, reduce=jnp.sum):
-    return reduce(jnp.sin(jnp.concatenate([jnp.ones((1, x.shape[1])), x])))
+def fused(x, *weights, at=4):
+    return [jnp.tanh(y) for y in jnp.split(x @ jnp.concatenate(weights, 1), [at], 1)]
 
 
 X = whole(8, 6)
@@ -74,6 +74,7 @@ EXAMPLES = {
         functools.partial(averaged, start=0.0), functools.partial(averaged, start=1.0), (X,)
     ),
     "transpose_of_dot": Example(lambda x, w: (x @ w).T, lambda x, w: [y := x @ w, y.T], (X, whole(6, 5))),
+    "dots_of_parts": Example(fused, functools.partial(fused, at=5), (X, whole(6, 4), whole(6, 4))),
     "stack_narrow": Example(
         lambda x: lax.map(jnp.sum, lax.map(lambda r: lax.round(r).astype(np.int8).astype(r.dtype) * r.sum(), x)),
         lambda x: 2 * lax.map(lambda r: lax.round(r).astype(np.int8).astype(r.dtype) * r.sum(), x),
@@ -99,9 +100,6 @@ EXAMPLES = {
         functools.partial(scattered, start=0.0),
         functools.partial(scattered, start=2.0),
         (X, np.array([0, 12, 5, 13, -1, 3, 3, 9] * 2, np.int32).reshape(8, 2)),
-    ),
-    "piecewise": Example(
-        rows_split(with_token), rows_split(functools.partial(with_token, reduce=lambda x: x)), (whole(64, 3),)
     ),
 }  # fmt: skip
 

@@ -143,10 +143,6 @@ class Traits:
     pure: bool = True
     shared: bool = True  # whether gshard may replace equal equations by one
     handed_on: bool = False  # whether it also runs on values in host memory
-    # whether it runs with the same parameters along parallel dimensions, although its rule has a ``local`` function
-    same_on_parts: bool = False
-    # the parameter that contains the shape of the result, or of the operand if the result is a part of it
-    shape_in: str = ""
     # ``values(params, *arrays)`` returns the result for NumPy arrays (floats are float64), or None if the result may
     # depend on the rounding of a device
     values: Callable[..., np.ndarray | None] | None = None

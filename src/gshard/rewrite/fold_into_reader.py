@@ -1,7 +1,10 @@
-"""Folds an equation into the one that reads it: pads, transpositions and scatters."""
+"""Folds an equation into the one that reads it: pads, transpositions, concatenations and scatters."""
 
 from __future__ import annotations
 
+import bisect
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +16,8 @@ from gshard.comm.shards import identity
 from gshard.core.jax_adapter import bind
 from gshard.core.program import Constant, Equation
 from gshard.rewrite.driver import at
-from gshard.rewrite.equation_graph import Graph, Others
+from gshard.rewrite.equation_graph import Graph, Others, again
+from gshard.rules.shape import index_of
 from gshard.rules.window import MONOIDS
 
 # Folds a pad into the reduction over windows that reads it.
@@ -116,3 +120,52 @@ def _swapped(dot: Equation, transpose: Equation) -> dict[str, Any] | None:
     if isinstance(precision, tuple):
         precision = precision[::-1]
     return {**dot.params, "dimension_numbers": (summed[::-1], batch[::-1]), "precision": precision}
+
+
+# Folds a concatenation into a product: arrays that are joined for one product, whose result is cut again.
+
+
+@at("dot_general", helps_xla=False)
+def dots_of_parts(graph: Graph, e: Equation) -> Sequence[Equation] | None:
+    """Replaces a product of joined arrays by products of these: by their sum, or if each reader takes one part."""
+    (summed, batch), out = e.params["dimension_numbers"], e.outputs[0]
+    joined = [graph.producer(x, "concatenate") for x in e.inputs]
+    dims = [-1 if c is None else c.params["dimension"] for c in joined]
+    parts = [(x,) if c is None else c.inputs for x, c in zip(e.inputs, joined, strict=True)]
+    ends = [[*itertools.accumulate(x.shape[d] for x in own)] for own, d in zip(parts, dims, strict=True)]
+    if None not in joined and tuple(dims) in zip(*summed, strict=True) and ends[0] == ends[1]:
+        dtype = np.promote_types(out.dtype, np.float32) if jnp.issubdtype(out.dtype, jnp.floating) else out.dtype
+        count = len(ends[0])
+
+        def total(*arrays: Any) -> Any:
+            pairs = zip(arrays[:count], arrays[count:], strict=True)
+            dots = (again(e, pair, preferred_element_type=dtype) for pair in pairs)
+            return functools.reduce(lax.add, dots).astype(out.dtype)
+
+        return graph.write(total, (*parts[0], *parts[1]), e.outputs, e)
+    first = len(batch[0])
+    for side, (own, d) in enumerate(zip(parts, dims, strict=True)):
+        free = [k for k in range(len(e.inputs[side].shape)) if k not in (*summed[side], *batch[side])]
+        dim = first + free.index(d) if d in free else None
+        if (
+            dim is not None
+            and out not in graph.outputs
+            and all(_takes_part(reader, dim, ends[side]) for reader in graph.readers(out))
+        ):
+            return graph.write(functools.partial(_dots, e, side, dim), (e.inputs[1 - side], *own), e.outputs, e)
+        first += len(free)
+    return None
+
+
+def _dots(e: Equation, side: int, dim: int, other: Any, *parts: Any) -> Any:
+    return lax.concatenate([again(e, (other, part) if side else (part, other)) for part in parts], dim)
+
+
+def _takes_part(e: Equation, dim: int, ends: Sequence[int]) -> bool:
+    """Whether each result of an equation has elements of one part of a dimension of its operand."""
+    for index in index_of(e) or [()]:
+        spans = index[dim] if index else ()
+        parts = [bisect.bisect(ends, i) for s in spans for i in (s.start, s.start + s.step * (s.count - 1))]
+        if len(parts) != 2 or parts[0] != parts[1]:
+            return False
+    return True

@@ -22,7 +22,7 @@ def _iota_values(params: Mapping[str, Any]) -> np.ndarray:
     return np.broadcast_to(along(counter, d, len(shape)), shape)
 
 
-@rule("iota", shape_in="shape", values=_iota_values)
+@rule("iota", values=_iota_values)
 def iota(call: Call) -> Rule:
     """Each device counts from the beginning of its part."""
     make = RuleMaker()

@@ -1,6 +1,6 @@
 """Operators with JAX's ``custom_partitioning``: the user's functions determine the splits and the per-device program.
 
-The factors are those of the ``sharding_rule``; without one, each dimension has its own factor. On a mesh, gshard calls
+The factors are those of the ``sharding_rule``; without one, every device computes the whole. On a mesh, gshard calls
 the user's functions to find out which factors can be split, and which factors only together. Each device runs the
 program that ``partition`` returns for its parts. If nothing is split, it runs the original function.
 
@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gshard.comm.collectives import collectives_of
 from gshard.comm.shards import Shards
 from gshard.comm.steps import PERMUTE
-from gshard.core.errors import GShardError, RuleError
+from gshard.core.errors import RuleError
 from gshard.core.jax_adapter import closed
 from gshard.core.jax_adapter_kernels import ir_types, read_sharding_rule
 from gshard.core.mark import Mark, axes_of_entry, entries_of, resolve
@@ -63,6 +63,9 @@ def _without_mesh(operator: Partitioned) -> Rule:
         return rules[mesh]
 
     operands = len(operator.in_types)
+    if operator.sharding_rule is None:  # which Shardy needs, too
+        why = "its custom_partitioning has no sharding_rule"
+        return make.rule(arrays[:operands], arrays[operands:], local=_run_whole, known=False, why=why)
     return make.rule(arrays[:operands], arrays[operands:], local=_run_whole, on_mesh=on_mesh)
 
 
@@ -198,7 +201,7 @@ class _RuleOnMesh:
             atoms = [a for dim in dims for a in dim]
             if len(set(atoms)) != len(atoms):
                 return None
-        return self.user.settled(self.user.inferred(arrays))
+        return self.user.settled(arrays)
 
     def _projected(self, arrays: Arrays) -> Split | None:
         """The split with these shardings; None if no split has them."""
@@ -244,10 +247,8 @@ class _RuleOnMesh:
 class Partitioned:
     """The parameters of an equation of ``custom_partitioning``, without its jaxpr."""
 
-    # partition, infer: the user's functions; ``infer`` may be None. ``propagate_user_sharding`` is not called: marks
-    # state which results are split.
+    # the user's function; like Shardy, gshard does not call the ones that infer or propagate shardings
     partition: Callable[..., Any]
-    infer: Callable[..., Any] | None
     sharding_rule: Any  # the user's sharding rule, or None
     static: tuple[Any, ...]  # the static arguments, which precede the others
     kinds: tuple[type, ...]  # the types of the static arguments
@@ -263,7 +264,6 @@ class Partitioned:
         static = tuple(params["static_args"])
         return Partitioned(
             params["partition"],
-            params["infer_sharding_from_operands"],
             params["sharding_rule"],
             static,
             tuple(map(type, static)),
@@ -342,13 +342,6 @@ def notation_of(rule: SdyShardingRule) -> Notation:
     return Notation(str(rule), operands, results, kinds, rule.factor_sizes, differ=True)
 
 
-def independent(call: Call) -> Notation:
-    """A separate factor for each dimension of each array, for an equation without a sharding rule."""
-    names = (tuple((f"{i} {d}",) for d in range(len(s))) for i, s in enumerate((*call.in_shapes, *call.out_shapes)))
-    arrays = tuple(names)
-    return Notation("", arrays[: len(call.in_shapes)], arrays[len(call.in_shapes) :], {}, {})
-
-
 # The sharding of every operand, then of every result: for each dimension its atoms.
 Arrays = tuple[tuple[Atoms, ...], ...]
 _ROUNDS = 8  # largest number of calls of partition until its shardings no longer change
@@ -374,14 +367,12 @@ class OnMesh:
         self._programs: dict[Arrays, DeviceProgram | None] = {}
 
     def factors(self) -> Factors:
-        """The factors of the sharding rule; a separate factor for each dimension without a sharding rule."""
+        """The factors of the sharding rule."""
         rule = self.parameters.sharding_rule
         operands = len(self.parameters.in_types)
         shapes = tuple(shape for shape, _ in self.parameters.types)
         dtypes = tuple(dtype for _, dtype in self.parameters.in_types)
         call = Call("custom_partitioning", {}, shapes[:operands], shapes[operands:], dtypes)
-        if rule is None:
-            return Factors.of(independent(call), call)
         if callable(rule):
             types = [jax.ShapeDtypeStruct(*t) for t in self.parameters.types]
             mesh, _, _ = self._named(tuple(((),) * len(shape) for shape in shapes))
@@ -412,23 +403,6 @@ class OnMesh:
                 return arrays
             arrays = proposal.arrays
         return None
-
-    def inferred(self, arrays: Arrays) -> Arrays:
-        """The shardings with those of the results from ``infer_sharding_from_operands``, if the user gave it."""
-        p = self.parameters
-        if p.infer is None:
-            return arrays
-        mesh, atoms_of, shardings = self._named(arrays)
-        operand_tree, _ = self._trees(shardings)
-        result_shapes = p.out_tree.unflatten([jax.ShapeDtypeStruct(*t) for t in p.out_types])
-        try:
-            flat = p.out_tree.flatten_up_to(p.infer(*p.static, mesh, operand_tree, result_shapes))
-            placed = (self._placed(s, len(t[0]), atoms_of) for s, t in zip(flat, p.out_types))
-            return (*arrays[: len(p.in_types)], *placed)
-        except GShardError:
-            raise
-        except Exception:  # the function does not support these shardings
-            return arrays
 
     def program(self, arrays: Arrays) -> DeviceProgram | None:
         """The per-device program for these shardings; None if ``partition`` returns others, or if it fails."""

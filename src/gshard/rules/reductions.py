@@ -14,7 +14,7 @@ from gshard.core.program import Equation
 from gshard.core.rule import REDUCE, REPLICATE, Rule, RuleMaker
 from gshard.core.xla_workarounds import with_initial
 from gshard.language.registry import Call, rule
-from gshard.language.traits import Maker, combined, emit, if_finite, set_traits, traits_of
+from gshard.language.traits import Maker, combined, emit, if_finite, traits_of
 from gshard.rules.along_axis import AlongAxis
 
 
@@ -110,10 +110,7 @@ def any_reduction(call: Call) -> Rule:
     return make.rule([*([dims] * count), *([[]] * count)], [result] * count, local=local if monoid else None)
 
 
-set_traits(*_EXTREMES, same_on_parts=True)
-
-
-@rule("argmax", "argmin", same_on_parts=True, merged=_merged)
+@rule("argmax", "argmin", merged=_merged)
 def arg_reduction(call: Call) -> Rule:
     """Each shard finds its extreme and its position. The best of these is the result, the first of several equal ones.
 
@@ -149,7 +146,7 @@ def _cumulative_merged(a: Maker, e: Equation) -> bool:
     return len(fine.groups[axis]) == 1 and emit(a, e, (fine.array,), fine.groups, axis=fine.dims(axis)[0])
 
 
-@rule(*_CUMULATIVE, same_on_parts=True, merged=_cumulative_merged)
+@rule(*_CUMULATIVE, merged=_cumulative_merged)
 def cumulative(call: Call) -> Rule:
     """Each shard reduces its own elements, and then adds the last results of the shards before it.
 

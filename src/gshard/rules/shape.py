@@ -77,7 +77,7 @@ def _broadcast_merged(a: Maker, e: Equation) -> bool:
 
 
 @rule(
-    "broadcast_in_dim", shared=False, shape_in="shape",
+    "broadcast_in_dim", shared=False,
     values=_broadcast_values, merged=_broadcast_merged,
 )  # fmt: skip
 def broadcast_in_dim(call: Call) -> Rule:
@@ -148,7 +148,7 @@ def _reshape_values(params: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
 
 
 @rule(
-    "reshape", handed_on=True, shape_in="new_sizes",
+    "reshape", handed_on=True,
     values=_reshape_values,
 )  # fmt: skip
 def reshape(call: Call) -> Rule:

@@ -84,7 +84,6 @@ def _normal_slice(params: Mapping[str, Any], shape: Sequence[int]) -> Mapping[st
     "slice",
     moves=True,
     handed_on=True,
-    shape_in="limit_indices",
     normal=_normal_slice,
     merged=cut_in_fine_form,
 )
@@ -171,7 +170,7 @@ def _pad_merged(a: Maker, e: Equation) -> bool:
     return emit(a, e, (fine.array, e.inputs[1]), groups, padding_config=fine_config)
 
 
-@rule("pad", moves=True, same_on_parts=True, merged=_pad_merged)
+@rule("pad", moves=True, merged=_pad_merged)
 def pad(call: Call) -> Rule:
     """Part ``i`` of the result begins at position ``i * size - low`` of the operand with interior padding.
 
@@ -216,7 +215,7 @@ def _padded_spans(low: int, high: int, n: int) -> tuple[Span, ...]:
 
 
 @rule(
-    "rev", moves=True, same_on_parts=True, values=lambda params, x: np.flip(x, tuple(params["dimensions"])),
+    "rev", moves=True, values=lambda params, x: np.flip(x, tuple(params["dimensions"])),
 )  # fmt: skip
 def rev(call: Call) -> Rule:
     """Devices reverse their parts and exchange them, the first with the last."""
@@ -272,7 +271,7 @@ def _concatenate_merged(a: Maker, e: Equation) -> bool:
     return arrays is not None and emit(a, e, arrays, groups_of_size(out.shape[d]), dimension=fine.dims(d)[0])
 
 
-@rule("concatenate", moves=True, same_on_parts=True, merged=_concatenate_merged)
+@rule("concatenate", moves=True, merged=_concatenate_merged)
 def concatenate(call: Call) -> Rule:
     """Each part of the result fetches the elements of each operand that it contains.
 
@@ -326,7 +325,7 @@ def joined(call: Call, axis: int, chunks: Sequence[tuple[int, int]]) -> Rule:
     return make.rule(operands, [result.dims], local=local, sends=sends, linear=linear, index=[index])
 
 
-@rule("split", moves=True, same_on_parts=True, merged=cut_in_fine_form)
+@rule("split", moves=True, merged=cut_in_fine_form)
 def split(call: Call) -> Rule:
     """Part ``i`` of each result fetches the elements of the operand that it contains.
 
@@ -411,7 +410,7 @@ def _shape(*xs: Any, dimension: int, slices: Sequence[tuple[int, int]], added: b
 concatenate_slices_p = function_primitive("concatenate_slices", _run, _shape, dimension="dimension")
 
 
-@rule("concatenate_slices", same_on_parts=True)
+@rule("concatenate_slices")
 def concatenate_slices(call: Call) -> Rule:
     """Like ``concatenate``, for slices of the operands.
 
@@ -472,7 +471,7 @@ def dynamic_slice(call: Call) -> Rule:
     return make.rule([operand, *starts], [result], local=local, masks_itself=True, linear=moves(0))
 
 
-@rule("dynamic_update_slice", same_on_parts=True)
+@rule("dynamic_update_slice")
 def dynamic_update_slice(call: Call) -> Rule:
     """Dimensions of the operand are parallel. The update cannot be split along dimensions that it covers only partly.
 

@@ -16,7 +16,7 @@ from gshard.language.registry import Call, rule
 from gshard.rules.along_axis import AlongAxis
 
 
-@rule("sort", same_on_parts=True)
+@rule("sort")
 def sort(call: Call) -> Rule:
     """Shards gather the sorted dimension, and keep their parts of the result.
 
