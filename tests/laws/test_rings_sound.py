@@ -38,7 +38,6 @@ PRODUCTS = {
 
 def rings_of(e, split, mesh):
     rule = e.rule
-    singles = []
     for f, factor in enumerate(rule.factors):
         for count in range(1, len(mesh.atoms) + 1):
             for atoms in itertools.permutations(mesh.atoms, count):
@@ -47,18 +46,10 @@ def rings_of(e, split, mesh):
                 for i, dims in enumerate(rule.operands):
                     whole = operand_sharding(rule, i, split)
                     if (f,) in dims and not set(atoms) & {*whole.atoms, *dict(whole.unreduced)}:
-                        singles.append(Ring(f, ((i, atoms),)))
+                        yield Ring(f, i, atoms)
                 made = result_sharding(rule, 0, split)
                 if (f,) in rule.results[0] and set(atoms) <= set(dict(made.unreduced)):
-                    singles.append(Ring(f, (), atoms))
-    yield from singles
-    for one, other in itertools.combinations(singles, 2):
-        (a,), (b,) = one.rotating, other.rotating
-        apart = not set(a) & set(b) and not (one.result and other.result)
-        if apart and one.factor == other.factor and mesh.count(a) == mesh.count(b):
-            operands = tuple(sorted((*one.operands, *other.operands)))
-            if len({i for i, _ in operands}) == len(operands):
-                yield Ring(one.factor, operands, one.result or other.result)
+                    yield Ring(f, None, atoms)
 
 
 def plan_of(alone, split, ring, mesh):
@@ -69,11 +60,12 @@ def plan_of(alone, split, ring, mesh):
 
 
 def sent_in(ring, e, split, mesh):
-    """What each device is to send: every other part once, and the skews if two arrays rotate."""
-    placed = [(e.inputs[i], entering(e.rule, split, ring, i)) for i, _ in ring.operands]
-    placed += [(e.outputs[0], leaving(e.rule, split, ring, 0))] if ring.result else []
-    part = sum(math.prod(s.local_shape(mesh, v.shape)) * itemsize(v.dtype) for v, s in placed)
-    return part * (ring.steps(mesh) - 1 + (len(placed) > 1))
+    """What each device is to send: every other part once."""
+    if ring.operand is None:
+        v, sharding = e.outputs[0], leaving(e.rule, split, ring, 0)
+    else:
+        v, sharding = e.inputs[ring.operand], entering(e.rule, split, ring, ring.operand)
+    return math.prod(sharding.local_shape(mesh, v.shape)) * itemsize(v.dtype) * (ring.steps(mesh) - 1)
 
 
 @pytest.mark.parametrize(("name", "on"), crossed(list(PRODUCTS), list(MESHES), one_in=3))
@@ -106,9 +98,9 @@ def check(name, on, most, dtype):
     kinds = {}
     for split in splits:
         for ring, both_ways in itertools.product(rings_of(e, split, mesh), (False, True)):
-            kind = len(ring.operands), bool(ring.result), (ring.factor,) in e.rule.results[0]
-            way = dataclasses.replace(ring, both_ways=both_ways, two_steps=both_ways and bool(ring.operands))
-            if len(ring.rotating) == 1 and mesh.size > 4:  # the parts around the ring in an order of their own
+            kind = ring.operand is None, (ring.factor,) in e.rule.results[0]
+            way = dataclasses.replace(ring, both_ways=both_ways, two_steps=both_ways and ring.operand is not None)
+            if mesh.size > 4:  # the parts around the ring in an order of their own
                 way = dataclasses.replace(way, order=tuple(random.Random(on).sample(range(n := ring.steps(mesh)), n)))
             kinds.setdefault(kind, []).append((split, way))
     assert len(kinds) > 1

@@ -33,7 +33,8 @@ SIZES = [((64, 24), (24, 48), (48, 24)), ((61, 25), (25, 47), (47, 27))]
 
 def rings(machine, arguments=LARGE, mesh=MESH, f=mlp, **options):
     lowered = gshard.jit(f, mesh=mesh, machine=machine, **options).lower(*arguments)
-    return [("operand" if r.operands else "sums", r.both_ways, r.order) for r in lowered.plan.rings.values()]
+    found = lowered.plan.rings.values()
+    return [("sums" if r.operand is None else "operand", r.both_ways, r.order) for r in found]
 
 
 # 0 1 2 3

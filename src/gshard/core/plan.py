@@ -23,54 +23,43 @@ from gshard.core.sharding import Sharding
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ring:
-    """A factor of a contraction that is computed part by part."""
+    """A factor of a contraction that is computed part by part, while an operand or the sums rotate."""
 
     factor: int  # the factor. In each step, a device uses the current part of the arrays that do not rotate.
-    # the operands that rotate, each with the atoms over which its dimension of the factor is also split
-    operands: tuple[tuple[int, Atoms], ...] = ()
-    result: Atoms = ()  # the atoms over which the result's dimension of the factor is split in the end, if sums rotate
+    operand: int | None  # the number of the operand that rotates; None if the sums rotate
+    atoms: Atoms  # the atoms of the ring, over which the dimension of the factor of what rotates is also split
     both_ways: bool = False  # whether half of every part rotates in each direction
     # whether an iteration of the loop performs two steps. A part arrives while the device uses the previous one, so it
     # needs a second buffer. After two steps the parts are in the first buffer again, and no copy is needed. This takes
     # the memory of another part and of its product.
     two_steps: bool = False
-    # the order of the parts around the ring, if one array rotates; () for the order of their numbers. A ring of the
-    # network may differ from the order of the devices.
+    # the order of the parts around the ring; () for the order of their numbers. A ring of the network may differ from
+    # the order of the devices.
     order: tuple[int, ...] = ()
-
-    @property
-    def rotating(self) -> tuple[Atoms, ...]:
-        """The atoms of each array that rotates, operands first."""
-        return (*(atoms for _, atoms in self.operands), *([self.result] if self.result else []))
 
     def steps(self, mesh: Mesh) -> int:
         """The number of parts of the factor."""
-        return mesh.count(self.rotating[0])
-
-    def atoms_of(self, operand: int) -> Atoms:
-        """The atoms over which an operand rotates; () if it does not rotate."""
-        return next((atoms for i, atoms in self.operands if i == operand), ())
+        return mesh.count(self.atoms)
 
 
 def entering(rule: Rule, split: Split, ring: Ring | None, i: int) -> Sharding:
     """The sharding with which operand ``i`` enters an equation, with or without a ring."""
     sharding = operand_sharding(rule, i, split)
-    atoms = ring.atoms_of(i) if ring is not None else ()
-    return _split_further(sharding, rule.operands[i], ring.factor, atoms) if ring is not None and atoms else sharding
+    return sharding if ring is None or ring.operand != i else _split_further(sharding, rule.operands[i], ring)
 
 
 def leaving(rule: Rule, split: Split, ring: Ring | None, i: int) -> Sharding:
     """The sharding with which result ``i`` leaves an equation, with or without a ring."""
     sharding = result_sharding(rule, i, split)
-    if ring is None or not ring.result:
+    if ring is None or ring.operand is not None:
         return sharding
-    finished = sharding.with_unreduced({a: m for a, m in sharding.unreduced if a not in ring.result})
-    return _split_further(finished, rule.results[i], ring.factor, ring.result)
+    finished = sharding.with_unreduced({a: m for a, m in sharding.unreduced if a not in ring.atoms})
+    return _split_further(finished, rule.results[i], ring)
 
 
-def _split_further(sharding: Sharding, dims: Sequence[tuple[int, ...]], factor: int, atoms: Atoms) -> Sharding:
+def _split_further(sharding: Sharding, dims: Sequence[tuple[int, ...]], ring: Ring) -> Sharding:
     split_dims = tuple(
-        atoms_of_dim + (atoms if factors_of_dim == (factor,) else ())
+        atoms_of_dim + (ring.atoms if factors_of_dim == (ring.factor,) else ())
         for factors_of_dim, atoms_of_dim in zip(dims, sharding.dims, strict=True)
     )
     return Sharding(split_dims, sharding.unreduced)
@@ -333,9 +322,8 @@ class Plan:
 
     def _ring(self, factor: str, ring: Ring) -> str:
         """A ring as text: ``b in 4 parts, operand 1 around model``."""
-        details = [f"operand {i} around {self.mesh.format_atoms(atoms)}" for i, atoms in ring.operands]
-        if ring.result:
-            details.append(f"sums around {self.mesh.format_atoms(ring.result)}")
+        what = "sums" if ring.operand is None else f"operand {ring.operand}"
+        details = [f"{what} around {self.mesh.format_atoms(ring.atoms)}"]
         if ring.both_ways:
             details.append("both ways")
         if ring.order:

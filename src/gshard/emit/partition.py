@@ -13,9 +13,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from gshard.comm.reshard import plan_reshard
-from gshard.comm.rotation import Note, collective_matmul
-from gshard.comm.shards import Fetched, Shards
-from gshard.comm.shards import Note as NoteOfEquation
+from gshard.comm.rotation import collective_matmul
+from gshard.comm.shards import Fetched, Note, Shards
 from gshard.comm.steps import ALL_GATHER, LOCAL, PERMUTE, run, step_collectives
 from gshard.comm.steps import permutation as moves_of
 from gshard.core.errors import GShardError, RuleError
@@ -173,6 +172,7 @@ class _Local:
 
 # A moved value (None for other arrays), its shardings before and after, and the sharding before the first step.
 _Moved = tuple[Value | None, Sharding | None, Sharding | None, Sharding | None]
+_NOTHING: _Moved = (None, None, None, None)
 
 
 @dataclasses.dataclass
@@ -249,7 +249,7 @@ class _Emitter(Interpreter):
         else:
             split, ring = self.plan.splits[e], self.plan.rings.get(e)
             mesh = self.plan.mesh if e.rule.manual else self.manual.mesh_without(self.manual.at(e))
-            shards = Shards(e, split, mesh, self._noting(e), unread, fetched)
+            shards = Shards(e, split, mesh, self._noting(e, ring), unread, fetched)
             read = self._read if is_handed_on(e, split) else self._fetch
             arrays = [
                 read(env, v, entering(e.rule, split, ring, i), e, f"operand {i} of {e.name}")
@@ -257,7 +257,7 @@ class _Emitter(Interpreter):
             ]
             if ring is not None:
                 with in_context(e.context):
-                    results = [collective_matmul(ring, shards, arrays, self._noting_ring(e, ring))]
+                    results = [collective_matmul(ring, shards, arrays)]
             else:
                 if not e.rule.masks_itself:
                     arrays = [shards.masked(x, i) for i, x in enumerate(arrays)]
@@ -292,28 +292,18 @@ class _Emitter(Interpreter):
                 )
         return results
 
-    def _noting(self, e: Equation) -> NoteOfEquation:
-        """Records the messages of an equation that communicates in its own way."""
+    def _noting(self, e: Equation, ring: Ring | None) -> Note:
+        """Records the messages of an equation that communicates in its own way, or as a collective matmul."""
+        why, moved = f"inside {e.name}", _NOTHING
+        if ring is not None:
+            rule, split, i = e.operator_rule, self.plan.splits[e], ring.operand
+            why, value = f"collective matmul of {e.name}", e.outputs[0] if i is None else e.inputs[i]
+            before = result_sharding(rule, 0, split) if i is None else entering(rule, split, ring, i)
+            after = leaving(rule, split, ring, 0) if i is None else operand_sharding(rule, i, split)
+            moved = (value if isinstance(value, Value) else None, before, after, before)
 
         def note(kind: str, atoms: tuple[str, ...], sent: int, x: Any, times: int = 1) -> None:
-            self._note(kind, atoms, sent, self.trip_count * times, type_text(x), f"inside {e.name}", e)
-
-        return note
-
-    def _noting_ring(self, e: Equation, ring: Ring) -> Note:
-        """Records the messages of a collective matmul."""
-        rule, split = e.operator_rule, self.plan.splits[e]
-
-        def note(atoms: tuple[str, ...], x: Any, times: int, i: int | None) -> None:
-            value = e.outputs[0] if i is None else e.inputs[i]
-            moved = (
-                (result_sharding(rule, 0, split), leaving(rule, split, ring, 0))
-                if i is None
-                else (entering(rule, split, ring, i), operand_sharding(rule, i, split))
-            )
-            what: _Moved = (value if isinstance(value, Value) else None, *moved, moved[0])
-            sent, rounds = x.size * x.dtype.itemsize, self.trip_count * times
-            self._note(PERMUTE, atoms, sent, rounds, type_text(x), f"collective matmul of {e.name}", e, what)
+            self._note(kind, atoms, sent, self.trip_count * times, type_text(x), why, e, moved)
 
         return note
 
@@ -326,7 +316,7 @@ class _Emitter(Interpreter):
         shape: str,
         why: str,
         cause: Equation | None,
-        moved: _Moved = (None, None, None, None),
+        moved: _Moved = _NOTHING,
     ) -> None:
         """Records a collective that is emitted here."""
         if not times:

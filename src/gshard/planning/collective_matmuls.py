@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -33,7 +32,7 @@ from gshard.language.region import REGIONS
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Offer:
-    """A possible ring of a contraction, in which one array rotates."""
+    """A possible ring of a contraction."""
 
     ring: Ring  # the ring
     bytes: int  # bytes of the array on each device without the ring
@@ -62,7 +61,7 @@ def windowed(plan: Plan, policy: CollectiveMatmul | None) -> Plan:
         needs = _needs(block, plan)
         block_rings = _rings_of_block(block, plan, chooser, needs)
         shardings.update(
-            {v: _target(v, plan, needs) for e, ring in block_rings.items() if ring.result for v in e.outputs}
+            {v: _target(v, plan, needs) for e, ring in block_rings.items() if ring.operand is None for v in e.outputs}
         )
         rings.update(block_rings)
     return dataclasses.replace(plan, shardings=shardings, rings=rings)
@@ -78,7 +77,7 @@ def _rings_of_block(block: Block, plan: Plan, chooser: Chooser, needs: Needs) ->
             ring = chooser.chosen(e, offers) if offers else None
             if ring is not None:
                 rings[e] = ring
-        rotating = {(e, i) for e, ring in rings.items() for i, _ in ring.operands}
+        rotating = {(e, ring.operand) for e, ring in rings.items() if ring.operand is not None}
         gathered_anyway = {(e, i) for e, i in rotating if not rotating.issuperset(_users(e, i, plan, needs))}
         if not gathered_anyway:
             return rings
@@ -116,7 +115,7 @@ def _users(e: Equation, i: int, plan: Plan, needs: Needs) -> list[tuple[Equation
 
 
 def _offers(e: Equation, plan: Plan, needs: Needs, banned: set[tuple[Equation, int]]) -> Iterator[Offer]:
-    """Rings in which one array rotates. None under ``compute_on``, because a ring communicates in the equation."""
+    """The possible rings. None under ``compute_on``, because a ring communicates in the equation."""
     if e.rule is None or e.rule.part is None or e.context.compute_type is not None:
         return
     if not all(math.prod(v.shape) for v in (*e.inputs, *e.outputs)):
@@ -146,7 +145,7 @@ def _gathers(e: Equation, i: int, plan: Plan) -> Iterator[Ring]:
             continue
         if not aligned(v.shape[step.dim], mesh.count(target.dims[step.dim]), mesh.count(atoms)):
             continue
-        ring = Ring(f, ((i, atoms),))
+        ring = Ring(f, i, atoms)
         parts = entering(e.operator_rule, split, ring, i)
         sent = reshard_bytes(source, parts, v.shape, itemsize(v.dtype), mesh)
         sent += (mesh.count(atoms) - 1) * local_bytes(v, parts, mesh)
@@ -161,35 +160,14 @@ def _scatters(e: Equation, plan: Plan, needs: Needs) -> Iterator[Offer]:
     steps = plan_reshard(source, target, v.shape, itemsize(v.dtype), plan.mesh)
     if steps and steps[0].kind == REDUCE_SCATTER and len(e.operator_rule.results[0][steps[0].dim]) == 1:
         (f,) = e.operator_rule.results[0][steps[0].dim]
-        yield Offer(Ring(f, (), steps[0].atoms), local_bytes(v, source, plan.mesh))
+        yield Offer(Ring(f, None, steps[0].atoms), local_bytes(v, source, plan.mesh))
     if [step.kind for step in steps] == [ALL_REDUCE]:
         count = plan.mesh.count(steps[0].atoms)
         for n, atoms, factors in zip(v.shape, source.dims, e.operator_rule.results[0], strict=True):
             if len(factors) == 1 and n >= count * plan.mesh.count(atoms) and aligned(n, plan.mesh.count(atoms), count):
-                ring = Ring(factors[0], (), steps[0].atoms)
+                ring = Ring(factors[0], None, steps[0].atoms)
                 yield Offer(ring, local_bytes(v, source, plan.mesh), whole=True)
                 return
-
-
-def together(a: Ring, b: Ring, equation: Equation, plan: Plan) -> Ring | None:
-    """Joins two rings about one factor over different atoms, so that the arrays of both rotate; None if impossible.
-
-    If one ring has more parts than the other, the rest of it is gathered before or scattered after the ring.
-    """
-    mesh = plan.mesh
-    if a.factor != b.factor or set(a.rotating[0]) & set(b.rotating[0]) or (a.result and b.result):
-        return None
-    atoms_by_count = [
-        {mesh.count(atoms[:k]): atoms[:k] for k in range(1, len(atoms) + 1)} for atoms in (*a.rotating, *b.rotating)
-    ]
-    common = max(set(atoms_by_count[0]) & set(atoms_by_count[1]), default=1)
-    factor_atoms = plan.splits[equation].get(a.factor, ())
-    if common < 2 or not aligned(equation.operator_rule.factors[a.factor].size, mesh.count(factor_atoms), common):
-        return None
-    first, second = (by_count[common] for by_count in atoms_by_count)
-    operands = [(i, atoms) for ring, atoms in ((a, first), (b, second)) for i, _ in ring.operands]
-    result = next((atoms for ring, atoms in ((a, first), (b, second)) if ring.result), ())
-    return Ring(a.factor, tuple(sorted(operands)), result, a.both_ways or b.both_ways)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,18 +178,14 @@ class CollectiveMatmul:
 
     Attributes:
         above: bytes. Selects contractions for which a device would hold a larger gathered operand, or a larger result
-            before its scatter. If two such arrays are split along the same dimension, both rotate: Cannon's algorithm,
-            whose skew sends one more part of each. An array that several contractions need is sent for each of them,
-            instead of once for all.
+            before its scatter: the largest such array rotates. An array that several contractions need is sent for
+            each of them, instead of once for all.
         machine: as in ``explain(...).cost``. Selects contractions that are faster as a ring by the machine's roofline,
             and send no more bytes. If nothing is known about async overlap (GPU), sends overlap with computation.
-        both_ways: whether half of every part rotates in each direction, which uses both directions of a ring of links.
-            None lets the machine's network decide; without a machine, all parts rotate in one direction.
     """
 
     above: float | None = None
     machine: str | Machine | None = None
-    both_ways: bool | None = None
 
     @staticmethod
     def of(given: Any, mesh: Mesh, machine: Machine | None = None) -> CollectiveMatmul | None:
@@ -251,56 +225,38 @@ class Chooser:
     machine: Machine | None
 
     def chosen(self, equation: Equation, offers: tuple[Offer, ...]) -> Ring | None:
-        """The ring of an equation: of arrays above the limit, two that can rotate together, or else the largest."""
+        """The ring of an equation: of the largest array above the limit, or else the one that saves the most time."""
         above = self.options.above
         if self.machine is None:
             # Every device holds the result of an all-reduce whole in any case.
             offers = tuple(offer for offer in offers if not offer.whole)
-        ring = self._of_large(equation, [offer for offer in offers if above is not None and offer.bytes > above])
-        if ring is not None:
-            return self._layouts(ring)[0]
         free = [offer for offer in offers if not offer.shared]
-        if self.machine is not None:
-            rings = [(ring, offer.whole) for offer in free for ring in self._layouts(offer.ring)]
-            gains = [self._gain(ring, equation, whole) for ring, whole in rings]
-            if max(gains, default=0.0) <= 0:
-                return None
-            return rings[gains.index(max(gains))][0]
-        if above is None and free:
-            return self._layouts(max(free, key=lambda offer: offer.bytes).ring)[0]
-        return None
-
-    def _of_large(self, equation: Equation, large: list[Offer]) -> Ring | None:
-        plan = self.plan
-        pairs = [(a, b) for a, b in itertools.combinations(large, 2) if together(a.ring, b.ring, equation, plan)]
-        if pairs:
-            a, b = max(pairs, key=lambda pair: pair[0].bytes + pair[1].bytes)
-            return together(a.ring, b.ring, equation, plan)
-        return max(large, key=lambda offer: offer.bytes).ring if large else None
+        if above is not None:
+            large = [offer for offer in offers if offer.bytes > above]
+        else:
+            large = free if self.machine is None else []
+        if large:
+            return self._layouts(max(large, key=lambda offer: offer.bytes).ring)[0]
+        if self.machine is None:
+            return None
+        rings = [(ring, offer.whole) for offer in free for ring in self._layouts(offer.ring)]
+        gains = [self._gain(ring, equation, whole) for ring, whole in rings]
+        return rings[gains.index(max(gains))][0] if max(gains, default=0.0) > 0 else None
 
     def _layouts(self, ring: Ring) -> list[Ring]:
-        """The ring in each order of its parts on the machine, one way and, if the other direction is free, both ways.
+        """The ring in each order of its parts on the machine, both ways if the other direction is free, and one way.
 
-        On a machine, one iteration of the loop runs two steps if operands rotate, so that no part is copied
+        On a machine, one iteration of the loop runs two steps if an operand rotates, so that no part is copied
         (``Ring.two_steps``).
         """
         mesh, machine = self.plan.mesh, self.machine
-        requested = self.options.both_ways
-        is_long = ring.steps(mesh) > 2
         if machine is None:
-            return [dataclasses.replace(ring, both_ways=bool(requested) and is_long)]
+            return [ring]
         layouts = []
-        for order in _orders(ring.rotating, mesh, machine):
-            if requested is not None:
-                directions = [requested and is_long]
-            elif is_long and _links(ring.rotating, order, mesh, machine).free:
-                directions = [True, False]
-            else:
-                directions = [False]
-            for both_ways in directions:
-                layouts.append(
-                    dataclasses.replace(ring, both_ways=both_ways, two_steps=bool(ring.operands), order=order)
-                )
+        for order in _orders(ring.atoms, mesh, machine):
+            is_free = ring.steps(mesh) > 2 and _links(ring.atoms, order, mesh, machine).free
+            for both_ways in (True, False) if is_free else (False,):
+                layouts.append(Ring(ring.factor, ring.operand, ring.atoms, both_ways, ring.operand is not None, order))
         return layouts
 
     @functools.cached_property
@@ -309,7 +265,7 @@ class Chooser:
         return gather_stalls(self.plan, self.machine)
 
     def _gain(self, ring: Ring, e: Equation, whole: bool) -> float:
-        """The seconds that a ring with one rotating array saves, by the roofline.
+        """The seconds that a ring saves, by the roofline.
 
         If the result is scattered instead of all-reduced (``whole``), it is gathered afterwards.
         """
@@ -319,18 +275,17 @@ class Chooser:
         (result,) = e.outputs
         sizes = local_sizes(e, plan)
         result_bytes = local_bytes(result, leaving(e.operator_rule, split, ring, 0), mesh)
-        (atoms,) = ring.rotating
-        if ring.result:
+        if ring.operand is None:
             sent = result_bytes
-            waited = seconds("all_reduce" if whole else "reduce_scatter", sizes[-1], mesh, machine, atoms)
-            waited -= seconds("all_gather", sent, mesh, machine, atoms) if whole else 0.0
+            waited = seconds("all_reduce" if whole else "reduce_scatter", sizes[-1], mesh, machine, ring.atoms)
+            waited -= seconds("all_gather", sent, mesh, machine, ring.atoms) if whole else 0.0
         else:
-            i = ring.operands[0][0]
-            sent = local_bytes(e.inputs[i], entering(e.operator_rule, split, ring, i), mesh)
-            waited = self._stalls.get((e, i), 0.0)
+            parts_of_operand = entering(e.operator_rule, split, ring, ring.operand)
+            sent = local_bytes(e.inputs[ring.operand], parts_of_operand, mesh)
+            waited = self._stalls.get((e, ring.operand), 0.0)
         compute = self._step_compute(ring, e, sizes)
-        links = _links(ring.rotating, ring.order, mesh, machine)
-        send = (1 + bool(ring.result)) * links.latency + sent * links.a_byte / (1 + ring.both_ways)
+        links = _links(ring.atoms, ring.order, mesh, machine)
+        send = (1 + (ring.operand is None)) * links.latency + sent * links.a_byte / (1 + ring.both_ways)
         overlaps = machine.compiler.hides is None or PERMUTE in machine.compiler.hides
         step = max(compute, send) if overlaps else compute + send
         # Readers of the result are no longer fused with the product: they read and write it once more.
@@ -343,7 +298,7 @@ class Chooser:
         assert machine is not None
         # The bytes that a step reads and writes: parts of arrays with the factor; whole arrays without it, for each
         # direction and turn. Sums are read as well.
-        lanes = (1 + bool(ring.result)) * (1 + ring.both_ways)
+        lanes = (1 + (ring.operand is None)) * (1 + ring.both_ways)
         moved = [
             size / steps if any(ring.factor in f for f in dims) else size * lanes
             for size, dims in zip(sizes, (*e.operator_rule.operands, *e.operator_rule.results), strict=True)
@@ -351,7 +306,7 @@ class Chooser:
         is_summed = not any(ring.factor in f for f in e.operator_rule.results[0])
         if is_summed:  # sums of low precision are accumulated in float32
             moved[-1] *= max(1.0, itemsize(jnp.float32) / itemsize(e.outputs[0].dtype))
-        moved[-1] *= 2 if is_summed or ring.result else 1
+        moved[-1] *= 2 if is_summed or ring.operand is None else 1
         flops = e.operator_rule.flops / parts(self.plan.splits[e], mesh)
         return kernel_roofline(machine, e, flops / steps, moved=sum(moved)).work + lanes * machine.launch
 
@@ -366,26 +321,19 @@ class _Links:
 
 
 @tabulated(256)
-def _links(rotating: tuple[Atoms, ...], order: tuple[int, ...], mesh: Mesh, machine: Machine) -> _Links:
-    """The slowest links of the rotating arrays."""
-    found = []
-    for atoms in rotating:
-        places = order or range(mesh.count(atoms))
-        moves = [(places[(r + 1) % len(places)], places[r]) for r in range(len(places))]
-        devices = np.asarray(mesh.order or range(mesh.size), np.intp)
-        sources, targets = devices[np.asarray(pairs(moves, atoms, mesh), np.intp).reshape(-1, 2).T]
-        found.append((*permuting(sources, targets, machine), goes_one_way(sources, targets, machine)))
-    latencies, a_byte, free = zip(*found, strict=True)
-    return _Links(max(latencies), max(a_byte), all(free))
+def _links(atoms: Atoms, order: tuple[int, ...], mesh: Mesh, machine: Machine) -> _Links:
+    """The links around a ring, whose slowest one counts."""
+    places = order or range(mesh.count(atoms))
+    moves = [(places[(r + 1) % len(places)], places[r]) for r in range(len(places))]
+    devices = np.asarray(mesh.order or range(mesh.size), np.intp)
+    sources, targets = devices[np.asarray(pairs(moves, atoms, mesh), np.intp).reshape(-1, 2).T]
+    return _Links(*permuting(sources, targets, machine), goes_one_way(sources, targets, machine))
 
 
 @tabulated(256)
-def _orders(rotating: tuple[Atoms, ...], mesh: Mesh, machine: Machine) -> list[tuple[int, ...]]:
+def _orders(atoms: Atoms, mesh: Mesh, machine: Machine) -> list[tuple[int, ...]]:
     """Orders of the parts around a ring: as they are numbered, and along a cycle of the grid on which they lie."""
     orders: list[tuple[int, ...]] = [()]
-    if len(rotating) > 1:
-        return orders
-    (atoms,) = rotating
     size = mesh.count(atoms)
     strides = dict(zip(mesh.atoms, np.cumprod([1, *[n for n in mesh.atom_sizes.values()][:0:-1]])[::-1], strict=True))
     digits = np.unravel_index(np.arange(size), [mesh.atom_sizes[a] for a in atoms])

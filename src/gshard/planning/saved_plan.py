@@ -25,7 +25,7 @@ from gshard.planning.demands import at_boundary, demands
 from gshard.planning.layer_stacks import schedules_of, with_schedules
 from gshard.planning.settled import settled
 
-_FORMAT = 6
+_FORMAT = 7
 _WIDE = 160  # characters of a line in an error message
 
 
