@@ -105,7 +105,7 @@ def seeds():
         yield pytest.param(i, marks=[*slow, OTHER_ORDER[i]] if i in OTHER_ORDER else slow)
 
 
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", [*seeds()])
 def test_no_mark_sends_less(seed):
     program, mesh = planned(seed)
     sent, flops = spent(program, mesh)
