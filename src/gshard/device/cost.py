@@ -337,39 +337,24 @@ def _pairs(perm: Sequence[tuple[int, int]], atoms: Atoms, mesh: Mesh) -> list[tu
 
 def origins(spmd: SpmdProgram, found: Cost) -> tuple[Collective | None, ...]:
     """For each priced kernel, its collective; None for kernels that send nothing."""
-    sends = {i: (k.equation, k.times) for i, k in enumerate(found.kernels) if k.kind == COLLECTIVE}
-    collectives = dict(zip(sends, emitted_as(spmd, [*sends.values()]), strict=True))
-    return tuple(collectives.get(i) for i in range(len(found.kernels)))
+    sends = [k.equation for k in found.kernels if k.kind == COLLECTIVE]
+    collectives = iter(emitted_as(spmd, sends))
+    return tuple(next(collectives) if k.kind == COLLECTIVE else None for k in found.kernels)
 
 
-def emitted_as(spmd: SpmdProgram, sends: Sequence[tuple[Equation, int]]) -> list[Collective | None]:
-    """For each collective equation with its number of runs, its collective; None for one that is new.
+def emitted_as(spmd: SpmdProgram, sends: Iterable[Equation]) -> list[Collective | None]:
+    """For each collective equation, its collective; None for one that is new.
 
-    Both are in the order in which they were emitted. Equal collectives are distinguished by the place where they were
-    emitted, and then by their order.
+    Both are in the order in which they were emitted, and those of one kind with as many bytes at one place are matched
+    in this order. Atoms do not count, because a permutation along some atoms is emitted over all.
     """
-    collectives = list(spmd.collectives)
-    found: list[Collective | None] = [None] * len(sends)
-    for attributes in _KEYS:
-        queues: dict[Hashable, deque[Collective]] = {}
-        for c in collectives:
-            values = (c.kind, c.bytes, c.times, place_of(c.emitted), c.atoms)
-            queues.setdefault(tuple(values[i] for i in attributes), deque()).append(c)
-        for n, (e, times) in enumerate(sends):
-            kind, atoms, _, sent = sent_by(e, spmd.mesh)
-            values = (kind, sent, times, place_of(e), atoms)
-            candidates = queues.get(tuple(values[i] for i in attributes))
-            if found[n] is None and candidates:
-                found[n] = candidates.popleft()
-        collectives = [c for queue in queues.values() for c in queue]
+    queues: dict[Hashable, deque[Collective]] = {}
+    for c in spmd.collectives:
+        place = None if c.emitted is None else user_place(c.emitted.source_info)
+        queues.setdefault((c.kind, c.bytes, place), deque()).append(c)
+    found: list[Collective | None] = []
+    for e in sends:
+        kind, _, _, sent = sent_by(e, spmd.mesh)
+        queue = queues.get((kind, sent, user_place(e.source_info)))
+        found.append(queue.popleft() if queue else None)
     return found
-
-
-# The attributes that must be equal: kind, bytes, times, place and atoms; then without the atoms, because a permutation
-# along some atoms is emitted over all; then without times and place.
-_KEYS = ((0, 1, 2, 3, 4), (0, 1, 2, 3), (0, 1, 4))
-
-
-def place_of(e: Equation | None) -> tuple[str, int] | None:
-    """File and line of an equation; None for no equation."""
-    return None if e is None else user_place(e.source_info)

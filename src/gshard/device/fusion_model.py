@@ -215,12 +215,10 @@ def is_product(rule: Rule) -> bool:
     return len(rule.operands) > 1 and any(f.kind == REDUCE for f in rule.factors)
 
 
-def products_of(e: Equation) -> int:
-    """Operations of matrix products of one run of an equation."""
-    if e.rule is None:
-        return 0
-    own = e.rule.products
-    return own if own is not None else flops(e) if kind_of(e) == PRODUCT else 0
+def as_kernel(e: Equation) -> Kernel:
+    """An equation as a kernel that reads and writes only its own operands and results."""
+    reads = tuple(dict.fromkeys(v for v in e.inputs if isinstance(v, Value)))
+    return Kernel(e, kind_of(e), (), reads, e.outputs)
 
 
 def flops(e: Equation) -> int:
@@ -735,10 +733,8 @@ def _layouts(kernel: Kernel, operand: Value, result: Value, compiler: Compiler) 
         cut, joined = params["split_axis"], params["concat_axis"]
         part = tuple(min(a, b) for a, b in zip(operand.shape, result.shape, strict=True))
         return False, math.prod(operand.shape) > 0 and is_turned(part, cut, joined)
-    if kind not in _ALONG or not compiler.copies_for_collectives:
-        return False, False
-    needs_own_layout = is_strided(operand.shape, params[_ALONG[kind]])
-    return needs_own_layout, needs_own_layout
+    copies = kind in _ALONG and compiler.copies_for_collectives and is_strided(operand.shape, params[_ALONG[kind]])
+    return copies, copies
 
 
 # Models the combiner: the collectives that XLA sends in one message.
@@ -755,12 +751,9 @@ class Messages:
     def send(self, key: object, operand_bytes: int, needed: frozenset[int]) -> tuple[int, int]:
         """Adds a collective to a message."""
         message = self._latest.get(key)
+        is_full = message is not None and self._bytes[message] + operand_bytes > self._largest
         # If the collective depends on a later message, the two messages would depend on each other.
-        if (
-            message is None
-            or self._bytes[message] + operand_bytes > self._largest
-            or max(needed, default=-1) >= message
-        ):
+        if message is None or is_full or max(needed, default=-1) >= message:
             message = self._latest[key] = len(self._bytes)
             self._bytes.append(0)
         before = self._bytes[message]

@@ -20,7 +20,7 @@ from gshard.explanation.places import Place
 from gshard.explanation.rows import ArrayRow
 from gshard.naming.argument_names import argument_names
 from gshard.xla.dataflow import PRODUCTS, Array, Dataflow
-from gshard.xla.hlo_collectives import CompiledCollective, collectives_of
+from gshard.xla.hlo_collectives import CompiledCollective, collectives_of, numbers_in
 from gshard.xla.hlo_parser import Instruction, Module, arrays_of, read_module
 from gshard.xla.kernels import HeldMemory, aliased_results, held_by
 
@@ -28,7 +28,7 @@ from gshard.xla.kernels import HeldMemory, aliased_results, held_by
 
 WHOLE = "whole on each device"
 _TILES = re.compile(
-    r"\bsharding=\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))?([^{}]*(?:\{[^}]*\})?)"
+    r"\bsharding=\{devices=\[([\d,]+)\](?:<=(\[[\d,]+\](?:T\([\d,]+\))?)|([\d,]+))?([^{}]*(?:\{[^}]*\})?)"
 )
 _NAMED = re.compile(r"\bsharding=\{@?mesh\[[^\]]*\][^\[]*\[(.*?)\]\s*(?:,[^}]*)?\}")
 
@@ -93,19 +93,16 @@ def _text(parts: Sequence[int], axes_of: Sequence[Sequence[str]] | None) -> str:
 
 
 def _tiled(found: re.Match[str], mesh: Mesh) -> ReadSharding:
-    sizes, order, turned, listed, more = found.groups()
-    shape = _numbers(sizes)
+    sizes, order, listed, more = found.groups()
+    shape = tuple(map(int, sizes.split(",")))
     beside = re.search(r"last_tile_dims=\{([^}]*)\}", more)  # dimensions that cut nothing
     rank = len(shape) - (len(beside[1].split(",")) if beside else "last_tile_dim_replicate" in more)
     parts = shape[:rank]
-    devices = np.arange(math.prod(shape)) if listed is None else np.array(_numbers(listed))
-    if order is not None:
-        devices = devices.reshape(_numbers(order))
-        devices = devices.transpose(_numbers(turned)) if turned else devices
+    devices = numbers_in(order or listed or f"[{sizes}]")
     dims = None
     if devices.size == math.prod(shape) == mesh.size:
         part_of = np.empty((rank, mesh.size), int)  # of each device, the number of its part along each dimension
-        part_of[:, devices.ravel()] = np.indices(shape)[:rank].reshape(rank, -1)
+        part_of[:, devices] = np.indices(shape)[:rank].reshape(rank, -1)
         along = [_atoms(part, count, mesh) for part, count in zip(part_of, parts, strict=True)]
         dims = None if None in along else tuple(atoms for atoms in along if atoms is not None)
     axes_of = None if dims is None else [mesh.format_atoms(atoms).split(",") if atoms else [] for atoms in dims]
@@ -121,10 +118,6 @@ def _atoms(part: np.ndarray, count: int, mesh: Mesh) -> Atoms | None:
     told = sum(by * digits[i] for i, by in enumerate(step.values()))
     is_numbered = mesh.count(atoms) == count == len(np.unique(grid)) and np.array_equal(told, grid)
     return atoms if is_numbered else None
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split(",") if n)
 
 
 _MESH = re.compile(r"\bmesh\[((?:'[^']*'=\d+,?\s*)+)\]")

@@ -81,16 +81,15 @@ class Difference:
     def format(self, lines: int = 20) -> str:
         """The totals, and at most so many lines."""
         a, b = self.before, self.after
-        rows = [
+        rows: list[tuple[str, Any, Any, Any]] = [
             ("sent by each device", a.sent, b.sent, format_bytes),
             ("FLOPs of a device", a.flops, b.flops, format_flops),
             ("peak memory of a device", a.peak, b.peak, format_bytes),
         ]
+        if a.seconds or b.seconds:
+            rows.append(("modelled time of a call", a.seconds, b.seconds, format_ms))
         text = [f"{self.names[0]} -> {self.names[1]}"]
         text += [f"  {what:<24} {show(x):>12} -> {show(y):>12}  {_percent(x, y)}" for what, x, y, show in rows]
-        if a.seconds or b.seconds:
-            took = f"{format_ms(a.seconds):>12} -> {format_ms(b.seconds):>12}  {_percent(a.seconds, b.seconds)}"
-            text.append(f"  {'modelled time of a call':<24} {took}")
         if not self.lines:
             return "\n".join([*text, "", "no line changed"])
         text += ["", "lines (bytes sent, FLOPs, time: after minus before)"]

@@ -320,6 +320,7 @@ class Explanation:
         rows, lists = self._rows(found), listed_lines(source.lists)
         of_all = "" if whole is None else f"{format_bytes(whole)} in all, "
         shared = "; x1/2 is one message with arrays of 2 rows" * any(row.sharing > 1 for row in rows)
+        each = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in self.bytes_by_kind.items())
         own = [row for row in self.tensors if row.is_argument]
         inside = [row for row in self.tensors if not row.is_argument]
         lines = [
@@ -331,18 +332,13 @@ class Explanation:
             "",
             f"collectives ({sum(self.times_by_kind.values()):,} in one call{shared})",
             *collective_lines(rows, collectives),
-            self._sent_line,
+            f"  each device sends {format_bytes(self.total_bytes)} in one call{f': {each}' if each else ''}",
             *lines_of_parts(rows[:collectives], self.mesh),
             *(held_lines(source.held(found), most=3) if self.is_compiled or found is not None else []),
             *([] if self.is_compiled else lists),
             *([] if found is None else ["", str(self.verdict(on, seconds))]),
         ]
         return "\n".join(lines)
-
-    @property
-    def _sent_line(self) -> str:
-        each = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in self.bytes_by_kind.items())
-        return f"  each device sends {format_bytes(self.total_bytes)} in one call{f': {each}' if each else ''}"
 
     def why(self, name: str) -> str:
         """The chain of reasons for one tensor, from its sharding back to a mark, of what gshard partitions.

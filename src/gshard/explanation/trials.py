@@ -51,11 +51,9 @@ class Proposal:
         """What to do: ``gshard.replicate(x) on ...``, ``remove replicate(x) at ...``."""
         if not self.instead:
             return f"{self.mark} on {self.at}"
-        return (
-            f"{self.mark} instead of {self.instead} at {self.at}"
-            if self.mark
-            else f"remove {self.instead} at {self.at}"
-        )
+        if not self.mark:
+            return f"remove {self.instead} at {self.at}"
+        return f"{self.mark} instead of {self.instead} at {self.at}"
 
     @property
     def is_slower(self) -> bool:
@@ -185,10 +183,8 @@ def _opened(e: Equation, plan: Plan) -> Mark | None:
 
 
 def _with_opened(program: Program, marks: Mapping[Equation, Mark]) -> Program:
-    def opened(e: Equation) -> tuple[Equation] | None:
-        return (dataclasses.replace(e, mark=marks[e], params={"mark": marks[e]}),) if e in marks else None
-
-    return dataclasses.replace(program, block=with_others(program.block, opened))
+    opened = {e: (dataclasses.replace(e, mark=mark, params={"mark": mark}),) for e, mark in marks.items()}
+    return dataclasses.replace(program, block=with_others(program.block, opened.get))
 
 
 # What if: plans the program again under other marks, and prices the result.

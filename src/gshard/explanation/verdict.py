@@ -12,7 +12,7 @@ from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import format_bytes
 from gshard.device.cost import MOST, WORTH, CallTotals, Cost, cost_of_kernels
-from gshard.device.fusion_model import PRODUCT, kernels_of, products_of
+from gshard.device.fusion_model import PRODUCT, as_kernel, kernels_of
 from gshard.device.machine import Machine
 from gshard.device.roofline import dtype_of, repeats
 from gshard.explanation.rows import HIDDEN, CollectiveRow
@@ -173,13 +173,13 @@ def work_of_plan(plan: Plan, found: Cost) -> tuple[float, float, str]:
     whole: Counter[str] = Counter()
     ideal = 0.0
     for e, times in plan.program.block.runs():
-        if products := products_of(e) * times:
+        if products := as_kernel(e).product_flops * times:
             whole[e.line] += products
             ideal += products / found.machine.peak(dtype_of(e)) / devices
     own: Counter[str] = Counter()
     for k in found.kernels:
         if k.kind == PRODUCT:
-            own[k.line] += products_of(k.equation) * k.times * devices
+            own[k.line] += as_kernel(k.equation).product_flops * k.times * devices
     if not ideal:
         return 0.0, 1.0, "There is no matrix product."
     text = f"Upper bound on MFU: {100 * ideal / found.seconds:.0f} % (perfectly divided matrix products would take "

@@ -130,11 +130,8 @@ def sent_by(e: Equation, split: Split, arrays: Arrays, mesh: Mesh) -> int:
     count = len(rule.operands)
     for i, x in enumerate(arrays):
         if x is not None:
-            pair = (
-                (x.sharding, operand_sharding(rule, i, split))
-                if i < count
-                else (result_sharding(rule, i - count, split), x.sharding)
-            )
+            inside = operand_sharding(rule, i, split) if i < count else result_sharding(rule, i - count, split)
+            pair = (x.sharding, inside) if i < count else (inside, x.sharding)
             moved += reshard_bytes(*pair, x.shape, x.itemsize, mesh)
     return moved
 

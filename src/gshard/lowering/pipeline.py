@@ -73,9 +73,8 @@ class Settings:
     donated: tuple[int, ...] = ()  # arguments (counted without captured arrays) whose memory results may take
     # makes the plan of a traced program, if it is saved or searched; None chooses one
     given: Callable[[Program, Mesh, Boundary], Plan] | None = None
-    windowed: CollectiveMatmul | None = (
-        None  # selects contractions that may run as collective matmuls; None selects none
-    )
+    # selects contractions that may run as collective matmuls; None selects none
+    windowed: CollectiveMatmul | None = None
     faster: bool = False  # use collective matmuls only if they make a call faster, by the cost model
     memory_limit: int | None = None  # bytes that a device may hold; the machine's memory if None
     recomputes: bool = False  # recompute values to keep within the memory limit

@@ -22,10 +22,10 @@ from gshard.device.fusion_model import (
     Kernel,
     Kernels,
     as_compiled,
+    as_kernel,
     is_looked_up,
     kernels_of,
     kernels_of_mapped,
-    kind_of,
 )
 from gshard.device.machine import Compiler, Machine
 from gshard.device.network import StepTimes, interchangeable
@@ -56,6 +56,8 @@ class OwnWays:
         self._mesh, self._machine = mesh, machine
         self._alike = {a: alike for alike in interchangeable(mesh, machine) for a in alike}
         self._known: dict[object, float] = {}
+        # the costs of kernels under lists of splits; each list keeps its identity, which is in its key, valid
+        self.costs_of_splits: dict[Hashable, tuple[Sequence[Split], Floats]] = {}
 
     def of(self, e: Equation, split: Split, *, traces: bool = True) -> float | None:
         """Seconds of one run of an equation under a split; None if it runs the same operator on smaller arrays.
@@ -126,12 +128,6 @@ def own_ways(mesh: Mesh, machine: Machine) -> OwnWays:
     return OwnWays(mesh, machine)
 
 
-def as_kernel(e: Equation) -> Kernel:
-    """An equation as a kernel that reads and writes only its own operands and results."""
-    reads = tuple(dict.fromkeys(v for v in e.inputs if isinstance(v, Value)))
-    return Kernel(e, kind_of(e), (), reads, e.outputs)
-
-
 def _alone(e: Equation, split: Split, mesh: Mesh) -> Plan:
     """The plan of a program with only this equation."""
     rule = e.operator_rule
@@ -164,7 +160,6 @@ class Seconds(Objective):
         self.held_byte_cost = self.stacked_byte_cost = _TIE / machine.memory_bandwidth
         self.extra_byte_cost = 0.0  # kernels count what they read and write
         self._own_ways = own_ways(on_machine(mesh, machine), machine)
-        self._costs_of_splits = _costs_of_splits(dataclasses.replace(mesh, times=None), machine)
         self._traces = True  # whether an equation with an own way to run on shards is traced when it needs a price
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
@@ -195,10 +190,10 @@ class Seconds(Objective):
         """float64 [splits]: one run of a kernel under each split, including its own way to run on shards."""
         if not self._traces:  # lower bounds
             return self._all_seconds(kernel, splits)
-        key = self.cost_key(kernel), id(splits)
-        if key not in self._costs_of_splits:
-            self._costs_of_splits[key] = splits, self._all_seconds(kernel, splits)
-        return self._costs_of_splits[key][1]
+        key, known = (self.cost_key(kernel), id(splits)), self._own_ways.costs_of_splits
+        if key not in known:
+            known[key] = splits, self._all_seconds(kernel, splits)
+        return known[key][1]
 
     def _all_seconds(self, kernel: Kernel, splits: Sequence[Split]) -> Floats:
         rule = kernel.equation.rule
@@ -237,7 +232,8 @@ class Seconds(Objective):
         moved = written + sum(read_bytes.get(x, x.bytes * work_share) for x in needed)
         own_way_seconds = 0.0
         if has_own_way(rule, split):
-            emitted = self.emitted_by(e, split)
+            emitted = self._own_ways.of(e, split, traces=self._traces)
+            # Of an equation that is not traced yet, a lower bound: the time to compute and to write the same results.
             alone = _operations(as_kernel(e), work_share)
             plain = self.work(e, *alone, result_bytes + sum(read_bytes.values()))
             own_way = self.work(e, *alone, result_bytes) if emitted is None else emitted
@@ -259,14 +255,6 @@ class Seconds(Objective):
             ]
         )
 
-    def emitted_by(self, e: Equation, split: Split) -> float | None:
-        """Seconds of an equation that runs on shards in its own way; None for other equations.
-
-        None also for an equation that is not traced yet and may not be (``assuming``). Its lower bound is the time to
-        compute and to write the same results.
-        """
-        return self._own_ways.of(e, split, traces=self._traces)
-
     def assuming(self) -> Seconds:
         """The same objective, but it traces equations only for the splits that ``price`` gets."""
         found = copy.copy(self)
@@ -274,10 +262,9 @@ class Seconds(Objective):
         return found
 
     def price(self, splits: Mapping[Equation, Split]) -> bool:
-        unknown = [
-            (e, split) for e, split in splits.items() if e.rule is not None and self.emitted_by(e, split) is None
-        ]
-        return any([self._own_ways.of(e, split) is not None for e, split in unknown])
+        ruled = [(e, split) for e, split in splits.items() if e.rule is not None]
+        unknown = [of for of in ruled if self._own_ways.of(*of, traces=self._traces) is None]
+        return any([self._own_ways.of(*of) is not None for of in unknown])
 
     def work(self, e: Equation, products: float, others: float, moved: float, *, returns: bool = False) -> float:
         """Seconds of one kernel on one device."""
@@ -316,12 +303,6 @@ def on_machine(mesh: Mesh, machine: Machine, *, joined: bool = False) -> Mesh:
 def _compiled_kernels(block: Block, compiler: Compiler) -> Kernels:
     """The kernels of a program that is not split yet. The objectives of one machine share them."""
     return as_compiled(kernels_of(block, windows=False), compiler)
-
-
-@tabulated(16)
-def _costs_of_splits(mesh: Mesh, machine: Machine) -> dict[Hashable, tuple[Sequence[Split], Floats]]:
-    """The costs of kernels under lists of splits. Each list keeps its identity, which is in its key, valid."""
-    return {}
 
 
 @tabulated(16)

@@ -13,7 +13,7 @@ from gshard.comm.reshard import parts_of
 from gshard.core.mark import Demand
 from gshard.core.plan import AS_MARKED, Boundary, axes_without, local_bytes, manual_axes
 from gshard.core.program import Edge, Equation, Program, Value, itemsize
-from gshard.core.rule import Rule, Split
+from gshard.core.rule import Split
 from gshard.core.sharding import Sharding
 from gshard.device.fusion_model import PASSING, REGION, Kernel
 from gshard.language.region import REGIONS, Crossing
@@ -75,10 +75,8 @@ class Interned:
             return table
         key = times, id(table)
         if key not in self._products:
-            self._products[key] = (
-                table,
-                np.where(np.isinf(table), np.inf, times * np.where(np.isinf(table), 0.0, table)),
-            )
+            product = np.where(np.isinf(table), np.inf, times * np.where(np.isinf(table), 0.0, table))
+            self._products[key] = table, product
         return self._products[key][1]
 
 
@@ -115,7 +113,10 @@ class ChoiceTables:
         self._kinds = kinds_of(program, propagated)
         # whether not all choices are compared (``planning.strategies``)
         self.is_limited = is_limited(program, self.mesh, objective.axes)
-        self._runs = self._compared_runs()
+        # the axes that may differ together (``strategies.places_for``); None if all choices are compared
+        self._runs: Runs | None = None
+        if propagated is not None and self.is_limited:
+            self._runs = runs_of(objective.axes, dict.fromkeys(propagated.shardings.values()))
         self._suggested: dict[Value, dict[Sharding, None]] = {}
         self._free_groups: set[int] = set()
         if propagated is not None:
@@ -142,12 +143,6 @@ class ChoiceTables:
         finished = {*self.inputs, *(self.demands_of.keys() - unreduced.keys()), *entering_once}
         alone = {*finished, *self._body_inputs, *unreduced}
         return sharding_groups_of(self.program, alone, finished, unreduced, fused=self.objective.fuses)
-
-    def _compared_runs(self) -> Runs | None:
-        """The axes that may differ together (``strategies.places_for``); None if all choices are compared."""
-        if self.propagated is None or not self.is_limited:
-            return None
-        return runs_of(self.objective.axes, dict.fromkeys(self.propagated.shardings.values()))
 
     def states_of(self, v: Value) -> tuple[Sharding, ...]:
         """The shardings of the group of a value."""
@@ -330,11 +325,7 @@ class ChoiceTables:
         return self.interned.often(self.runs[e], self.move_costs(made, self.states_of(v), v))
 
     def _under(
-        self,
-        shardings_of: Callable[[Rule, int, Sequence[Split]], tuple[Sharding, ...]],
-        e: Equation,
-        i: int,
-        splits: Sequence[Split],
+        self, shardings_of: Callable[..., tuple[Sharding, ...]], e: Equation, i: int, splits: Sequence[Split]
     ) -> tuple[Sharding, ...]:
         """The shardings of an operand or result under each split."""
         rule = e.operator_rule
@@ -349,17 +340,15 @@ def graph_of(
     boundary: Boundary = AS_MARKED,
 ) -> Graph:
     """Builds the planning problem of a program."""
-    return _Builder(ChoiceTables(program, objective, propagated, boundary)).graph()
+    return _Builder(program, objective, propagated, boundary).graph()
 
 
-class _Builder:
+class _Builder(ChoiceTables):
     """The nodes and edges so far. Nodes are numbered in the order of their creation; groups come first."""
 
-    def __init__(self, tables: ChoiceTables):
-        self.tables = tables
-        self.program, self.objective, self.mesh = tables.program, tables.objective, tables.objective.mesh
-        self.groups, self.states, self.interned = tables.groups, tables.states, tables.interned
-        self.costs: list[Floats] = [tables.group_costs(group) for group in range(len(self.states))]
+    def __init__(self, program: Program, objective: Objective, propagated: Propagated | None, boundary: Boundary):
+        super().__init__(program, objective, propagated, boundary)
+        self.costs: list[Floats] = [self.group_costs(group) for group in range(len(self.states))]
         self.edges: list[tuple[int, int, Floats]] = []
         self.strategies: dict[tuple[Equation, Component], tuple[int, tuple[Split, ...]]] = {}
         self.shared_reshards: dict[Value, tuple[int, Sequence[Sharding]]] = {}
@@ -369,25 +358,25 @@ class _Builder:
 
     def graph(self) -> Graph:
         marked_shares = self._add_strategies()
-        if self.tables.is_limited or any(len(parts) > FEW_PARTS for parts in parts_of(self.mesh, self.objective.axes)):
-            self.objective = self.tables.objective = self.objective.through(self._shardings())
+        if self.is_limited or any(len(parts) > FEW_PARTS for parts in parts_of(self.mesh, self.objective.axes)):
+            self.objective = self.objective.through(self._shardings())
         for kernel, runs in self.objective.kernels(self.program.block):
             self._add_kernel(kernel, runs, marked_shares.get(kernel.equation, np.inf))
         for stack in self.objective.stack_costs(self.program.block):
             self._add_stack(stack)
         for (e, component), (node, splits) in self.strategies.items():
             for i in component.results:
-                self.edges.append((node, self.groups.of[e.outputs[i]], self.tables.result_costs(e, splits, i)))
+                self.edges.append((node, self.groups.of[e.outputs[i]], self.result_costs(e, splits, i)))
         self._add_operands()
-        for e, crossing in self.tables.crossings:
+        for e, crossing in self.crossings:
             self._add_crossing(e, crossing)
         donated_results = self._add_results()
         for k, group in enumerate(self.groups.members):
-            held = self.tables.held_costs(group[0], self.states[k], self.objective.held_byte_cost)
+            held = self.held_costs(group[0], self.states[k], self.objective.held_byte_cost)
             self.costs[k] = self.costs[k] + len(group) * held
         return Graph(
             program=self.program,
-            mesh=self.mesh,
+            mesh=self.objective.mesh,
             problem=Problem.of(self.costs, self.edges),
             groups=self.groups,
             states=self.states,
@@ -397,7 +386,7 @@ class _Builder:
             held=self.held,
             loop_bytes=self.loop_bytes,
             donated_results=donated_results,
-            is_limited=self.tables.is_limited,
+            is_limited=self.is_limited,
         )
 
     def _shardings(self) -> Iterator[Sharding]:
@@ -419,7 +408,7 @@ class _Builder:
             if e.rule is None or e in self.groups.tied:
                 continue
             for component in components(e.rule):
-                splits, marked_shares[e] = self.tables.splits_of(e, component)
+                splits, marked_shares[e] = self.splits_of(e, component)
                 self.strategies[e, component] = self._add_node(len(splits)), splits
         return marked_shares
 
@@ -429,24 +418,21 @@ class _Builder:
         if kernel.kind in (REGION, PASSING) or e.rule is None:
             return
         objective, cost_key = self.objective, self.objective.cost_key(kernel)
+        choices: Sequence[object]
         if e in self.groups.tied:
             node = self.groups.of[e.outputs[0]]
-            states = self.states[node]
-            table = self.interned.table(
-                ("work", cost_key, id(states)), lambda: objective.sharding_costs(kernel, states)
-            )
+            choices = states = self.states[node]
+            find = functools.partial(objective.sharding_costs, kernel, states)
         else:
             node, splits = self.strategies[e, components(e.rule)[0]]
-            table = self.interned.table(
-                ("work", cost_key, id(splits)), lambda: objective.split_costs(kernel, splits, marked_share)
-            )
-        self.costs[node] = self.costs[node] + runs * table
+            choices, find = splits, functools.partial(objective.split_costs, kernel, splits, marked_share)
+        self.costs[node] = self.costs[node] + runs * self.interned.table(("work", cost_key, id(choices)), find)
 
     def _add_stack(self, stack: StackCost) -> None:
         """Adds what a loop moves for a slice of its stacks to the group of the slice."""
         group = self.groups.of[stack.value]
         states = self.states[group]
-        table = self.tables.held_costs(stack.value, states, stack.byte_cost)
+        table = self.held_costs(stack.value, states, stack.byte_cost)
         self.costs[group] = self.costs[group] + stack.runs * (table + stack.run_cost)
 
     def _add_operands(self) -> None:
@@ -459,20 +445,20 @@ class _Builder:
         for v, reads in readers.items():
             source = self.groups.of[v]
             states = self.states[source]
-            if len(reads) > 1 and (len(states) > 1 or self.tables.propagated is not None):
-                runs = min(self.tables.runs[e] for e, _, _ in reads)
+            if len(reads) > 1 and (len(states) > 1 or self.propagated is not None):
+                runs = min(self.runs[e] for e, _, _ in reads)
                 source, states = self._add_shared_reshard(v, runs)
             for e, component, i in reads:
                 node, splits = self.strategies[e, component]
-                self.edges.append((source, node, self.tables.operand_costs(e, splits, i, states)))
+                self.edges.append((source, node, self.operand_costs(e, splits, i, states)))
 
     def _add_shared_reshard(self, v: Value, runs: int) -> tuple[int, tuple[Sharding, ...]]:
         """Adds a node for the sharding in which several equations read a value."""
         group = self.groups.of[v]
-        states = self.tables.read_states(v)
+        states = self.read_states(v)
         node = self._add_node(len(states))
         self.shared_reshards[v] = node, states
-        moves = self.tables.move_costs(self.states[group], states, v)
+        moves = self.move_costs(self.states[group], states, v)
         self.edges.append((group, node, self.interned.often(runs, moves)))
         return node, states
 
@@ -488,41 +474,41 @@ class _Builder:
         if crossing.inward and not crossing.each_round:
             self._add_region_input(e, crossing.edge, at_boundary)
             return
-        runs = self.tables.runs[e] * (e.trip_count if crossing.each_round else 1)
+        runs = self.runs[e] * (e.trip_count if crossing.each_round else 1)
         if crossing.inward:
-            moves = self.tables.move_costs(self.states[outside], at_boundary, outer)
+            moves = self.move_costs(self.states[outside], at_boundary, outer)
             self.edges.append((outside, inside, self.interned.often(runs, moves)))
             return
-        moves = self.tables.move_costs(at_boundary, self.states[outside], outer)
+        moves = self.move_costs(at_boundary, self.states[outside], outer)
         self.edges.append((inside, outside, self.interned.often(runs, moves)))
-        if stacked_dims or inner in self.tables.carried:
+        if stacked_dims or inner in self.carried:
             sizes = [local_bytes(outer, s, self.mesh) for s in at_boundary]
             self.held.append((inside, e, sizes))
-            extra = self.tables.extra_bytes(e, crossing.edge, sizes)
+            extra = self.extra_bytes(e, crossing.edge, sizes)
             if extra is not None:
                 self.loop_bytes.append(LoopBytes(inside, e, extra, STACKED if stacked_dims else CARRIED))
         if stacked_dims:
-            held = self.tables.held_costs(inner, self.states[inside], self.objective.stacked_byte_cost)
-            self.costs[inside] = self.costs[inside] + self.tables.runs[e] * outer.shape[0] * held
+            held = self.held_costs(inner, self.states[inside], self.objective.stacked_byte_cost)
+            self.costs[inside] = self.costs[inside] + self.runs[e] * outer.shape[0] * held
 
     def _add_region_input(self, e: Equation, edge: Edge, at_boundary: tuple[Sharding, ...]) -> None:
         """Adds a node for a value that a region reads: the value itself, or a copy that the region holds to its end."""
         outer, inner = edge.outer, edge.inner
         outside, inside = self.groups.of[outer], self.groups.of[inner]
         is_stacked = len(outer.shape) > len(inner.shape)
-        runs = self.tables.runs[e]
+        runs = self.runs[e]
         sizes = [local_bytes(outer, s, self.mesh) for s in at_boundary]
         copy = self._add_node(2 * len(at_boundary))
-        moves = self.tables.move_costs(self.states[outside], at_boundary, outer)
+        moves = self.move_costs(self.states[outside], at_boundary, outer)
         same = np.array([[0.0 if a == b else np.inf for b in at_boundary] for a in self.states[outside]])
-        extra = self.tables.extra_bytes(e, edge, sizes)
-        if extra is not None and inner not in self.tables.carried:
+        extra = self.extra_bytes(e, edge, sizes)
+        if extra is not None and inner not in self.carried:
             # Memory holds a stack until the loop ends; of another array the loop reads the buffer that is there.
             unchanged = extra if is_stacked else np.zeros(len(extra))
             held = LoopBytes(copy, e, np.concatenate([unchanged, extra]), STACKED if is_stacked else WHOLE)
             self.loop_bytes.append(held)
             self.costs[copy] = runs * self.objective.stacked_byte_cost * held.extra_bytes.clip(0)
-        before = _BEFORE * runs if e in self.tables.open_ended else runs
+        before = _BEFORE * runs if e in self.open_ended else runs
         self.edges.append((outside, copy, self.interned.often(before, np.hstack([same, moves]))))
         equal = np.where(np.eye(len(at_boundary), dtype=bool), 0.0, np.inf)
         self.edges.append((copy, inside, np.vstack([equal, equal])))
@@ -530,22 +516,21 @@ class _Builder:
 
     def _add_results(self) -> set[Value]:
         """Adds a node for the sharding in which each unmarked result of the program leaves."""
-        tables = self.tables
-        inputs, donated = self.program.block.inputs, tables.boundary.donated
-        undecided = {} if tables.propagated is None else tables.propagated.undecided
+        inputs, donated = self.program.block.inputs, self.boundary.donated
+        undecided = {} if self.propagated is None else self.propagated.undecided
         state = [*donated, *(i for i, v in enumerate(inputs) if v in undecided and i not in donated)]
         pairs = self.program.state(state)
         arguments = {v: inputs[i] for i, v in pairs}
         donated_results = {v for i, v in pairs if i in donated}
         for v in dict.fromkeys(v for v in self.program.block.outputs if isinstance(v, Value)):
-            if v in tables.inputs or (v in tables.demands_of and not tables.demands_of[v][0].unreduced):
+            if v in self.inputs or (v in self.demands_of and not self.demands_of[v][0].unreduced):
                 continue
             group = self.groups.of[v]
-            states = tables.result_states(v, arguments)
+            states = self.result_states(v, arguments)
             node = self._add_node(len(states))
             self.leaves[v] = node, states
-            self.costs[node] = self.costs[node] + tables.caller_costs(v, states)
-            self.edges.append((group, node, tables.move_costs(self.states[group], states, v)))
+            self.costs[node] = self.costs[node] + self.caller_costs(v, states)
+            self.edges.append((group, node, self.move_costs(self.states[group], states, v)))
             if v in arguments:
                 self._add_next_argument(v, arguments[v], node, states, is_donated=v in donated_results)
         return donated_results
@@ -556,7 +541,7 @@ class _Builder:
         """Adds the edge between a result and the argument that it becomes in the next call."""
         group = self.groups.of[argument]
         if not is_donated:
-            moves = self.tables.move_costs(states, self.tables.states_of(argument), v)
+            moves = self.move_costs(states, self.states_of(argument), v)
             self.edges.append((group, node, _AFTERWARDS * moves.T))  # the reshards that the next call may need
             return
         same = np.array([[0.0 if s == t else np.inf for t in states] for s in self.states[group]])

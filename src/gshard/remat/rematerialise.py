@@ -61,13 +61,9 @@ class _Pair:
 
     @functools.cached_property
     def inside(self) -> dict[Value, Value | Constant]:
-        """For each stack, the value of the writer's body."""
-        return {v: self.inner(v) for v in self.stacks}
-
-    def inner(self, stack: Value) -> Value | Constant:
-        """The value of the writer's body that a stack contains."""
+        """For each result of the writer, the value of its body that it contains."""
         e = self.writer.equation
-        return e.blocks[0].outputs[e.outputs.index(stack)]
+        return dict(zip(e.outputs, e.blocks[0].outputs, strict=True))
 
 
 def _key(e: Equation, inputs: Sequence[Value | Constant]) -> Any:
@@ -104,7 +100,7 @@ def stacked_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: fro
         seconds_of_kernel = {k.equation: seconds(k) for k in body.kernels}
         consts, carry = scan_counts(pair.writer.equation.params)
         carries = set(pair.writer.equation.blocks[0].inputs[consts : consts + carry])
-        droppable = [v for v in pair.stacks if pair.inner(v) not in carries and _backward_slice(pair, {v}) is not None]
+        droppable = [v for v in pair.stacks if pair.inside[v] not in carries and _backward_slice(pair, {v}) is not None]
         together = _together(pair, droppable)
         groups = [(v,) for v in droppable] + ([together] if len(together) > 1 else [])
         for group in groups:
@@ -124,8 +120,6 @@ def stacked_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: fro
 def _together(pair: _Pair, droppable: Sequence[Value]) -> tuple[Value, ...]:
     """Stacks that can be recomputed together. If a slice is stacked twice, one stack may need the other."""
     found: list[Value] = []
-    if _backward_slice(pair, set(droppable)) is not None:
-        return tuple(droppable)
     for v in droppable:
         if _backward_slice(pair, {*found, v}) is not None:
             found.append(v)
@@ -135,7 +129,7 @@ def _together(pair: _Pair, droppable: Sequence[Value]) -> tuple[Value, ...]:
 def _backward_slice(pair: _Pair, dropped: set[Value]) -> tuple[list[Equation], set[Value]] | None:
     """The equations of the writer's body that recompute dropped slices, and the inputs of the body that they read."""
     producer = pair.producer
-    kept = {x for v, x in pair.inside.items() if v not in dropped}
+    kept = {pair.inside[v] for v in pair.stacks if v not in dropped}
     equations: dict[Equation, None] = {}
     inputs: set[Value] = set()
     pending = [pair.inside[v] for v in dropped]
@@ -192,15 +186,14 @@ class _LoopRewriting:
         for outer, inner in slices:
             stack = liveness.sliced(outer) if isinstance(outer, Value) else None
             if stack in self.dropped:
-                self.lost[inner] = pair.inner(stack)
+                self.lost[inner] = pair.inside[stack]
                 continue
             self.slices.append((outer, inner))
             if stack in pair.stacks:
-                self.known.setdefault(pair.inner(stack), inner)
+                self.known.setdefault(pair.inside[stack], inner)
         self.stacked: list[tuple[Value, Value]] = []  # new stacks of carries: inside and outside
         self.equations: list[Equation] = []
         self.met: dict[object, Equation] = {}
-        self.producer = pair.producer
 
     def loops(self) -> tuple[Equation, Equation]:
         writer, consumer = self.pair.writer.equation, self.pair.consumer.equation
@@ -246,10 +239,10 @@ class _LoopRewriting:
         if isinstance(x, Constant):
             return x
         if x not in self.known:
-            if x not in self.producer:
+            if x not in self.pair.producer:
                 self.known[x] = self._input(x)
             else:
-                e = self.producer[x]
+                e = self.pair.producer[x]
                 inputs = tuple(map(self._make, e.inputs))
                 key = _key(e, inputs)
                 same = self.met.get(key) if key is not None else None
@@ -372,7 +365,7 @@ class _Search:
                     block = _with_body(kernels, kernels.kernels[at].equation, below.block, block)
                 changed = kernels_of(block)
                 after = memory_of(changed, self.donated, self.machine.compiler)
-                if _is_less(after, memory):
+                if _rank(after) < _rank(memory):
                     self.chosen += [_noted(item, liveness) for item in batch]
                     return changed, after
                 if len(batch) == 1:
@@ -451,15 +444,9 @@ def _does_not_fit(memory: Memory, block: Block, program: Program, limit: int) ->
     )
 
 
-def _is_less(after: Memory, before: Memory) -> bool:
-    """Whether the peak is lower, or equally high at fewer moments."""
-    if after.peak != before.peak:
-        return after.peak < before.peak
-    return _at_peak(after) < _at_peak(before)
-
-
-def _at_peak(memory: Memory) -> int:
-    return sum(1 for m in memory.moments if m.bytes == memory.temporaries)
+def _rank(memory: Memory) -> tuple[int, int]:
+    """Orders memories, the better first: by the peak, then by the number of moments that are as high."""
+    return memory.peak, sum(1 for m in memory.moments if m.bytes == memory.temporaries)
 
 
 def _with_body(kernels: Kernels, region: Equation, old: Block, new: Block) -> Block:
@@ -520,7 +507,7 @@ class _WithOpaqueBarriers(Interpreter):
 def _collectives_of(block: Block, spmd: SpmdProgram) -> Iterator[Collective]:
     """The collectives of a changed block: those of the program that remain, and new ones."""
     sends = [(k.equation, times) for k, times in kernels_of(block).walk() if k.kind == COLLECTIVE]
-    for (e, times), known in zip(sends, emitted_as(spmd, sends), strict=True):
+    for (e, times), known in zip(sends, emitted_as(spmd, [e for e, _ in sends]), strict=True):
         if known is not None:
             yield dataclasses.replace(known, times=times)
             continue

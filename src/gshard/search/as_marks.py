@@ -28,6 +28,8 @@ from gshard.solver.moves import improve
 
 _NEAR = 5e-4  # of the plan's time: a smaller difference counts as none
 _MORE_MEMORY = 1.01  # ratio of two peaks of memory: a smaller one counts as the same
+_TOLERANCE = 0.01  # of the plan's time and memory: what marks may take more, and are enough
+_MOST = 6  # values that are tried
 _ARGUMENTS = "arguments"  # the place of the mark that places all of them
 
 
@@ -121,7 +123,6 @@ class _Trials:
     limit: float  # bytes that a device may hold
     price: Callable[[Program], PricedPlan]  # plans a program and prices it
     budget: TimeBudget
-    tolerance: float  # the share of the plan's time and memory that counts as none
 
     def priced(self, marks: Sequence[FoundMark]) -> PricedPlan | None:
         """The plan with these marks; None if they do not fit the program, or if the time is over."""
@@ -138,7 +139,7 @@ class _Trials:
 
     def is_near(self, now: PricedPlan) -> bool:
         """Whether a plan takes about as long as the goal, and about its memory."""
-        goal, most = self.goal.cost, 1 + self.tolerance
+        goal, most = self.goal.cost, 1 + _TOLERANCE
         fits = now.cost.peak <= self.limit or goal.peak > self.limit
         return now.cost.seconds <= goal.seconds * most and now.cost.peak <= goal.peak * most and fits
 
@@ -157,21 +158,13 @@ class _Trials:
         return needed, current
 
 
-def marks_of(
-    goal: PricedPlan,
-    limit: float,
-    price: Callable[[Program], PricedPlan],
-    budget: TimeBudget,
-    *,
-    tolerance: float = 0.01,
-    most: int = 6,
-) -> Marks:
+def marks_of(goal: PricedPlan, limit: float, price: Callable[[Program], PricedPlan], budget: TimeBudget) -> Marks:
     """Finds marks that reproduce a plan: a single one if it suffices, else several that are all needed.
 
-    It tries the values whose sharding differs from the plan: arguments alone, ``most`` of them. If none is enough, it
-    marks all arguments, then others that still differ, ``most`` of them.
+    It tries the values whose sharding differs from the plan: arguments alone, six of them. If none is enough, it
+    marks all arguments, then others that still differ, six of them.
     """
-    trials, program = _Trials(goal, limit, price, budget, tolerance), goal.plan.program
+    trials, program = _Trials(goal, limit, price, budget), goal.plan.program
     without = trials.priced([])
     assert without is not None
     arguments = {*program.block.inputs}
@@ -182,13 +175,13 @@ def marks_of(
 
     def more(best: PricedPlan) -> Iterator[FoundMark]:
         for mark in (*every, *_candidates(goal.plan, best.plan)):
-            if (mark.at, mark.text) not in seen and len(seen) <= most:
+            if (mark.at, mark.text) not in seen and len(seen) <= _MOST:
                 seen.add((mark.at, mark.text))
                 yield mark
 
     kept = list[tuple[FoundMark, PricedPlan]]()
     if not trials.is_near(without):
-        alone = ((mark, trials.priced([mark])) for mark in of_arguments[:most])
+        alone = ((mark, trials.priced([mark])) for mark in of_arguments[:_MOST])
         enough = next(((mark, now) for mark, now in alone if now is not None and trials.is_near(now)), None)
         kept = improve(without, more, trials.priced, trials.is_better, trials.is_near) if enough is None else [enough]
     needed, current = trials.needed(kept) if kept else ([], without)

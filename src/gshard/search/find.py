@@ -32,7 +32,7 @@ from gshard.planning.graph import Graph
 from gshard.planning.saved_plan import plan_of
 from gshard.planning.settled import settled
 from gshard.search.presets import AS_IT_IS, DATA_PARALLEL, SPLIT_STATE, Preset, marked_presets, pipelines
-from gshard.search.pricing import PricedPlan, Pricing, plans_of
+from gshard.search.pricing import PricedPlan, Pricing
 from gshard.solver.problem import Problem
 from gshard.solver.solve import Solution, solve
 
@@ -227,8 +227,7 @@ class MeshSearch:
         """Prices the program under its own marks, however long that takes, so that there is a plan to return."""
 
         def priced() -> None:
-            plans = plans_of(self._as_given, self.timed, self.machine, self.pricing.boundary(self._as_given))
-            self.presets.append(self.pricing.add(AS_IT_IS, *plans))
+            self.presets.append(self.pricing.marked(AS_IT_IS, self._as_given, self.timed))
 
         name = f"the program as it is marked, on mesh ({self._mesh_text})"
         self.budget.attempt(name, priced, always=True, raises=not self.pricing.known)  # on other meshes there are plans
@@ -343,12 +342,6 @@ class MeshSearch:
         limits = ((solution, solution.problem.limit) for solution in self._solved)
         return max((found.bound for found, limit in limits if limit is None or limit >= self.limit), default=0.0)
 
-    @property
-    def least_seconds(self) -> float:
-        """Seconds that every plan on this mesh takes at least in the model, in any memory; 0 if unknown."""
-        free = [solution.bound for solution in self._solved if solution.problem.limit is None]
-        return 0.0 if self.is_limited else max(free, default=0.0)
-
     def price_solution(self) -> PricedPlan | None:
         """Prices the first solution that is not priced yet; None if there is none, or if the time cut it."""
         if self.graph is None or len(self._priced) == len(self._solved):
@@ -425,9 +418,7 @@ def best_plan(
 ) -> Best:
     """Searches for the fastest plan of a program."""
     budget = TimeBudget.of(budget_seconds, progress)
-    search = MeshSearch(
-        program, mesh, machine, donated=donated, memory_limit=memory_limit, budget=budget,
-    )  # fmt: skip
+    search = MeshSearch(program, mesh, machine, donated=donated, memory_limit=memory_limit, budget=budget)
     search.price_marked()
     search.price_presets(None)
     search.solve()

@@ -23,7 +23,7 @@ from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.mark import positions_of_parts
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
-from gshard.core.program import Block, Equation, Program, Value
+from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE, Rule, Split, is_valid, operand_sharding, passing
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import Collective, SpmdProgram
@@ -160,21 +160,16 @@ class Alone:
 
     def passing(self, mesh: Mesh) -> list[Split]:
         """Every way in which the rule lets values pass that are still to be combined, over one atom."""
-        rule = self.equation.operator_rule
+        given = dict(zip(self.program.block.inputs, self.arguments, strict=True))
+
+        def divides(x: Value | Constant, monoid: str) -> bool:
+            return isinstance(x, Value) and _divides(given[x], monoid)
+
         return [
             {-1 - k: mesh.atoms[-1:]}
-            for k, (monoid, operands) in enumerate(rule.linear)
-            if mesh.atoms
-            and all(isinstance(self.equation.inputs[i], Value) for i in operands)
-            and all(_divides(x, monoid) for x in self._values(operands))
+            for k, (monoid, operands) in enumerate(self.equation.operator_rule.linear)
+            if mesh.atoms and all(divides(self.equation.inputs[i], monoid) for i in operands)
         ]
-
-    def _values(self, operands: Iterable[int]) -> Iterator[Any]:
-        by_value = dict(zip(self.program.block.inputs, self.arguments, strict=True))
-        for i in operands:
-            value = self.equation.inputs[i]
-            if isinstance(value, Value):
-                yield by_value[value]
 
     def compare(self, results: Sequence[Sequence[Any]], split: Split, mesh: Mesh, tolerance: float) -> None:
         """Compares the results on every device with the expected ones."""
@@ -417,16 +412,13 @@ def check_kernel(
 
     def slope(function: Callable[..., Any], *arrays: Any) -> Any:
         leaves, tree = jax.tree.flatten(arrays)
-        at = [i for i, x in enumerate(leaves) if _is_float(x)]
+        floats = tuple(i for i, x in enumerate(leaves) if _is_float(x))
 
-        def weighed(some: list[Any]) -> Any:
-            every = list(leaves)
-            for i, x in zip(at, some, strict=True):
-                every[i] = x
-            results = jax.tree.leaves(value(function, *jax.tree.unflatten(tree, every)))
+        def weighed(*some: Any) -> Any:
+            results = jax.tree.leaves(value(function, *jax.tree.unflatten(tree, some)))
             return sum(jnp.sum(jnp.sin(x)) for x in results if _is_float(x))
 
-        return jax.grad(weighed)([leaves[i] for i in at])
+        return jax.grad(weighed, argnums=floats)(*leaves)
 
     checked: list[str] = []
     has_gradient = gradient and any(map(_is_float, jax.tree.leaves(args)))

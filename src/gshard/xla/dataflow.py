@@ -174,9 +174,7 @@ class Dataflow:
         root = body.instructions[body.root]
         if root.opcode != "tuple":
             return None
-        carried = body.instructions.get(root.operands[element])
-        while carried is not None and carried.opcode in ("copy", "bitcast", "opt-barrier"):
-            carried = body.instructions.get(carried.operands[0])
+        carried = body.behind(root.operands[element], ("copy", "bitcast", "opt-barrier"))
         if carried is None or carried.opcode != "get-tuple-element" or carried.number != element:
             return None
         state = body.instructions[carried.operands[0]]

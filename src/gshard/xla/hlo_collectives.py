@@ -220,9 +220,7 @@ def _read_groups(text: str) -> Groups:
     strides, stride = {}, math.prod(sizes.values())
     ids = positions = np.arange(stride)
     if found[2]:
-        ids = (
-            _iota(iota).ravel() if (iota := _IOTA.match(found[2])) else np.array([int(n) for n in found[2].split(",")])
-        )
+        ids = numbers_in(found[2])
     for name, size in sizes.items():
         stride //= size
         strides[name] = stride
@@ -244,6 +242,16 @@ def _iota(found: re.Match[str]) -> np.ndarray[Any, Any]:
     shape, sizes, permutation = ([int(n) for n in part.split(",")] if part else None for part in found.groups())
     assert sizes is not None
     return np.arange(math.prod(sizes)).reshape(sizes).transpose(permutation).reshape(shape or -1)
+
+
+def numbers_in(text: str) -> np.ndarray[Any, Any]:
+    """The numbers of devices, which are listed or ``[sizes]T(permutation)``, maybe after ``[shape]<=``.
+
+    >>> numbers_in("[2,2]T(1,0)"), numbers_in("0,1,3,2")
+    (array([0, 2, 1, 3]), array([0, 1, 3, 2]))
+    """
+    iota = _IOTA.match(text)
+    return np.array([int(n) for n in text.split(",")]) if iota is None else _iota(iota).ravel()
 
 
 def _rows(ids: np.ndarray[Any, Any]) -> Groups:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from gshard.core.jax_adapter import is_of_library
 
@@ -77,6 +77,13 @@ class Computation:
 
     instructions: Mapping[str, Instruction]
     root: str
+
+    def behind(self, name: str, opcodes: Collection[str]) -> Instruction | None:
+        """The instruction of a name; of one that has such an opcode what is behind its first operand, and so on."""
+        made = self.instructions.get(name)
+        while made is not None and made.opcode in opcodes:
+            made = self.instructions.get(made.operands[0])
+        return made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,9 +265,7 @@ Value = tuple[object, ...] | None
 
 def _element(module: Module, computation: Computation, of: str | None, i: int) -> Value:
     """Element ``i`` of a tuple, by default of the result."""
-    made = computation.instructions.get(of or computation.root)
-    while made is not None and made.opcode in ("copy", "opt-barrier"):
-        made = computation.instructions.get(made.operands[0])
+    made = computation.behind(of or computation.root, ("copy", "opt-barrier"))
     if made is None or made.opcode != "tuple":
         return None
     return _value(module, computation, made.operands[i], ())
@@ -273,9 +278,7 @@ def _value(
 
     A scalar that takes more operations is not a count: it is None.
     """
-    made = computation.instructions.get(name or computation.root)
-    while made is not None and made.opcode in ("copy", "bitcast", "convert", "reshape"):
-        made = computation.instructions.get(made.operands[0])
+    made = computation.behind(name or computation.root, ("copy", "bitcast", "convert", "reshape"))
     if made is None or not depth:
         return None
     value = functools.partial(_value, module, computation, arguments=arguments, depth=depth - 1)

@@ -111,10 +111,8 @@ def _cut(users: dict[str, list[Instruction]], part: Instruction) -> int | None:
 
 def _written(inner: Computation, root: Instruction) -> int:
     """Bytes that a fusion writes of one result: of one that it updates in place the update."""
-    part = root
-    while part.opcode in _FORMS and part.operands[0] in inner.instructions:
-        part = inner.instructions[part.operands[0]]
-    if part.opcode == "dynamic-update-slice":
+    part = inner.behind(root.name, _FORMS)
+    if part is not None and part.opcode == "dynamic-update-slice":
         return bytes_in_memory(inner.instructions[part.operands[1]].type)
     return bytes_in_memory(root.type)
 
@@ -435,12 +433,10 @@ def _updated(module: Module, made: Instruction) -> dict[int, int]:
     root = inner.instructions[inner.root]
     roots = [inner.instructions[o] for o in root.operands] if root.opcode == "tuple" else [root]
     found = {}
-    for i, part in enumerate(roots):
-        while part.opcode in ("bitcast", "copy", "convert") and part.operands[0] in inner.instructions:
-            part = inner.instructions[part.operands[0]]
-        while part.opcode in ("dynamic-update-slice", "scatter", "bitcast"):
-            part = inner.instructions[part.operands[0]]
-            if part.opcode == "parameter":
-                found[i] = part.number
-                break
+    for i, result in enumerate(roots):
+        part = inner.behind(result.name, ("bitcast", "copy", "convert"))
+        if part is not None and part.opcode in ("dynamic-update-slice", "scatter"):
+            updated = inner.behind(part.name, ("dynamic-update-slice", "scatter", "bitcast"))
+            if updated is not None and updated.opcode == "parameter":
+                found[i] = updated.number
     return found
