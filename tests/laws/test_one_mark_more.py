@@ -28,7 +28,8 @@ SIZES = 256, 512, 1024, 2048
 LEAST = 0.99
 QUICK, ALL = (0, 2, 3, 4, 7), 100
 # gshard compares splits over several axes in one order, which the marks decide: here 5 % more than in the other order.
-OTHER_ORDER = {9: pytest.mark.xfail(reason="a product is split over (y, x), and the marks name (x, y)", strict=True)}
+REASON = "a product is split over (y, x), and the marks name (x, y)"
+OTHER_ORDER = {9: [pytest.mark.slow, pytest.mark.xfail(reason=REASON, strict=True)]}
 
 
 def product(x, values, numbers):
@@ -99,13 +100,10 @@ def one_more(program, mesh):
                     yield f"%{v.index}:{way.format(mesh, v.shape, v.dtype_name)} = {e.name}", marked
 
 
-def seeds():
-    for i in range(ALL):
-        slow = [] if i in QUICK else [pytest.mark.slow]
-        yield pytest.param(i, marks=[*slow, OTHER_ORDER[i]] if i in OTHER_ORDER else slow)
+MARKS = {i: [pytest.mark.slow] for i in range(ALL) if i not in QUICK} | OTHER_ORDER
 
 
-@pytest.mark.parametrize("seed", [*seeds()])
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=MARKS.get(i, ())) for i in range(ALL)])
 def test_no_mark_sends_less(seed):
     program, mesh = planned(seed)
     sent, flops = spent(program, mesh)
