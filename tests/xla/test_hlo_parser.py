@@ -10,7 +10,8 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gshard.xla.hlo_collectives import collectives, summary
+from emitted import summary
+from gshard.xla.hlo_collectives import collectives
 from gshard.xla.hlo_parser import read_module, trip_count, type_bytes
 
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -142,16 +142,23 @@ class _Classes(UnionFind[int]):
                 self.tie_equations(q, r)
 
     def numbered(self) -> Ints:
-        """The classes. Values outside of regions are tied by the classes of the values inside.
-
-        Nodes with at most two neighbours, such as results that leave, follow from these and stay alone.
-        """
-        of, first = self.graph.groups.of, dict[Hashable, int]()
+        """The classes. Values outside of regions are tied by the classes of the values inside, then copies that regions
+        read, whose bytes have a limit, by those of their neighbours. Results that leave follow from these alone."""
+        of, problem = self.graph.groups.of, self.graph.problem
         edges = [(e, edge) for e in self.graph.program.block.walk() for edge in e.edges]
-        keys = [((e, self.root(of[a.inner]), len(a.outer.shape)), of[a.outer]) for e, a in edges]
-        for key, node in keys:
-            self.tie(first.setdefault(key, node), node)
+        self._tie_equal(((e, self.root(of[a.inner]), len(a.outer.shape)), of[a.outer]) for e, a in edges)
+        copies = {held.node: list[int]() for held in self.graph.loop_bytes if held.node not in self.states}
+        for u, v in problem.ends.tolist():
+            for node, other in ((u, v), (v, u)):
+                if node in copies:
+                    copies[node].append(self.root(other))
+        self._tie_equal(((problem.costs[node].size, *others), node) for node, others in copies.items())
         return np.unique([self.root(node) for node in range(self.count)], return_inverse=True)[1].astype(np.int64)
+
+    def _tie_equal(self, keys: Iterable[tuple[Hashable, int]]) -> None:
+        first: dict[Hashable, int] = {}
+        for key, node in [*keys]:
+            self.tie(first.setdefault(key, node), node)
 
 
 # Traces the sharding of each value of a plan back to a mark or argument.

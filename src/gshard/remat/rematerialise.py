@@ -17,7 +17,7 @@ from gshard.core.jax_adapter_context import wide_enough_for
 from gshard.core.jax_adapter_retracing import with_mapping
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import with_tables
-from gshard.core.program import Block, Constant, Equation, Program, Value, format_bytes, type_text
+from gshard.core.program import Block, Constant, Equation, Program, Value, format_bytes, itemsize, type_text
 from gshard.core.spmd import RECOMPUTED, Collective, Recomputation, Recomputed, SpmdProgram
 from gshard.core.xla_workarounds import opaque_identity
 from gshard.device.cost import emitted_as, kernel_cost, sent_by
@@ -34,6 +34,7 @@ from gshard.device.machine import Machine
 from gshard.device.memory import Memory, held_at_peak, memory_of
 from gshard.emit.compile import Executable, compile_spmd
 from gshard.language.region import Interpreter, with_edges
+from gshard.language.registry import Call, rule_of
 from gshard.remat.straight_line import (
     Liveness,
     Offer,
@@ -278,6 +279,50 @@ def _params(loop: Equation, consts: int, carry: int) -> dict[str, object]:
     return {**kept, "num_consts": consts, "num_carry": carry}
 
 
+# Stacks the values before a loop's final widening conversion, and widens the stack after the loop.
+
+
+def low_precision_over(liveness: Liveness, peak: int, elsewhere: frozenset[Value]) -> list[Offer]:
+    """The stacks that are alive at a kernel, or written by it, and can have lower precision: nothing is recomputed."""
+    found = []
+    for i, kernel in enumerate(liveness.kernels[: peak + 1]):
+        e = kernel.equation
+        if e.name != "scan" or e.trip_count < 2:
+            continue
+        for k, widening in _widenings(e).items():
+            v, source = e.outputs[k], widening.inputs[0]
+            is_held = v not in liveness.kept and v not in elsewhere and i <= peak <= liveness.last.get(v, -1)
+            users = {liveness.kernels[j].kind for j in liveness.users.get(v, ())}
+            if k >= scan_counts(e.params)[1] and is_held and REGION not in users:
+                freed = v.bytes - v.bytes * itemsize(source.dtype) // itemsize(v.dtype)
+                found.append(Offer((v,), freed, 0.0, functools.partial(with_low_precision_stacks, liveness, e), e))
+    return found
+
+
+def _widenings(loop: Equation) -> dict[int, Equation]:
+    """The equations that widen results of a loop's body, by the number of the result."""
+    producer = {v: e for e in loop.blocks[0].equations if e.name == "convert_element_type" for v in e.outputs}
+    ends = {i: producer[x] for i, x in enumerate(loop.blocks[0].outputs) if isinstance(x, Value) and x in producer}
+    return {i: e for i, e in ends.items() if itemsize(e.inputs[0].dtype) < itemsize(e.outputs[0].dtype)}
+
+
+def with_low_precision_stacks(
+    liveness: Liveness, writer: Equation, stacks: Sequence[Value], names: Iterator[int]
+) -> Block:
+    """The block with stacks of a loop widened after the loop."""
+    body = writer.blocks[0]
+    outputs, body_outputs, widenings = list(writer.outputs), list(body.outputs), []
+    for i, e in _widenings(writer).items():
+        if (v := writer.outputs[i]) in stacks:
+            source, stack = e.inputs[0], Value(v.shape, e.inputs[0].dtype, next(names))
+            outputs[i], body_outputs[i] = stack, source
+            call = Call(e.name, e.params, (v.shape,), (v.shape,), (source.dtype,), e.primitive)
+            widenings.append(dataclasses.replace(e, inputs=(stack,), outputs=(v,), rule=rule_of(call, e.source_info)))
+    loop = Block(body.inputs, tuple(without_dead_code(body.equations, body_outputs)), tuple(body_outputs))
+    changed = with_edges(dataclasses.replace(writer, outputs=tuple(outputs), blocks=(loop,)))
+    return with_others(liveness.block, {writer: (changed, *widenings)}.get)
+
+
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -383,6 +428,7 @@ class _Search:
             liveness = Liveness(kernels)
             elsewhere = results if depth == 0 else frozenset()
             found: list[Offer] = [
+                *low_precision_over(liveness, at, elsewhere),
                 *kept_over(liveness, at, self._seconds, elsewhere),
                 *stacked_over(liveness, at, self._seconds, elsewhere),
             ]

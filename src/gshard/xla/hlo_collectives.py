@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -90,15 +90,6 @@ def collectives(text: str) -> tuple[CompiledCollective, ...]:
 def collectives_of(module: Module) -> tuple[CompiledCollective, ...]:
     """The collectives of a program in the order in which they start."""
     return tuple(c for name, times, exact in computations_run(module) for c in sent_in(module, name, times, exact))
-
-
-def summary(found: Iterable[CompiledCollective]) -> dict[str, tuple[int, int]]:
-    """How many collectives of each kind a device runs in one call, and the bytes it sends in them."""
-    totals: dict[str, tuple[int, int]] = {}
-    for c in found:
-        count, size = totals.get(c.kind, (0, 0))
-        totals[c.kind] = (count + c.executions, size + c.total_bytes)
-    return dict(sorted(totals.items()))
 
 
 def computations_run(module: Module) -> Iterator[tuple[str, int, bool]]:
