@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from emitted import emitted, reported, summary
+from emitted import emitted, reported
 from gshard import shard, split
 from gshard.xla import hlo_collectives
 from placed import in_every_way
@@ -71,7 +71,7 @@ def test_bytes_by_kind(name, function, arguments, mesh_2x4):
     assert said, "a program that sends nothing shows nothing"
     assert emitted(lowered.spmd.jaxpr, lowered.mesh.atom_sizes) == said
     text = lowered.executable.compiled.as_text()
-    compiled = {kind: n for kind, (_, n) in summary(hlo_collectives.collectives(text)).items()}
+    compiled = {kind: n for kind, (_, n) in hlo_collectives.summary(hlo_collectives.collectives(text)).items()}
     # XLA may combine small collectives; it does not change what they send but for the rounding of each.
     assert compiled.keys() == said.keys()
     for kind, sent in said.items():

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from emitted import emitted, reported, summary
+from emitted import emitted, reported
 from gshard import shard, split
 from gshard.emit.partition import partition
 from gshard.planning.saved_plan import SavedPlan
@@ -85,7 +85,7 @@ def test_bytes_memory_and_numbers(name, mesh_2x4):
         np.testing.assert_array_equal(step(*arguments), expected)
         said = reported(lowered.spmd.collectives)
         assert emitted(lowered.spmd.jaxpr, lowered.mesh.atom_sizes) == said
-        compiled = summary(hlo_collectives.collectives(lowered.executable.compiled.as_text()))
+        compiled = hlo_collectives.summary(hlo_collectives.collectives(lowered.executable.compiled.as_text()))
         assert {kind: n for kind, (_, n) in compiled.items()} == said, how
     assert {sent(lowered) for lowered in found.values()} == {sent(found["at once"])}
     if name in SMALLER:

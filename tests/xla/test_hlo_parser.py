@@ -10,8 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from emitted import summary
-from gshard.xla.hlo_collectives import collectives
+from gshard.xla.hlo_collectives import collectives, summary
 from gshard.xla.hlo_parser import read_module, trip_count, type_bytes
 
 

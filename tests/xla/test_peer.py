@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 import gshard
-from emitted import summary
 from gshard.emit.compile import named_sharding
 from gshard.moe.config import TransformerConfig
 from gshard.moe.experts import expert_layer, expert_specs
@@ -42,7 +41,7 @@ def test_an_expert_says_both_sides_of_each_all_to_all(rng):
     of_marks = xla_function(lowered.program, lowered.mesh)
     for name, f in (("marks", of_marks), ("expert", of_both_sides(lowered.program, lowered.mesh, lowered.plan))):
         made = jax.jit(f, in_shardings=where).lower(*flat).compile()
-        sent[name] = summary(hlo_collectives.collectives(made.as_text()))
+        sent[name] = hlo_collectives.summary(hlo_collectives.collectives(made.as_text()))
         found = made(*(jax.device_put(x, s) for x, s in zip(flat, where, strict=True)))
         for a, b in zip(found, want, strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gshard.core.mark import Order
@@ -38,6 +39,14 @@ class Collective:
     def total_bytes(self) -> int:
         """Bytes that each device sends in one call of the program."""
         return self.bytes * self.times
+
+
+def by_kind(rows: Iterable[tuple[str, int]]) -> Counter[str]:
+    """The sums of the numbers of each kind of collective: bytes, or runs."""
+    found: Counter[str] = Counter()
+    for kind, number in rows:
+        found[kind] += number
+    return found
 
 
 RECOMPUTED = "recomputed to save memory"  # ``Collective.why`` of the recomputation of a value

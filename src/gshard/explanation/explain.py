@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +21,7 @@ from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import format_bytes
-from gshard.core.spmd import SpmdProgram
+from gshard.core.spmd import SpmdProgram, by_kind
 from gshard.core.time_budget import TRIAL_SECONDS
 from gshard.device.cost import CallTotals
 from gshard.device.machine import Machine, MachineError, kind_of_devices, machine_of
@@ -139,18 +138,14 @@ class Explanation:
     @property
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes that each device sends in one call, by kind of collective; the largest first."""
-        total: Counter[str] = Counter()
-        for one in self.source.moved:
-            total[one.kind] += one.bytes
-        return dict(total.most_common())
+        return dict(by_kind((one.kind, one.bytes) for one in self.source.moved).most_common())
 
     @property
     def times_by_kind(self) -> dict[str, int]:
         """How many collectives of each kind run in one call; one that moves several arrays counts once."""
-        total: Counter[str] = Counter()
-        for one in {id(one.source): one for one in self.source.moved}.values():
-            total[one.kind] += one.times
-        return dict(total)
+        return dict(
+            by_kind((one.kind, one.times) for one in {id(one.source): one for one in self.source.moved}.values())
+        )
 
     @property
     def total_bytes(self) -> int:

@@ -23,12 +23,14 @@ from gshard.core.xla_workarounds import opaque_identity
 from gshard.device.cost import emitted_as, kernel_cost, sent_by
 from gshard.device.fusion_model import (
     COLLECTIVE,
+    FUSED,
     REGION,
     Kernel,
     Kernels,
     device_program,
     flops,
     kernels_of,
+    kind_of,
 )
 from gshard.device.machine import Machine
 from gshard.device.memory import Memory, held_at_peak, memory_of
@@ -301,7 +303,7 @@ def low_precision_over(liveness: Liveness, peak: int, elsewhere: frozenset[Value
 
 def _widenings(loop: Equation) -> dict[int, Equation]:
     """The equations that widen results of a loop's body, by the number of the result."""
-    producer = {v: e for e in loop.blocks[0].equations if e.name == "convert_element_type" for v in e.outputs}
+    producer = {v: e for e in loop.blocks[0].equations if len(e.inputs) == 1 and kind_of(e) == FUSED for v in e.outputs}
     ends = {i: producer[x] for i, x in enumerate(loop.blocks[0].outputs) if isinstance(x, Value) and x in producer}
     return {i: e for i, e in ends.items() if itemsize(e.inputs[0].dtype) < itemsize(e.outputs[0].dtype)}
 

@@ -26,7 +26,7 @@ from gshard.core.plan import Plan
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE, Rule, Split, is_valid, operand_sharding, passing
 from gshard.core.sharding import Sharding
-from gshard.core.spmd import Collective, SpmdProgram
+from gshard.core.spmd import Collective, SpmdProgram, by_kind
 from gshard.emit.partition import partition
 from gshard.language.kernel_primitive import kernel_p
 from gshard.language.region import Interpreter
@@ -40,19 +40,12 @@ from gshard.tracing.trace import trace
 
 def emitted(jaxpr: Any, sizes: Mapping[str, int]) -> Counter[str]:
     """Bytes that each device sends in one call, by kind. The body of a loop of unknown length counts once."""
-    return _by_kind((kind, sent) for kind, _, sent, _ in collectives_of(jaxpr, sizes))
+    return +by_kind((kind, sent) for kind, _, sent, _ in collectives_of(jaxpr, sizes))
 
 
 def reported(collectives: Iterable[Collective]) -> Counter[str]:
     """The bytes that a program reports, in the same form."""
-    return _by_kind((c.kind, c.total_bytes) for c in collectives)
-
-
-def _by_kind(rows: Iterable[tuple[str, int]]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for kind, sent in rows:
-        found[kind] += sent
-    return +found
+    return +by_kind((c.kind, c.total_bytes) for c in collectives)
 
 
 SMALL = Mesh.abstract(a=2, b=3)

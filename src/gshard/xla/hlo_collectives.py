@@ -20,12 +20,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from gshard.comm.collectives import sent_bytes, sent_sizes
+from gshard.core.spmd import by_kind
 from gshard.xla.hlo_parser import Computation, Instruction, Module, read_module, trip_count, type_bytes
 
 _OPCODES = (
@@ -90,6 +91,13 @@ def collectives(text: str) -> tuple[CompiledCollective, ...]:
 def collectives_of(module: Module) -> tuple[CompiledCollective, ...]:
     """The collectives of a program in the order in which they start."""
     return tuple(c for name, times, exact in computations_run(module) for c in sent_in(module, name, times, exact))
+
+
+def summary(found: Iterable[CompiledCollective]) -> dict[str, tuple[int, int]]:
+    """How many collectives of each kind a device runs in one call, and the bytes it sends in them."""
+    rows = [*found]
+    runs, sizes = by_kind((c.kind, c.executions) for c in rows), by_kind((c.kind, c.total_bytes) for c in rows)
+    return {kind: (number, sizes[kind]) for kind, number in sorted(runs.items())}
 
 
 def computations_run(module: Module) -> Iterator[tuple[str, int, bool]]:
