@@ -500,7 +500,7 @@ PRIVATE_NAMES = 93  # of JAX in core/jax_adapter*.py; a number that only falls
 BUDGET = {
     "lines of src/gshard": 48_824,
     "lines of code of src/gshard": 30_000,
-    "lines of tests": 43_414,
+    "lines of tests": 43_435,
     "lines of packages/m4": 11_027,
     "words of README and docs": 46_730,
     "pages of docs": 34,

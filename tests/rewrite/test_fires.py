@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import gshard
 from gshard.language.region import Interpreter
@@ -134,6 +135,26 @@ def test_it_computes_the_same(name):
         want = jax.tree.leaves(f(*arguments))
     for got, one in zip(Interpreter().run(program.block, [*program.captured, *arguments]), want, strict=True):
         np.testing.assert_allclose(got, one, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.float32, jnp.bfloat16, jnp.float8_e5m2])
+def test_products_of_joined_arrays_keep_their_type(dtype):
+    """Summed over both, and cut again; the elements are small whole numbers, so that sums are exact."""
+
+    def joined(a, b, c, d):
+        summed = jnp.concatenate([a, b], 1) @ jnp.concatenate([c, d], 0)
+        return [summed, *jnp.split(jnp.concatenate([a, b], 0) @ c, 2, 0)]
+
+    rng = np.random.default_rng(1)
+    arrays = [jnp.asarray(rng.random((8, 8)) < 0.3).astype(dtype) for _ in range(4)]
+    assert "dots_of_parts" in fired(gshard.stages.trace(joined, *arrays))
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    partitioned, want = gshard.jit(joined, mesh=mesh), jax.jit(joined)(*arrays)
+    for spec in ((), ("x",), (None, "x")):
+        placed = [jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec))) for x in arrays]
+        for got, one in zip(partitioned(*placed), want, strict=True):
+            assert got.dtype == one.dtype
+            np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(one, np.float32))
 
 
 def test_what_fired_is_shown(caplog):

@@ -140,7 +140,7 @@ def dots_of_parts(graph: Graph, e: Equation) -> Sequence[Equation] | None:
         def total(*arrays: Any) -> Any:
             pairs = zip(arrays[:count], arrays[count:], strict=True)
             dots = (again(e, pair, preferred_element_type=dtype) for pair in pairs)
-            return functools.reduce(lax.add, dots).astype(out.dtype)
+            return functools.reduce(jnp.add, dots).astype(out.dtype)  # of truth values: whether any is true
 
         return graph.write(total, (*parts[0], *parts[1]), e.outputs, e)
     first = len(batch[0])
