@@ -499,10 +499,10 @@ def test_both_packages_are_typed() -> None:
 PRIVATE_NAMES = 93  # of JAX in core/jax_adapter*.py; a number that only falls
 BUDGET = {
     "lines of src/gshard": 48_824,
-    "lines of code of src/gshard": 30_000,
-    "lines of tests": 43_435,
+    "lines of code of src/gshard": 29_998,
+    "lines of tests": 43_449,
     "lines of packages/m4": 11_027,
-    "words of README and docs": 46_730,
+    "words of README and docs": 46_739,
     "pages of docs": 34,
     "words of m4's docs": 5_999,
     "public names": 30,

@@ -139,22 +139,36 @@ def test_it_computes_the_same(name):
 
 @pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.float32, jnp.bfloat16, jnp.float8_e5m2])
 def test_products_of_joined_arrays_keep_their_type(dtype):
-    """Summed over both, and cut again; the elements are small whole numbers, so that sums are exact."""
+    """Summed over both, and cut again, in uneven parts; the elements are -1, 0 and 1, so that sums are exact."""
 
-    def joined(a, b, c, d):
+    def joined(a, b, c, d, w):
         summed = jnp.concatenate([a, b], 1) @ jnp.concatenate([c, d], 0)
-        return [summed, *jnp.split(jnp.concatenate([a, b], 0) @ c, 2, 0)]
+        return [summed, *jnp.split(jnp.concatenate([a.T, b.T], 0) @ w, [6], 0)]
 
     rng = np.random.default_rng(1)
-    arrays = [jnp.asarray(rng.random((8, 8)) < 0.3).astype(dtype) for _ in range(4)]
-    assert "dots_of_parts" in fired(gshard.stages.trace(joined, *arrays))
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    shapes = (8, 6), (8, 10), (6, 5), (10, 5), (8, 7)
+    arrays = [jnp.asarray(rng.integers(-1, 2, shape)).astype(dtype) for shape in shapes]
+    assert [one.rewrite for one in gshard.stages.trace(joined, *arrays).fired].count("dots_of_parts") >= 1
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     partitioned, want = gshard.jit(joined, mesh=mesh), jax.jit(joined)(*arrays)
-    for spec in ((), ("x",), (None, "x")):
-        placed = [jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec))) for x in arrays]
+    for first, others in (((), ()), (("x", "y"), ("y",)), (("y",), ("x",)), ((None, "x"), ())):
+        specs = [first, first, others, others, others]
+        placed = [jax.device_put(x, NamedSharding(mesh, PartitionSpec(*s))) for x, s in zip(arrays, specs, strict=True)]
         for got, one in zip(partitioned(*placed), want, strict=True):
             assert got.dtype == one.dtype
             np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(one, np.float32))
+
+
+def test_products_with_scalars_and_of_many_arrays_stay():
+    def scaled(x, y):
+        return lax.dot_general(x, y, (((), ()), ((), ())))
+
+    def of_rows(*rows):
+        return jnp.einsum("ij,ik->jk", jnp.concatenate(rows), jnp.concatenate(rows[::-1]))
+
+    np.testing.assert_array_equal(gshard.jit(scaled, mesh=4)(np.float32(-2), X), -2 * X)
+    assert "dots_of_parts" not in fired(gshard.stages.trace(of_rows, *[X[:1]] * 9))
+    assert "dots_of_parts" in fired(gshard.stages.trace(of_rows, *[X[:1]] * 8))
 
 
 def test_what_fired_is_shown(caplog):

@@ -14,12 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gshard.api.configuration import BuiltStep, Configuration, Configurations, built_by, text_of
-from gshard.api.search import (
-    Searched,
-    SearchRun,
-    meshes_to_try,
-    searched_of,
-)
+from gshard.api.search import Searched, SearchRun, meshes_to_try, searched_of
 from gshard.core.deadline import OutOfTime
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line

@@ -176,7 +176,7 @@ def _axes(one: MeshSearch) -> int:
 
 
 def meshes_to_try(mesh: Any) -> Iterable[Mesh]:
-    """The meshes to try first."""
+    """The meshes to try."""
     if isinstance(mesh, int | np.integer) and not isinstance(mesh, bool):
         return meshes(int(mesh))
     if isinstance(mesh, list | tuple) and mesh and all(isinstance(one, Mesh) for one in mesh):
@@ -250,7 +250,5 @@ def search(
         memory_limit = f.options.memory_limit if memory_limit is None else memory_limit
     mesh = searched.mesh() if mesh is None else mesh
     limit = None if memory_limit is None else bytes_of(memory_limit)
-    run = SearchRun(
-        searched, list(meshes_to_try(mesh)), machine, limit, budget, budget_seconds, progress,
-    )  # fmt: skip
+    run = SearchRun(searched, list(meshes_to_try(mesh)), machine, limit, budget, budget_seconds, progress)
     return until_stopped(run.search, run.result)

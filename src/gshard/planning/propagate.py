@@ -142,8 +142,11 @@ class _Classes(UnionFind[int]):
                 self.tie_equations(q, r)
 
     def numbered(self) -> Ints:
-        """The classes. Values outside of regions are tied by the classes of the values inside, then copies that regions
-        read, whose bytes have a limit, by those of their neighbours. Results that leave follow from these alone."""
+        """The classes of all nodes.
+
+        Values outside of regions are tied by the classes of the values inside. Copies that loops read share a limit of
+        bytes, so they are tied by the classes of their neighbours. Results that leave follow from these and stay alone.
+        """
         of, problem = self.graph.groups.of, self.graph.problem
         edges = [(e, edge) for e in self.graph.program.block.walk() for edge in e.edges]
         self._tie_equal(((e, self.root(of[a.inner]), len(a.outer.shape)), of[a.outer]) for e, a in edges)

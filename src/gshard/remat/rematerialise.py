@@ -303,9 +303,17 @@ def low_precision_over(liveness: Liveness, peak: int, elsewhere: frozenset[Value
 
 def _widenings(loop: Equation) -> dict[int, Equation]:
     """The equations that widen results of a loop's body, by the number of the result."""
-    producer = {v: e for e in loop.blocks[0].equations if len(e.inputs) == 1 and kind_of(e) == FUSED for v in e.outputs}
+    producer = {v: e for e in loop.blocks[0].equations for v in e.outputs}
     ends = {i: producer[x] for i, x in enumerate(loop.blocks[0].outputs) if isinstance(x, Value) and x in producer}
-    return {i: e for i, e in ends.items() if itemsize(e.inputs[0].dtype) < itemsize(e.outputs[0].dtype)}
+    return {i: e for i, e in ends.items() if _is_widening(e)}
+
+
+def _is_widening(e: Equation) -> bool:
+    """Whether an equation only widens the elements of its operand."""
+    if len(e.inputs) != 1 or isinstance(e.inputs[0], Constant) or kind_of(e) != FUSED:
+        return False
+    (x,), (y,), rule = e.inputs, e.outputs, e.operator_rule
+    return rule.operands[0] == rule.results[0] and x.shape == y.shape and itemsize(x.dtype) < itemsize(y.dtype)
 
 
 def with_low_precision_stacks(

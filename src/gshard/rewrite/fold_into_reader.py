@@ -124,6 +124,8 @@ def _swapped(dot: Equation, transpose: Equation) -> dict[str, Any] | None:
 
 # Folds a concatenation into a product: arrays that are joined for one product, whose result is cut again.
 
+_MOST = 8  # largest number of joined arrays: more products (of a stack of rows) would start more kernels than they save
+
 
 @at("dot_general", helps_xla=False)
 def dots_of_parts(graph: Graph, e: Equation) -> Sequence[Equation] | None:
@@ -131,8 +133,10 @@ def dots_of_parts(graph: Graph, e: Equation) -> Sequence[Equation] | None:
     (summed, batch), out = e.params["dimension_numbers"], e.outputs[0]
     joined = [graph.producer(x, "concatenate") for x in e.inputs]
     dims = [-1 if c is None else c.params["dimension"] for c in joined]
-    parts = [(x,) if c is None else c.inputs for x, c in zip(e.inputs, joined, strict=True)]
+    parts = [() if c is None else c.inputs for c in joined]
     ends = [[*itertools.accumulate(x.shape[d] for x in own)] for own, d in zip(parts, dims, strict=True)]
+    if max(map(len, parts)) > _MOST:
+        return None
     if None not in joined and tuple(dims) in zip(*summed, strict=True) and ends[0] == ends[1]:
         dtype = np.promote_types(out.dtype, np.float32) if jnp.issubdtype(out.dtype, jnp.floating) else out.dtype
         count = len(ends[0])

@@ -63,7 +63,7 @@ def _without_mesh(operator: Partitioned) -> Rule:
         return rules[mesh]
 
     operands = len(operator.in_types)
-    if operator.sharding_rule is None:  # which Shardy needs, too
+    if operator.sharding_rule is None:  # Shardy splits only operators that have one, too
         why = "its custom_partitioning has no sharding_rule"
         return make.rule(arrays[:operands], arrays[operands:], local=_run_whole, known=False, why=why)
     return make.rule(arrays[:operands], arrays[operands:], local=_run_whole, on_mesh=on_mesh)

@@ -76,10 +76,7 @@ def _broadcast_merged(a: Maker, e: Equation) -> bool:
     return emit(a, e, (fine.array,), result.groups, **sizes)
 
 
-@rule(
-    "broadcast_in_dim", shared=False,
-    values=_broadcast_values, merged=_broadcast_merged,
-)  # fmt: skip
+@rule("broadcast_in_dim", shared=False, values=_broadcast_values, merged=_broadcast_merged)
 def broadcast_in_dim(call: Call) -> Rule:
     """Operand dimensions keep their factors. New dimensions, and those broadcast from size 1, get new factors.
 
@@ -147,10 +144,7 @@ def _reshape_values(params: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
     return (x if params["dimensions"] is None else x.transpose(params["dimensions"])).reshape(params["new_sizes"])
 
 
-@rule(
-    "reshape", handed_on=True,
-    values=_reshape_values,
-)  # fmt: skip
+@rule("reshape", handed_on=True, values=_reshape_values)
 def reshape(call: Call) -> Rule:
     """Merged and split dimensions share factors. Dimensions that do not align cannot be split.
 

@@ -214,9 +214,7 @@ def _padded_spans(low: int, high: int, n: int) -> tuple[Span, ...]:
     return tuple(span for span in (Span(1, 0, low), kept, Span(1, 0, high)) if span.count > 0)
 
 
-@rule(
-    "rev", moves=True, values=lambda params, x: np.flip(x, tuple(params["dimensions"])),
-)  # fmt: skip
+@rule("rev", moves=True, values=lambda params, x: np.flip(x, tuple(params["dimensions"])))
 def rev(call: Call) -> Rule:
     """Devices reverse their parts and exchange them, the first with the last."""
     (shape,) = call.in_shapes
