@@ -37,10 +37,10 @@ from twins.program import Program
 import gshard
 from flops import elements_of
 from gshard.device.machine import Machine
+from gshard.xla.described import described_mesh
 from gshard.xla.hlo_collectives import OPCODE
 from gshard.xla.hlo_parser import Module, read_module
 from gshard.xla.peer import xla_function
-from gshard.xla.tpu import topology_mesh
 
 SIDES = "ours", "by hand", "XLA", "XLA, opened"
 FEW = 64  # bytes sent that count as none
@@ -51,7 +51,7 @@ NEAR = 1.2
 
 def on(machine: Machine, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
     """The mesh of a program with the devices of a topology in its place."""
-    devices = topology_mesh(machine).devices
+    devices = described_mesh(machine).devices
     assert devices is not None
     grid = np.array(devices, dtype=object).reshape(tuple(mesh.shape.values()))
     return jax.sharding.Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)

@@ -32,8 +32,8 @@ import jax
 import gshard
 from gshard.core.jax_adapter import sub_jaxprs
 from gshard.device.machine import Machine
+from gshard.xla.described import described_mesh
 from gshard.xla.hlo_collectives import collectives
-from gshard.xla.tpu import topology_mesh
 from steps import STEPS, Step
 
 WANTED = 0.98
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--topology", help="of a TPU: v5e:2x4")
     parser.add_argument("--only", action="append", default=[], help="steps whose name contains this")
     options = parser.parse_args()
-    devices = topology_mesh(Machine.of(options.topology)).devices if options.topology else None
+    devices = described_mesh(Machine.of(options.topology)).devices if options.topology else None
     names = [name for name in STEPS if not options.only or any(text in name for text in options.only)]
     heads = (
         ("sent", 12),

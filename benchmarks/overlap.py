@@ -38,8 +38,8 @@ from gshard import split
 from gshard.device.machine import Machine
 from gshard.device.network import seconds_among
 from gshard.emit.compile import named_sharding
+from gshard.xla.described import described_mesh
 from gshard.xla.peer import xla_function
-from gshard.xla.tpu import topology_mesh
 
 # Multiplications and additions that the matrix units of one device finish in a cycle: units of 128 x 128.
 MATRIX_UNITS = {"v3": 2, "v5e": 4}
@@ -108,7 +108,7 @@ SIDES = "gshard", "at once", "XLA"
 def compiled(name: str, machine: Machine, side: str) -> tuple[Any, int]:
     """The compiled program, and how many of its products are collective matmuls of ours."""
     f, arguments, axes = PROGRAMS[name]
-    devices = topology_mesh(machine).devices
+    devices = described_mesh(machine).devices
     assert devices is not None
     grid = np.array(devices, dtype=object).reshape(tuple(axes.values()))
     mesh = jax.sharding.Mesh(grid, tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
@@ -156,7 +156,7 @@ KINDS: dict[str, Callable[..., Any]] = {
 def hidden_kinds(topology: str) -> dict[str, int]:
     """For each kind of collective how many of two products, which do not need it, run while it is under way."""
     found = {}
-    devices = topology_mesh(Machine.of(topology)).devices
+    devices = described_mesh(Machine.of(topology)).devices
     assert devices is not None
     n = len(devices)
     mesh = jax.sharding.Mesh(np.array(devices, dtype=object), ("d",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -44,9 +44,9 @@ from gshard.moe.config import TransformerConfig
 from gshard.moe.transformer import param_specs
 from gshard.remat.rematerialise import MemoryLimitError, peak_of
 from gshard.xla import hlo_collectives
+from gshard.xla.described import described_mesh
 from gshard.xla.hlo_parser import Computation, Instruction, Module, read_module, type_bytes
 from gshard.xla.peer import Marked, xla_function
-from gshard.xla.tpu import topology_mesh
 
 MODELS = ("MoE(128E, 12L)", "v3:8x8", "MoE(2048E, 12L)", "v3:32x32", "MoE(2048E, 36L)", "v3:32x32")
 _TILE = (8, 128)  # of the last two dimensions of an array on a TPU
@@ -172,7 +172,7 @@ def of_both_sides(program: Program, mesh: Mesh, plan: Plan) -> Callable[..., lis
 def compiled(name: str, topology: str, row: Row, limit: str) -> Any:
     """The compiled program; raises what the compiler raises."""
     config, machine = configured(name, topology, row.remat)
-    mesh = topology_mesh(machine)
+    mesh = described_mesh(machine)
     if row.searched:
         return lowered_as_searched(config, mesh, machine, None, limit, True, print)[1].executable.compiled
     marked = {"marked": split_gradients(config, mesh.size)} if row.zero else {}

@@ -48,7 +48,7 @@ from gshard.moe.param import Param, shapes
 from gshard.moe.transformer import loss, param_specs
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of, peak_of
 from gshard.search.find import meshes
-from gshard.xla.tpu import topology_mesh
+from gshard.xla.described import described_mesh
 
 # Compiles a program ahead of time with libtpu for a TPU that need not exist, and reads what the compiler tells.
 
@@ -214,11 +214,11 @@ def configured(name: str, topology: str, remat: bool | str | None = None) -> tup
 def mesh_for(config: TransformerConfig, machine: Machine, compiled: bool = False) -> Mesh:
     """The devices of a machine as a model has them: in one axis, or for a decoder in ``data`` and ``experts``."""
     if config.encoder_layers:
-        return topology_mesh(machine) if compiled else Mesh.abstract(devices=machine.size)
+        return described_mesh(machine) if compiled else Mesh.abstract(devices=machine.size)
     experts = math.gcd(config.experts or 1, machine.size)
     if not compiled:
         return Mesh.abstract(data=machine.size // experts, experts=experts)
-    devices = topology_mesh(machine).devices
+    devices = described_mesh(machine).devices
     assert devices is not None, "a topology has devices"
     return Mesh.of(jax.sharding.Mesh(np.reshape(devices, (-1, experts)), DECODER_AXES))
 

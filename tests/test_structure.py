@@ -256,7 +256,7 @@ WINGS = {
         device.async_overlap: Step timed
         device.cost: Loop PricedKernel Run Stretch
         device.fusion_model: COLLECTIVE OPERATOR PRODUCT
-        device.machine: Machine
+        device.machine: KINDS Machine
         device.memory: MemoryTotals
         device.roofline: roofline
         language.mark_primitive: mark_p

@@ -14,7 +14,7 @@ from gshard import Machine, Mesh, split
 from gshard.device.cost import cost
 from gshard.device.machine import DEVICE_KINDS, DIRECT, KINDS, Dimension, kind_called
 from gshard.device.network import permutation_seconds, seconds
-from gshard.xla.tpu import PlanningError, topology_mesh
+from gshard.xla.described import PlanningError, described_mesh
 
 ROOT = Path(__file__).resolve().parents[2]
 LABEL = "the machine under the desk"
@@ -119,8 +119,8 @@ def test_direct_links_are_used_together_by_collectives_and_singly_by_messages():
 def test_only_chips_in_a_torus_have_a_topology_of_libtpu():
     assert Machine.of("v5e:2x4").topology == "v5e:2x4"
     assert dataclasses.replace(Machine.of("tpu7x:2x2x1"), name=LABEL).topology == "tpu7x:2x2x1"
-    with pytest.raises(PlanningError, match="no arrangement of TPU chips"):
-        topology_mesh(Machine.of("h100:1x8"))
+    with pytest.raises(PlanningError, match="only where these devices are"):
+        described_mesh(Machine.of("mi300x:1x8"))
 
 
 def test_the_documentation_has_the_figures_of_every_kind():

@@ -43,7 +43,7 @@ def mesh():
 @pytest.fixture(scope="module")
 def found(mesh):
     return {
-        "cpu": gshard.explain(jax.jit(jax.grad(step, (0, 1))), *arguments(mesh)),
+        "cpu": gshard.explain(jax.jit(jax.grad(step, (0, 1))), *arguments(mesh), machine="cpu"),
         "gpu": gshard.explain(GPU, mesh=MESH, machine=MACHINES["gpu"]),
         "tpu": gshard.explain(TPU, mesh=MESH, machine=MACHINES["tpu"]),
     }

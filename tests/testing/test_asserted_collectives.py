@@ -45,11 +45,11 @@ def refused(*args, **limits):
 
 def test_an_fsdp_step_gathers_each_weight_twice_and_sums_its_gradient():
     found = assert_collectives(
-        jax.jit(step), fsdp_arguments(), all_gather=2 * LAYERS, all_reduce=LAYERS, reduce_scatter=0, all_to_all=0,
+        jax.jit(step), fsdp_arguments(), all_gather=2 * LAYERS, reduce_scatter=LAYERS, all_reduce=0, all_to_all=0,
         collective_permute=0, total=3 * LAYERS,
-        max_bytes={"all_gather": 2 * LAYERS * WEIGHT * 7 // 8, "all_reduce": LAYERS * 2 * WEIGHT * 7 // 8},
+        max_bytes={"all_gather": 2 * LAYERS * WEIGHT * 7 // 8, "reduce_scatter": LAYERS * WEIGHT * 7 // 8},
     )  # fmt: skip
-    assert found.total_bytes == 4 * LAYERS * WEIGHT * 7 // 8
+    assert found.total_bytes == 3 * LAYERS * WEIGHT * 7 // 8
     assert "found\n  bytes of all_gather" in refused(found, max_bytes={"all_gather": 2 * LAYERS * WEIGHT * 7 // 8 - 1})
 
 
@@ -64,14 +64,17 @@ def test_a_tensor_parallel_product_sums_once():
 
 @pytest.mark.parametrize(
     "xla, ours, arguments, sums",
-    [(step, marked_step, fsdp_arguments, LAYERS), (mlp, marked_mlp, tensor_parallel_arguments, 1)],
+    [
+        (step, marked_step, fsdp_arguments, {"reduce_scatter": LAYERS}),
+        (mlp, marked_mlp, tensor_parallel_arguments, {"all_reduce": 1}),
+    ],
 )
 def test_both_jits_are_counted_in_one_way(xla, ours, arguments, sums):
     given = arguments()
     mesh = given[-1].sharding.mesh
     axes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     for jitted in (gshard.jit(ours, mesh=axes), gshard.jit(ours, mesh=mesh)):
-        by_xla = assert_collectives(jax.jit(xla), given, all_reduce=sums)
+        by_xla = assert_collectives(jax.jit(xla), given, **sums)
         by_gshard = assert_collectives(jitted, given, total=range(1, 100), max_bytes=by_xla.total_bytes)
         emitted = gshard.explain(jitted, *given)
         assert by_gshard.bytes_by_kind == {k: n for k, n in emitted.bytes_by_kind.items() if n}
@@ -91,7 +94,7 @@ def test_whatever_holds_the_program_is_counted_alike(tmp_path):
     file.write_text(compiled.as_text())
     ours = gshard.jit(marked_step, mesh=mesh)
     for f in (lowered, compiled, compiled.as_text(), file, str(file)):
-        assert_collectives(f, all_gather=2 * LAYERS, all_reduce=LAYERS, total=3 * LAYERS, over="data", mesh=mesh)
+        assert_collectives(f, all_gather=2 * LAYERS, reduce_scatter=LAYERS, total=3 * LAYERS, over="data", mesh=mesh)
     n = assert_collectives(ours, placed, total=range(100)).times_by_kind
     for stage in (ours.lower(*placed), ours.lower(*placed).compile()):
         assert assert_collectives(stage, total=range(100)).times_by_kind == n
@@ -122,7 +125,7 @@ def test_limits_themselves_are_allowed(fsdp):
 
 
 def test_what_a_message_proposes_is_accepted(fsdp):
-    text = refused(fsdp, all_gather=0, all_reduce=range(2), max_bytes=3, max_peak=5)
+    text = refused(fsdp, all_gather=0, reduce_scatter=range(2), max_bytes=3, max_peak=5)
     (proposed,) = re.findall(r"If this is meant, allow it: (.*)\.$", text)
     assert_collectives(fsdp, **eval(f"dict({proposed})"))
     text = refused(fsdp, max_bytes={"all_gather": 3}, total=range(4))
@@ -189,7 +192,7 @@ def test_an_argument_that_each_device_holds_whole_is_named():
 def test_messages(golden, fsdp):
     whole = array((BATCH, MODEL), DATA, "data"), array((MODEL, HIDDEN), DATA), array((HIDDEN, MODEL), DATA)
     texts = [
-        refused(fsdp, all_gather=0, max_bytes="100KiB", all_reduce=range(6)),
+        refused(fsdp, all_gather=0, max_bytes="100KiB", reduce_scatter=range(6)),
         refused(fsdp, all_to_all=2),
         refused(jax.jit(mlp), tensor_parallel_arguments(), total=0, over="model", max_bytes="1KiB"),
         refused(jax.jit(mlp), whole, max_whole="16KiB"),

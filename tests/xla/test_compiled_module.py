@@ -312,7 +312,8 @@ def timed(seconds):
     def network(sent, size):
         return seconds if size > 1 else 0.0
 
-    return {row.made.name: row for row in elapsed(read_module(TEXT), MACHINE, network).kernels()}
+    module = read_module(TEXT)
+    return {row.made.name: row for row in elapsed(module, MACHINE, network, collectives_of(module)).kernels()}
 
 
 def test_what_is_shorter_than_the_product_beside_it_is_hidden_and_collectives_queue_for_the_network():

@@ -139,17 +139,18 @@ def is_from_framework(f: Any) -> bool:
     return is_from_jax_jit(f) and not isinstance(f, Jitted) and given_to_jit(f) is None
 
 
-def traced_call(f: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[int]]:
-    """The jaxpr of a call of a function, and the numbers of the leaves of its arguments that are arrays."""
+def traced_call(f: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[int], Any]:
+    """The jaxpr of a call of a function, the numbers of the leaves that are arrays, and the tree of its results."""
     leaves, tree = jax.tree.flatten((args, dict(kwargs)))
     arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
 
     def called(given: list[Any]) -> None:
         whole = dict(enumerate(leaves)) | dict(zip(arrays, given, strict=True))
         args, kwargs = jax.tree.unflatten(tree, [whole[i] for i in range(len(leaves))])
-        f(*args, **kwargs)
+        results.append(jax.tree.structure(f(*args, **kwargs)))
 
-    return jax.make_jaxpr(called)([leaves[i] for i in arrays]), arrays
+    results = list[Any]()
+    return jax.make_jaxpr(called)([leaves[i] for i in arrays]), arrays, results[-1]
 
 
 def names_of_arrays(f: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, str]:
@@ -161,7 +162,7 @@ def names_of_arrays(f: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         return {}
     names = leaf_names(f, (args, dict(kwargs)))
     try:
-        traced, arrays = traced_call(f, args, kwargs)
+        traced, arrays, _ = traced_call(f, args, kwargs)
     except Exception as error:  # what is lowered need not be traced in a program: it keeps the framework's names
         _log.info("gshard: the arguments of %s have the names of its framework: %s", name_of(f), error)
         return {}

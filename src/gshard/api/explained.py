@@ -25,7 +25,7 @@ from gshard.api.compiled_programs import (
     partitions_of,
     stage_inside,
 )
-from gshard.api.function_again import compiled_again, with_bound_arguments
+from gshard.api.function_again import compiled_again, compiled_for, with_bound_arguments
 from gshard.api.jit import Jitted, jit
 from gshard.api.lowered import Compiled, Lowered, Traced
 from gshard.api.specs import told
@@ -37,12 +37,13 @@ from gshard.core.mesh import MeshLike
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.device.machine import Machine
-from gshard.explanation.compiled_source import CompiledSource, source_of
+from gshard.explanation.compiled_source import REFUSED, CompiledSource, source_of
 from gshard.explanation.explain import Explanation
 from gshard.explanation.plan_source import PlanSource
 from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.rematerialise import bytes_of
 from gshard.tracing.by_jax import name_of
+from gshard.xla.described import PlanningError
 
 Planned = Traced | Lowered | Compiled  # the stages of a function from gshard.jit
 
@@ -203,7 +204,19 @@ def _as_compiled(
             got=", ".join(f"{name}=" for name in [*given, *(["mesh"] if mesh is not None else [])]),
             hint="Place the arguments, or give jax.jit in_shardings.",
         )
-    lowered = lowered_by_jax(f, args, kwargs)
+    given_to_f, not_for = (args, dict(kwargs)), tuple[str, ...]()
+    try:
+        described = None if machine is None else compiled_for(machine, f, given_to_f, names_of_arrays(f, args, kwargs))
+        if described is not None:
+            return Explanation(*described)
+    except (PlanningError, *REFUSED) as error:
+        reason = str(error).strip().splitlines()
+        not_for = (f"XLA did not compile it for {machine}: {reason[0]}", *(line.strip() for line in reason[1:2]))
+    try:
+        lowered = lowered_by_jax(f, args, kwargs)
+    except MeshError as error:
+        ways = not_for or ('Or name a machine: machine="h100:8x8" compiles for devices that need not exist.',)
+        raise MeshError(error.what, error.where, error.got, "\n  ".join(filter(None, (error.hint, *ways)))) from None
     if isinstance(lowered, Lowered):  # in a block of instead_of_jit
         return _of_stage(lowered, (), {}, {}, machine, partitioner)
     if partitioner is None and partitions_of(lowered) == 1:
@@ -212,8 +225,8 @@ def _as_compiled(
     found = explain_compiled(lowered, None, machine, names)
     source = found.source
     assert isinstance(source, CompiledSource), "XLA compiled it"
-    again = compiled_again(source, f, (args, dict(kwargs)), functools.partial(source_of, names=names))
-    return dataclasses.replace(found, source=dataclasses.replace(source, again=again))
+    again = compiled_again(source, f, given_to_f, functools.partial(source_of, names=names))
+    return dataclasses.replace(found, source=dataclasses.replace(source, again=again, not_for=not_for))
 
 
 def _on_one_device(f: Any) -> MeshError:

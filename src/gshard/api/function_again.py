@@ -6,6 +6,8 @@ It is traced once. The arguments of the compiled program are not those of the fu
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,19 +20,28 @@ from gshard.api.compiled_programs import is_from_framework, is_from_jax_jit, on_
 from gshard.api.jit import jit
 from gshard.core.deadline import OutOfTime, until
 from gshard.core.errors import ArgumentError, GShardError
-from gshard.core.jax_adapter import is_transposed, user_line, user_place
-from gshard.core.jax_adapter_jit import calls_of_jit, jitted_as, operands_of_call
+from gshard.core.jax_adapter import is_transposed, no_mesh_set, user_line, user_place
+from gshard.core.jax_adapter_jit import (
+    argument_names,
+    calls_of_jit,
+    jitted_as,
+    operands_of_call,
+    shardings_of_call,
+)
+from gshard.core.jax_adapter_retracing import OnDevices
 from gshard.core.memory_kinds import in_memory, shape_of_type
 from gshard.core.mesh import Mesh
 from gshard.core.paths import leaf_names
-from gshard.explanation.compiled_source import CompiledAgain, CompiledSource
+from gshard.device.machine import Machine, kind_of_devices
+from gshard.explanation.compiled_source import CompiledAgain, CompiledSource, source_of
 from gshard.explanation.constraint_candidates import Planned
 from gshard.explanation.tried_changes import Specs
 from gshard.planning.added_marks import spec_of_cut
 from gshard.tracing.by_jax import name_of
+from gshard.xla.described import described_mesh
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-_Traced = tuple[Any, list[Any], list[int | None]]
+_Traced = tuple[Any, list[Any], list[int | None], Any]
 
 # Options with which XLA for CPU compiles in 0.4 of the time. They concern LLVM alone: the passes of XLA make the same
 # program.
@@ -54,15 +65,50 @@ def with_bound_arguments(f: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
     return f, (args, dict(kwargs))
 
 
+def compiled_for(
+    machine: str | Machine, f: Any, given: Arguments, names: Mapping[str, str]
+) -> tuple[CompiledSource, Machine] | None:
+    """What XLA compiles of a function for the devices of a machine, which need not exist, and the machine.
+
+    None if no sharding of the function is over several devices, or these are devices of the machine.
+
+    Raises:
+        PlanningError: XLA cannot compile for these devices here. MachineError: the machine has another number of them.
+    """
+    leaves, tree = jax.tree.flatten(given)
+    shapes = [_shape_of(leaf) for leaf in leaves]
+    args, kwargs = jax.tree.unflatten(tree, shapes)
+    call, operands, passed, out_tree = _traced(f, args, kwargs, shapes)
+    shardings = [*(getattr(x, "sharding", None) for x in operands), *shardings_of_call(call)]
+    meshes = [Mesh.of(s.mesh) for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1]
+    if not meshes:
+        return None
+    on_machine = Machine.read(machine, max(mesh.size for mesh in meshes))
+    if any(mesh.devices is not None and kind_of_devices(mesh) == on_machine.kind for mesh in meshes):
+        return None
+    on = OnDevices(described_mesh(on_machine).devices or ())
+    call, operands = on.equation(call), [_on(x, on) for x in operands]
+    called = {f"arrays[{i}]": names.get(name, name) for i, name in enumerate(argument_names(call.params["jaxpr"]))}
+    read = functools.partial(source_of, out_tree=out_tree, names=called)
+    with no_mesh_set():
+        found = read(jitted_as(call, call.params["jaxpr"]).lower(*operands).compile())
+    again = compiled_again(found, f, given, read, (call, operands, passed, out_tree))
+    return dataclasses.replace(found, again=again), on_machine
+
+
+def _on(shape: Any, on: OnDevices) -> Any:
+    return shape.update(sharding=on.sharding(shape.sharding)) if getattr(shape, "sharding", None) else shape
+
+
 def compiled_again(
-    found: CompiledSource, f: Any, given: Arguments, read: Callable[[Any], CompiledSource]
+    found: CompiledSource, f: Any, given: Arguments, read: Callable[[Any], CompiledSource], first: _Traced | None = None
 ) -> CompiledAgain:
-    """What compiles an explained function once more."""
-    leaves, tree = jax.tree.flatten(on_first_devices(given))
+    """What compiles an explained function once more; ``first`` is what was traced of it for other devices."""
+    leaves, tree = jax.tree.flatten(on_first_devices(given) if first is None else given)
     shapes = [_shape_of(leaf) for leaf in leaves]
     numbers = _numbers(found, f, given, shapes)
     del leaves, given
-    once: list[_Traced] = []
+    once: list[_Traced] = [] if first is None else [first]
 
     def traced() -> _Traced:
         if not once:
@@ -71,14 +117,14 @@ def compiled_again(
         return once[0]
 
     def compiled(jaxpr: Any, specs: Specs) -> CompiledSource:
-        call, operands, passed = traced()
+        call, operands, passed, _ = traced()
         changed = {numbers[n]: spec for n, spec in specs.items()}
         pairs = zip(operands, passed, strict=True)
         lowered = jitted_as(call, jaxpr).lower(*(_with_spec(x, changed[i]) if i in changed else x for x, i in pairs))
         return read(lowered.compile(_WITHOUT_LLVM if found.program.platform == "cpu" else None))
 
     def planned(seconds: float) -> Planned:
-        call, operands, _ = traced()
+        call, operands, *_ = traced()
         return _planned(jaxpr_as_fun(call.params["jaxpr"]), operands, found.mesh, seconds)
 
     leaves_of = tuple(None if n is None else shapes[n] for n in numbers)
@@ -86,14 +132,18 @@ def compiled_again(
 
 
 def _traced(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Sequence[Any]) -> _Traced:
-    """What a function gives to ``jax.jit``: the equation, its operands, and which leaves of its arguments they are."""
-    whole, arrays = traced_call(f, args, kwargs)
+    """What a function gives to ``jax.jit``: the equation, its operands, and which leaves of its arguments they are.
+
+    Last the tree of its results, if the equation has the same ones.
+    """
+    whole, arrays, tree = traced_call(f, args, kwargs)
     calls = calls_of_jit(whole)
     if len(calls) != 1:
         raise ArgumentError(f"{name_of(f)} calls {len(calls)} jitted functions: explain one around these.", user_line())
     passed = [None if i is None else arrays[i] for i in operands_of_call(whole, calls[0])]
     types = [shape_of_type(v.aval) for v in calls[0].invars]
-    return calls[0], [x if i is None else shapes[i] for x, i in zip(types, passed, strict=True)], passed
+    operands = [x if i is None else shapes[i] for x, i in zip(types, passed, strict=True)]
+    return calls[0], operands, passed, tree if tree.num_leaves == len(calls[0].outvars) else None
 
 
 def _shape_of(leaf: Any) -> Any:

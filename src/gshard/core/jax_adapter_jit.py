@@ -295,6 +295,11 @@ def arguments_of_call(traced: Any, call: Any) -> dict[str, int]:
     return {name: i for name, i in pairs if i is not None and list(names).count(name) == 1}
 
 
+def shardings_of_call(call: Any) -> list[Any]:
+    """The shardings that ``jax.jit`` was given, of arguments and results; None for those that are open."""
+    return [None if isinstance(s, _OPEN) else s for n in ("in", "out") for s in call.params[f"{n}_shardings"]]
+
+
 def jitted_as(call: Any, jaxpr: Any) -> Any:
     """A jaxpr as a function from ``jax.jit``, with the options of the equation of a jitted function."""
 
@@ -303,9 +308,14 @@ def jitted_as(call: Any, jaxpr: Any) -> Any:
         made = [_layout.Format(layout, s) if layout else None if isinstance(s, _OPEN) else s for s, layout in pairs]
         return None if all(s is None for s in made) else made
 
-    ins, donated = given("in"), call.params["donated_invars"]
+    function, ins, donated = jaxpr_as_fun(jaxpr), given("in"), call.params["donated_invars"]
+
+    def named(*arrays: Any) -> Any:
+        return function(*arrays)
+
+    named.__name__ = call.params["name"]
     return jax.jit(
-        jaxpr_as_fun(jaxpr), in_shardings=None if ins is None else tuple(ins), out_shardings=given("out"),
+        named, in_shardings=None if ins is None else tuple(ins), out_shardings=given("out"),
         donate_argnums=[i for i, is_donated in enumerate(donated) if is_donated],
         keep_unused=call.params["keep_unused"], compiler_options=dict(call.params["compiler_options_kvs"]),
     )  # fmt: skip

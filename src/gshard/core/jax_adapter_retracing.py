@@ -15,7 +15,9 @@ from jax.extend import core as _extend_core
 from jax.interpreters import batching, partial_eval
 from jax.interpreters import mlir as _mlir
 
-from gshard.core.jax_adapter import closed, no_mesh_set, shapes_of, sub_jaxprs
+from gshard.core.errors import MeshError
+from gshard.core.jax_adapter import closed, no_mesh_set, shapes_of, sub_jaxprs, user_line
+from gshard.core.memory_kinds import is_in_host_space
 
 
 def as_traced_here(jaxpr: Any) -> Any:
@@ -115,6 +117,62 @@ class AsTracedHere(EachJaxpr):
             return v
         plain = jax.core.ShapedArray(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
         return _extend_core.Literal(np.asarray(v.val, v.aval.dtype), plain)
+
+
+class OnDevices(EachJaxpr):
+    """Puts the shardings in jaxprs on other devices: each mesh keeps its axes, and the order of its devices."""
+
+    def __init__(self, devices: Sequence[Any]):
+        super().__init__()
+        self._devices = devices
+        self.meshes = dict[Any, jax.sharding.Mesh]()  # by what they were
+
+    def equation(self, e: Any) -> Any:
+        """The equation on the devices. Only these take meshes of devices; in types, meshes stay abstract."""
+        changed = super().equation(e)
+        if e.primitive.name not in ("sharding_constraint", "jit", "pjit", "device_put"):
+            return changed
+        return changed.replace(params={name: self._leaves(value) for name, value in changed.params.items()})
+
+    def parameter(self, value: Any) -> Any:
+        """A parameter with the meshes of devices, and the jaxprs, in it changed."""
+        inner = getattr(value, "mesh", value)
+        if isinstance(inner, jax.sharding.Mesh) and not inner.empty:
+            return self.sharding(value) if isinstance(value, jax.sharding.NamedSharding) else self._mesh(inner)
+        return super().parameter(value)
+
+    def _leaves(self, value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self._leaves, value))
+        return self.sharding(value) if isinstance(value, jax.sharding.NamedSharding) else value
+
+    def sharding(self, given: Any) -> Any:
+        """A sharding on the devices; one without a mesh itself."""
+        if not isinstance(given, jax.sharding.NamedSharding) or given.mesh.empty:
+            return given
+        kind = given.memory_kind if is_in_host_space(given.memory_kind) else None  # else the default of the devices
+        return jax.sharding.NamedSharding(self._mesh(given.mesh), given.spec, memory_kind=kind)
+
+    def _mesh(self, mesh: Any) -> jax.sharding.Mesh:
+        """The mesh on these devices.
+
+        Raises:
+            MeshError: it has another number of devices.
+        """
+        if mesh not in self.meshes:
+            if mesh.size != len(self._devices):
+                raise MeshError(
+                    f"a sharding is over {mesh.size} devices, and the machine has {len(self._devices)}.",
+                    user_line(),
+                    got=f"mesh: {mesh}",
+                )
+            numbers = np.arange(mesh.size)
+            if isinstance(mesh, jax.sharding.Mesh):
+                numbers[np.argsort([d.id for d in mesh.devices.flat])] = np.arange(mesh.size)
+            devices = np.array(self._devices, dtype=object)[numbers].reshape(mesh.axis_sizes)
+            made = jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+            self.meshes |= {mesh: made, made: made}
+        return self.meshes[mesh]
 
 
 _as_written_p = _extend_core.Primitive("as_written")

@@ -28,6 +28,7 @@ class Compiler:
     """
 
     source: str  # the compiler, its version, and the source of its behaviour
+    platform: str  # ``jax.Device.platform`` of its devices
     # the kinds of collectives that it puts into one message with others (``combiner``)
     combines: tuple[str, ...] = ("all_reduce",)
     combined_bytes: int = 30 << 20  # the largest such message, in bytes of one device's operands
@@ -67,6 +68,7 @@ class Compiler:
 def _libtpu(*hides: str, schedules_read: bool = True) -> Compiler:
     return Compiler(
         "libtpu 0.0.42: schedules of compiled programs (benchmarks/overlap.py)",
+        "tpu",
         hides=hides,
         hides_beside_products=("all_gather",),
         fuses_epilogues=schedules_read,
@@ -79,9 +81,12 @@ def _libtpu(*hides: str, schedules_read: bool = True) -> Compiler:
 # By ``jax.Device.platform``; other platforms count as the CPU. ``combined_bytes`` is XLA's default of
 # ``xla_gpu_all_reduce_combine_threshold_bytes`` and of the related thresholds.
 COMPILERS = {
-    "cpu": Compiler("XLA:CPU of jaxlib 0.10.2: compiled programs (tests/device/test_cost.py)", multiplies_groups=True),
+    "cpu": Compiler(
+        "XLA:CPU of jaxlib 0.10.2: compiled programs (tests/device/test_cost.py)", "cpu", multiplies_groups=True
+    ),
     "gpu": Compiler(
         "XLA:GPU of jaxlib 0.11.2: programs compiled for H100 (benchmarks/fusions.py); what it combines: its source",
+        "gpu",
         combines=("all_reduce", "all_gather", "reduce_scatter"),
         fused_row=16_384,
         fuses_elementwise=True,

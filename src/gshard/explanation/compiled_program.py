@@ -19,6 +19,7 @@ from gshard.device.memory import MemoryTotals
 from gshard.explanation.places import Place
 from gshard.explanation.rows import ArrayRow
 from gshard.naming.argument_names import argument_names
+from gshard.xla.as_on_accelerators import as_on_accelerators
 from gshard.xla.dataflow import PRODUCTS, Array, Dataflow
 from gshard.xla.hlo_collectives import CompiledCollective, collectives_of, numbers_in
 from gshard.xla.hlo_parser import Instruction, Module, arrays_of, read_module
@@ -150,7 +151,12 @@ class CompiledProgram:
 
     @functools.cached_property
     def sent(self) -> tuple[CompiledCollective, ...]:
-        """Its collectives."""
+        """Its collectives; of a program for CPU as XLA for accelerators sends them."""
+        return self.sent_here if self.platform in ("gpu", "tpu") else as_on_accelerators(self.flow, self.sent_here)
+
+    @functools.cached_property
+    def sent_here(self) -> tuple[CompiledCollective, ...]:
+        """Its collectives as they are in it."""
         return collectives_of(self.module)
 
     @functools.cached_property

@@ -20,7 +20,7 @@ from gshard.naming.argument_names import ArrayName, common_name, equal_modules
 from gshard.naming.array_names import GRADIENT, UPDATE
 from gshard.xla.dataflow import Array
 from gshard.xla.hlo_collectives import CompiledCollective, pairs_of
-from gshard.xla.hlo_parser import ArrayType, Instruction, Origin, arrays_of, origin_of
+from gshard.xla.hlo_parser import ArrayType, Instruction, Origin, arrays_of, origin_of, type_bytes
 
 # The arrays that the collectives of a compiled program move, each with its name, its line and its reason.
 
@@ -29,7 +29,7 @@ REDUCTIONS = frozenset(("all_reduce", "reduce_scatter"))
 
 def moved_by(program: CompiledProgram) -> tuple[Moved, ...]:
     """The arrays that collectives move, in the order of the program."""
-    parts = [_Part(program, sent, i) for sent in program.sent for i in range(max(1, len(sent.itself.operands)))]
+    parts = [_Part(program, sent, i, type_) for sent in program.sent for i, type_ in sent.arrays]
     folded = equal_modules((part.origin.module, part.origin.operation) for part in parts)
     return tuple(_moved(part, folded) for part in parts)
 
@@ -41,6 +41,7 @@ class _Part:
     program: CompiledProgram
     sent: CompiledCollective
     number: int
+    type: str
 
     @property
     def operand(self) -> Array | None:
@@ -132,18 +133,17 @@ class _Part:
 
 
 def _moved(part: _Part, folded: Mapping[str, str]) -> Moved:
-    program, sent, i = part.program, part.sent, part.number
-    computation, place, module, why = program.module.computations[sent.inside], part.place, part.origin.module, part.why
-    operands = [computation.instructions[o] for o in sent.itself.operands if o in computation.instructions]
-    types = [arrays_of(o.type) for o in operands] or [arrays_of(sent.itself.literal or sent.itself.type)]
-    until = [0, *itertools.accumulate(sum(a.bytes for a in own) for own in types)]
+    program, sent, place, module, why = part.program, part.sent, part.place, part.origin.module, part.why
+    i = [number for number, _ in sent.arrays].index(part.number)
+    until = [0, *itertools.accumulate(type_bytes(text) for _, text in sent.arrays)]
     begin, end = (round(sent.total_bytes * n / until[-1]) if until[-1] else 0 for n in until[i : i + 2])
+    moved = arrays_of(part.type)
     return Moved(
         kind=sent.kind, axes=axes_text(program, sent), times=sent.executions, bytes=end - begin,
-        shape=str(types[i][0] if types[i] else ArrayType("token", (), 0, False)),
+        shape=str(moved[0] if moved else ArrayType("token", (), 0, False)),
         line="" if place is None else f"{place.path.rpartition('/')[2]}:{place.line}", cause=place,
         array=part.name, module=ArrayName(module, folded.get(module, module)), why=ArrayName(why, why),
-        exact=sent.exact, source=sent, key=id(sent.itself),
+        exact=sent.exact, source=sent, key=sent.key,
     )  # fmt: skip
 
 
@@ -178,7 +178,21 @@ def axes_text(program: CompiledProgram, sent: CompiledCollective) -> str:
     return f"{{{listed}}}"
 
 
-# Whole arrays: what every device of a compiled program holds whole.
+# Lists: how collectives of a program for CPU are counted, and what every device holds whole.
+
+
+def counted_listed(program: CompiledProgram, instead: Sequence[str]) -> Listed:
+    """How collectives are counted that are not counted as they are in a program for CPU, and further lines."""
+    here = {id(one.itself): one for one in program.sent_here}
+    narrow = sum(one.executions for one in program.sent if not {*one.arrays} <= {*here[id(one.itself)].arrays})
+    cut = sum(one.executions for one in program.sent if one.kind != here[id(one.itself)].kind)
+    lines = [
+        f"{narrow} collectives in the narrow dtypes of the program, which XLA for CPU widens" if narrow else "",
+        f"{cut} all-reduces as reduce_scatter, because each device reads a slice of its own" if cut else "",
+        f"XLA for CPU itself sends {format_bytes(sum(one.total_bytes for one in program.sent_here))}",
+    ]
+    counted = [line for line in lines if line] if narrow or cut else []
+    return Listed("counted", "compiled for CPU, counted as XLA for GPUs and TPUs sends it", (*counted, *instead))
 
 
 def whole_arguments(program: CompiledProgram) -> list[CompiledArgument]:

@@ -26,7 +26,7 @@ from gshard.core.paths import path_of
 from gshard.core.time_budget import Progress
 from gshard.device.cost import CallTotals, Run
 from gshard.device.fusion_model import COLLECTIVE, FUSED, OPERATOR
-from gshard.device.machine import COMPILERS, Machine, MachineError
+from gshard.device.machine import Machine, MachineError
 from gshard.device.network import groups, permutation_seconds, seconds, seconds_among
 from gshard.explanation.compiled_program import (
     CompiledArgument,
@@ -37,6 +37,7 @@ from gshard.explanation.compiled_program import (
 )
 from gshard.explanation.compiled_rows import (
     atoms_of,
+    counted_listed,
     moved_by,
     whole_arguments,
     whole_arguments_listed,
@@ -90,7 +91,7 @@ class CompiledCost(CallTotals):
         return sum(k.work.products * k.times for k in self.kernels if k.work is not None)
 
 
-def _network_seconds(program: CompiledProgram, sent: CompiledCollective, size: int, machine: Machine) -> float:
+def _network_seconds(program: CompiledProgram, machine: Machine, sent: CompiledCollective, size: int) -> float:
     """Seconds of one run of a collective whose operands have these bytes, by the links of its groups."""
     mesh = program.mesh
     # A ragged exchange is priced as a full one, and a broadcast as a gather.
@@ -109,7 +110,7 @@ def _network_seconds(program: CompiledProgram, sent: CompiledCollective, size: i
 # Source.
 
 # What JAX and XLA raise for a program with a sharding that they do not support, or that jax.jit was given otherwise.
-_REFUSED = (jax.errors.JaxRuntimeError, ValueError, TypeError, NotImplementedError)
+REFUSED = (jax.errors.JaxRuntimeError, ValueError, TypeError, NotImplementedError)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -130,7 +131,7 @@ class CompiledAgain:
         jaxpr = self.traced()
         try:
             return self.instead(changed(jaxpr), specs)
-        except _REFUSED:
+        except REFUSED:
             return None
 
 
@@ -141,6 +142,7 @@ class CompiledSource:
     program: CompiledProgram  # what was read
     # what compiles the function again, with other shardings or constraints; None for a program compiled elsewhere
     again: CompiledAgain | None = None
+    not_for: tuple[str, ...] = ()  # why it is not compiled for the machine that was named, and what to do
 
     @property
     def name(self) -> str:
@@ -178,7 +180,8 @@ class CompiledSource:
     @functools.cached_property
     def lists(self) -> tuple[Listed, ...]:
         """The lists of lines; some may be empty."""
-        return (whole_arguments_listed(whole_arguments(self.program)),)
+        whole = whole_arguments_listed(whole_arguments(self.program))
+        return counted_listed(self.program, self.not_for), whole
 
     jax: ClassVar[str] = ""  # what traced it: a text does not tell
 
@@ -193,7 +196,8 @@ class CompiledSource:
                 f"{machine.name} has {machine.size} devices, and the program runs on {program.mesh.size}.",
                 got=f"mesh: {program.mesh}",
             )
-        call = elapsed(program.module, machine, lambda sent, size: _network_seconds(program, sent, size, machine))
+        network = functools.partial(_network_seconds, program, machine)
+        call = elapsed(program.module, machine, network, program.sent)
         kernels = tuple(row for row in call.kernels() if isinstance(row, Ran))
         unknown = {
             row.made.attributes.partition('custom_call_target="')[2].partition('"')[0]
@@ -212,12 +216,12 @@ class CompiledSource:
             sent, kind = k.collective, k.kind
             name, made = (self._called(k.made), k.made) if sent is None else (sent.kind, sent.itself)
             result = arrays_of(made.type)
-            place = self._line_near(k.computation, k.made) if sent is None else first.get(id(sent.itself))
+            place = self._line_near(k.computation, k.made) if sent is None else first.get(sent.key)
             if kind == COLLECTIVE and sent is not None:
                 kind = sent.kind
             elif kind == OPERATOR and k.made.opcode.startswith("fusion"):
                 kind = FUSED
-            key = None if sent is None else id(sent.itself)
+            key = None if sent is None else sent.key
             rows.append(TimedKernel(k, f"{name} {result[0]}" if result else name, kind, place, key))
         return tuple(rows)
 
@@ -258,7 +262,7 @@ class CompiledSource:
 
     def _compiled_for_others(self, machine: Machine) -> str:
         platform = self.program.platform
-        if not platform or machine.compiler == COMPILERS.get(platform, machine.compiler):
+        if platform in ("", machine.compiler.platform):
             return ""
         return (
             f"XLA compiled this program for {platform}. For {machine.kind or machine.name} it fuses and combines "

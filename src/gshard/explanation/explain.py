@@ -449,11 +449,12 @@ def read_compiled(
 ) -> Explanation:
     """Explains what JAX compiled; other arguments as for ``source_of``.
 
-    The default machine are the devices for which it was compiled, if gshard has a model of them.
+    The default machine are the devices for which it was compiled, if gshard has a model of them; none for CPUs, which
+    mostly stand for other devices.
     """
     source = source_of(compiled, mesh, out_tree, names)
     on = source.mesh
-    if machine is None and on.devices is not None and kind_of_devices(on) is not None:
+    if machine is None and on.devices is not None and kind_of_devices(on) not in (None, "cpu"):
         machine = machine_of(on)
     return Explanation(source, None if machine is None else Machine.read(machine, on.size))
 

@@ -37,8 +37,8 @@ from gshard.planning.added_marks import spec_of_cut, with_marks
 from gshard.planning.demands import by_axes
 from gshard.rewrite.rewrites import TRACE
 from gshard.search.as_marks import FoundMark
+from gshard.xla.described import described_mesh
 from gshard.xla.peer import xla_function
-from gshard.xla.tpu import topology_mesh
 
 NEAR = 1.05  # of the plan's bytes, and of its products: what XLA may take and is taken to follow the plan
 _NO_HELP = frozenset(row.name for row in TRACE if not row.helps_xla)
@@ -308,7 +308,7 @@ def exported_plan(found: SearchResult) -> ExportedPlan:
             user_line(),
             hint="Run it by gshard.jit(f, mesh=found.mesh, plan=found.plan), or return the new values instead.",
         )
-    on = topology_mesh(machine) if mesh.devices is None and machine.topology else mesh.on_first_devices()
+    on = described_mesh(machine) if mesh.devices is None and machine.topology else mesh.on_first_devices()
     made = ExportedPlan(found, found.explain().spmd, dataclasses.replace(mesh, devices=on.devices, made_from=None))
     for way, constraints in _ways_to_try(made):
         made._try(way, constraints)

@@ -85,7 +85,7 @@ class Dataflow:
                 array = known
                 break
             seen[array] = None
-            before = self._before(array)
+            before = self.before(array)
             if before is None:
                 break
             array = before
@@ -108,7 +108,7 @@ class Dataflow:
 
     def readers(self, array: Array) -> Iterator[tuple[str, Instruction]]:
         """What computes with an array, nearest first, with the computation it is in; copies and cuts are passed."""
-        for computation, made, _ in self._walk(array, MOVES):
+        for computation, made, _ in self.walk(array, MOVES):
             if not is_move(made):
                 yield computation, made
 
@@ -117,14 +117,14 @@ class Dataflow:
         results: set[int] = set()
         beside: set[int] = set()
         through = MOVES | ELEMENTWISE | frozenset(_CARRIED)
-        for computation, made, element in self._walk(array, through):
+        for computation, made, element in self.walk(array, through):
             if computation == self.module.entry and made.name == self.module.computations[computation].root:
                 results.add(0 if element is None else element)
             elif made.opcode in ELEMENTWISE:
                 beside.update(*(self.arguments(Array(computation, operand)) for operand in made.operands))
         return Reach(frozenset(results), frozenset(beside))
 
-    def _before(self, array: Array) -> Array | None:
+    def before(self, array: Array) -> Array | None:
         """The array that this one is a copy or a part of, one step back; None if it is computed."""
         made = self.made(array)
         if made is None:
@@ -180,8 +180,13 @@ class Dataflow:
         state = body.instructions[carried.operands[0]]
         return Array(outer, loop.operands[0], element) if state.opcode == "parameter" else None
 
-    def _walk(self, array: Array, through: Collection[str]) -> Iterator[tuple[str, Instruction, int | None]]:
-        """What reads an array, and what reads the results of ``through``; of a tuple as a result its element."""
+    def walk(
+        self, array: Array, through: Collection[str], stops: Collection[str] = ()
+    ) -> Iterator[tuple[str, Instruction, int | None]]:
+        """What reads an array, and the results of moves and of ``through``; of a tuple as a result its element.
+
+        What reads the results of ``stops`` is left out.
+        """
         waiting, seen = deque([array]), {array}
         while waiting and len(seen) < 4000:  # what is further away names nothing
             at = waiting.popleft()
@@ -193,7 +198,7 @@ class Dataflow:
                 following += self._returned(at)
             for user in self._users[at.computation].get(at.name, ()):
                 follows = list(self._into(at, user))
-                if user.opcode in through or is_move(user):
+                if user.opcode not in stops and (user.opcode in through or is_move(user)):
                     yield at.computation, user, None
                     # An instruction with several operands makes an element of its result of each.
                     moves_several = len(user.operands) > 1 and user.type.startswith("(")

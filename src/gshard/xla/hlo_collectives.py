@@ -62,6 +62,14 @@ class CompiledCollective:
     ends: Instruction  # and the one with which it ends; the same for one that stops everything
     inside: str  # the computation that lists the collective itself;
     itself: Instruction  # and the collective
+    arrays: tuple[
+        tuple[int, str], ...
+    ]  # the numbers of the operands that it moves, and the types in which it moves them
+
+    @property
+    def key(self) -> int:
+        """A number that it shares with its other runs in the program."""
+        return hash((id(self.itself), self.kind))
 
     @property
     def is_asynchronous(self) -> bool:
@@ -132,10 +140,13 @@ def sent_in(module: Module, name: str, times: int = 1, exact: bool = True) -> li
         if channel not in seen:
             ends = last.get(channel) or done.get(made.name) or made
             kind, operand, size, moved, groups = _read(module, inside, itself)
+            made_here = module.computations[inside].instructions
+            types = [made_here[o].type for o in itself.operands if o in made_here]
+            arrays = tuple(enumerate(types)) or ((0, itself.literal or itself.type),)
             found.append(
                 CompiledCollective(
                     kind, operand, size, moved, times, exact, module.line_of(itself), groups, name, made, ends,
-                    inside, itself,
+                    inside, itself, arrays,
                 )
             )  # fmt: skip
         seen |= {channel} if channel else set()

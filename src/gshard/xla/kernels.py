@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from gshard.device.machine import Machine
 from gshard.device.memory import MemoryTotals
 from gshard.device.roofline import roofline
 from gshard.xla.dataflow import ELEMENTWISE
-from gshard.xla.hlo_collectives import OPCODE, CompiledCollective, sent_in
+from gshard.xla.hlo_collectives import OPCODE, CompiledCollective
 from gshard.xla.hlo_parser import Computation, Instruction, Module, arrays_of, trip_count
 
 # Take no time of their own: names for what is there, or the other half of what started before.
@@ -205,9 +205,12 @@ Network = Callable[[CompiledCollective, int], float]
 """The seconds of one run of a collective, if its operands have so many bytes."""
 
 
-def elapsed(module: Module, machine: Machine, network: Network) -> Run:
-    """One call of a program in time."""
-    return _Clock(module, machine, network).run(module.entry, 1) if module.entry else Run(0.0)
+def elapsed(module: Module, machine: Machine, network: Network, sent: Sequence[CompiledCollective]) -> Run:
+    """One call of a program with these collectives in time."""
+    of: dict[str, dict[int, CompiledCollective]] = {}  # a computation that runs in several places has them once
+    for one in sent:
+        of.setdefault(one.computation, {})[one.key] = one
+    return _Clock(module, machine, network, of).run(module.entry, 1) if module.entry else Run(0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,13 +220,14 @@ class _Clock:
     module: Module
     machine: Machine
     network: Network
+    sent: Mapping[str, Mapping[int, CompiledCollective]]  # by computation
 
     def run(self, name: str, times: int) -> Run:
         """One computation, which runs so often in a call."""
         computation = self.module.computations[name]
         starts: dict[str, list[CompiledCollective]] = {}
         ends: dict[str, list[CompiledCollective]] = {}
-        for sent in sent_in(self.module, name, times, True):
+        for sent in self.sent.get(name, {}).values():
             starts.setdefault(sent.made.name, []).append(sent)
             ends.setdefault(sent.ends.name, []).append(sent)
         run: list[tuple[Ran | Loop | None, Step]] = []  # what each step is; None for the end of a collective
