@@ -6,7 +6,12 @@ argument (a weight, its gradient), whether the rows add up to the bytes of the t
 schedule over those that the compiler reports (on CPU: a TPU keeps those of so small programs on the chip), the number
 of equations, and the seconds that compiling, explaining and writing the page take (processor time).
 
+With --against, each step is also compiled for another machine, which need not exist: "sends" are its bytes over those
+that gshard counts of the program for CPU, and "rows" the share of them in rows (kind and axes) that differ by 5 % at
+most.
+
     python benchmarks/explained_by_xla.py                      compiled for 8 CPU devices
+    python benchmarks/explained_by_xla.py --against h100:1x8   the counts, beside XLA:GPU's (pip install "jax[cuda13]")
     python benchmarks/explained_by_xla.py --topology v5e:2x4   by libtpu, without a TPU (pip install libtpu)
 """
 
@@ -18,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,10 +39,10 @@ import gshard
 from gshard.core.jax_adapter import sub_jaxprs
 from gshard.device.machine import Machine
 from gshard.xla.described import described_mesh
-from gshard.xla.hlo_collectives import collectives
 from steps import STEPS, Step
 
 WANTED = 0.98
+NEAR = 0.05  # bytes that count as the same
 
 
 def equations_in(jaxpr: Any) -> int:
@@ -60,7 +66,7 @@ def explained(step: Step, devices: Sequence[Any] | None, machine: str | None) ->
     with tempfile.TemporaryDirectory() as folder:
         found.html(Path(folder) / "page.html")
     paging = time.process_time() - began
-    sent = sum(c.total_bytes for c in collectives(compiled.as_text()))
+    sent = sum(c.total_bytes for c in found.source.program.sent)
     rows = sum(row.bytes for row in found.collectives)
     program = found.source.program
     arguments = [a.short.text for a in program.arguments]
@@ -82,13 +88,35 @@ def explained(step: Step, devices: Sequence[Any] | None, machine: str | None) ->
     }
 
 
+def against(step: Step, machine: str) -> tuple[float, float]:
+    """The bytes of the program for a machine over those counted for CPU, and the share of them in rows that agree."""
+    f = jax.jit(step.function(), out_shardings=step.results(), donate_argnums=0)
+    here, there = (gshard.explain(f, *step.arguments(), machine=name) for name in (None, machine))
+    assert there.source.program.platform != "cpu", there.lists["counted"]
+    sent: list[Counter[tuple[str, str]]] = [Counter(), Counter()]
+    for rows, found in zip(sent, (here, there), strict=True):
+        for row in found.collectives:
+            rows[row.kind, row.axes] += row.bytes
+    agreed = sum(n for key, n in sent[1].items() if abs(sent[0][key] - n) <= NEAR * max(sent[0][key], n))
+    return there.total_bytes / here.total_bytes, agreed / there.total_bytes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--topology", help="of a TPU: v5e:2x4")
     parser.add_argument("--only", action="append", default=[], help="steps whose name contains this")
+    parser.add_argument("--against", help="a machine whose compiler is installed: h100:1x8")
     options = parser.parse_args()
     devices = described_mesh(Machine.of(options.topology)).devices if options.topology else None
     names = [name for name in STEPS if not options.only or any(text in name for text in options.only)]
+    if options.against:
+        ratios = {}
+        for name in names:
+            ratios[name] = against(STEPS[name], options.against)
+            print(f"{name:<28} sends {ratios[name][0]:.4f}  rows {ratios[name][1]:.1%}", flush=True)
+        off = [abs(ratio - 1) for ratio, _ in ratios.values()]
+        print(f"{len(off)} steps, jax {jax.__version__}, {options.against}: {sum(x <= NEAR for x in off)} within 5 %")
+        return
     heads = (
         ("sent", 12),
         ("attributed", 10),

@@ -5,7 +5,7 @@ or written out, in float32 and bfloat16, recomputed or not, with fully sharded d
 and data parallelism, a pipeline, a split optimizer state, and accumulated gradients. Each goes through ``gshard.jit``
 and through ``jax.jit`` with the same constraints, argument and result shardings and donated state.
 
-Of both compiled programs: bytes that each device sends (``as_written.py``), messages (``hlo_collectives``), FLOPs that
+Of both compiled programs: bytes that each device sends (``gshard.explain``), messages (``hlo_collectives``), FLOPs that
 it executes (``tests/flops.py``), temporary memory (``memory_analysis``), and the CPU seconds that tracing, planning,
 partitioning and compiling take. Small steps also run: the losses of two steps are compared. With --h100 nothing runs
 and no FLOPs are counted; "alone" are the bytes beside which the schedule has no kernel.
@@ -35,15 +35,14 @@ os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={64 if TRUE_S
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("tests", "scripts")]
 
 import jax
-from as_written import bytes_sent
 from children import measured as measured_by_children
-from gpu_schedule import H100 as DEVICE
 from gpu_schedule import schedule
-from jax.experimental import topologies
 
 import flops
 import gshard
+from gshard.device.machine import Machine
 from gshard.xla import hlo_collectives
+from gshard.xla.described import described_mesh
 from steps import STEPS, TRUE_SIZES, Step
 
 SIDES = "ours", "xla"
@@ -70,7 +69,7 @@ def side_of(name: str, step: Step) -> dict[str, Any]:
     text = compiled.as_text()
     kinds = hlo_collectives.summary(hlo_collectives.collectives(text))
     found = {
-        "bytes": bytes_sent(text),
+        "bytes": gshard.explain(compiled.executable.compiled if name == "ours" else compiled).total_bytes,
         "bytes on CPU": sum(n for _, n in kinds.values()),
         "messages": sum(n for n, _ in kinds.values()),
         "temps": compiled.memory_analysis().temp_size_in_bytes,
@@ -96,8 +95,7 @@ def side_of(name: str, step: Step) -> dict[str, Any]:
 
 def described_devices() -> list[Any]:
     """As many H100 as the steps need, that no machine has: XLA compiles for them, with JAX's CUDA plugin."""
-    shape = "8x8x1" if TRUE_SIZE else "1x8x1"  # nodes, GPUs of a node
-    return list(topologies.get_topology_desc(platform="cuda", target_config=DEVICE, topology=shape).devices)
+    return list(described_mesh(Machine.of("h100:8x8" if TRUE_SIZE else "h100:1x8")).devices or ())
 
 
 def child(names: Sequence[str], steps: dict[str, Step]) -> None:

@@ -21,29 +21,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from gpu_step import FREE
-from jax.experimental import topologies
 from resumable import Asked, Found, answer
 
 import gshard
+from gshard.device.machine import Machine
 from gshard.tracing.trace import trace
 from gshard.xla import hlo_collectives
+from gshard.xla.described import described_mesh
 from gshard.xla.hlo_parser import Computation, Instruction, read_module
 from gshard.xla.peer import xla_function
 from gshard_m4.config import ModelChoice, TrainConfig
 from gshard_m4.step import initial_state, make_step
 
 OF_A_NODE = 8
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
-  clock_rate_ghz: 1.98 device_memory_size: 84929347584 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 12 } runtime_version { major: 13 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
 
 
 def devices_of(source: str, count: int) -> list[Any]:
@@ -55,7 +45,7 @@ def devices_of(source: str, count: int) -> list[Any]:
         jax.config.update("jax_mock_gpu_topology", shape)  # before the first use of a device; no environment variable
         found = jax.devices("gpu")
     elif source == "described":
-        found = topologies.get_topology_desc(platform="cuda", target_config=H100, topology=shape).devices
+        found = described_mesh(Machine.of(f"h100:{nodes}x{count // nodes}")).devices or ()
     else:
         found = jax.devices("cpu")
     if len(found) != count:

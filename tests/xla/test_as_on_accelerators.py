@@ -126,6 +126,6 @@ def test_what_is_counted_otherwise_is_listed():
     w, x = given(64, 32, spec=("a",), dtype=BF16), given(16, 64, spec=("a",), dtype=BF16)
     found = gshard.explain(jax.jit(gathered), x, w)
     here = 4 * found.total_bytes // 2  # in float32
-    assert found.lists["counted"][0].startswith("1 collectives in the narrow dtypes")
+    assert found.lists["counted"][0].startswith("1 collective in the program's narrower")
     assert f"itself sends {here / 1024:.1f} KiB" in found.lists["counted"][1]
     assert not gshard.explain(jax.jit(gathered), given(16, 64), given(64, 32, spec=("a",))).lists["counted"]

@@ -72,7 +72,9 @@ def explain(
             the mesh that ``gshard.jit`` was given, that of the shardings that ``jax.jit`` was given, the one that
             ``jax.set_mesh`` has set, or the one on which an argument is placed.
         machine: as for ``jit``: what the plan is made for. None takes that of a function from ``gshard.jit``, or the
-            devices of the mesh; by bytes if there is no model of them, and for CPUs and abstract meshes.
+            devices of the mesh; by bytes if there is no model of them, and for CPUs and abstract meshes. A function
+            from ``jax.jit`` is compiled for the machine, which need not exist, if its compiler is installed
+            (``pip install "jax[cuda13]"`` or ``libtpu``); else the program for the devices here is priced on it.
         memory_limit, plan: as for ``jit``. None takes those of a function from ``gshard.jit``.
         partitioner: ``"gshard"`` or ``"xla"``, which explains what XLA compiles. None takes XLA for a program that
             ``jax.jit`` traced, lowered or compiled, and for a function from ``jax.jit`` whose arguments are placed on

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from gshard.core.errors import counted
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import format_bytes
 from gshard.device.network import atoms_among
@@ -186,13 +187,18 @@ def counted_listed(program: CompiledProgram, instead: Sequence[str]) -> Listed:
     here = {id(one.itself): one for one in program.sent_here}
     narrow = sum(one.executions for one in program.sent if not {*one.arrays} <= {*here[id(one.itself)].arrays})
     cut = sum(one.executions for one in program.sent if one.kind != here[id(one.itself)].kind)
+    before, after = (
+        sum(one.executions * len(one.arrays) for one in all_) for all_ in (program.sent_here, program.sent)
+    )
+    if not (narrow or cut or before - after or instead):
+        return Listed("counted", "", ())
     lines = [
-        f"{narrow} collectives in the narrow dtypes of the program, which XLA for CPU widens" if narrow else "",
-        f"{cut} all-reduces as reduce_scatter, because each device reads a slice of its own" if cut else "",
+        f"{counted(narrow, 'collective')} in the program's narrower dtype, which XLA for CPU widens" if narrow else "",
+        f"{counted(cut, 'all-reduce')} as reduce_scatter: each device reads a slice of its own" if cut else "",
+        f"{counted(before - after, 'all-reduce')} left out: sums that are only added" if before - after else "",
         f"XLA for CPU itself sends {format_bytes(sum(one.total_bytes for one in program.sent_here))}",
     ]
-    counted = [line for line in lines if line] if narrow or cut else []
-    return Listed("counted", "compiled for CPU, counted as XLA for GPUs and TPUs sends it", (*counted, *instead))
+    return Listed("counted", "compiled for CPU, counted as XLA sends it on GPUs", (*filter(None, lines), *instead))
 
 
 def whole_arguments(program: CompiledProgram) -> list[CompiledArgument]:

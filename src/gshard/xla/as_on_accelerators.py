@@ -5,7 +5,8 @@ XLA for CPU differs from XLA for accelerators in three ways that change what a d
 - It converts bfloat16 to float32, and floats of 8 bits to float16, around collectives. The array was converted from
   such a dtype before the collective, or all that reads the result converts it to one first (XLA leaves out the first
   conversion where a product made the operand).
-- It leaves two all-reduces whose results are only added to each other. XLA for accelerators adds first.
+- It leaves two all-reduces whose results are only added to each other. XLA for accelerators adds first, except where a
+  scatter made an operand.
 - It leaves an all-reduce whole if each device reads a slice of its own of the result. XLA for accelerators makes a
   reduce-scatter of both, which sends half.
 """
@@ -81,7 +82,7 @@ def _added_first(flow: Dataflow, every: Sequence[_Moved]) -> list[_Moved]:
         pairs: dict[Any, list[int]] = {}
         for i, one in enumerate(kept):
             adds = list(_readers(flow, one.result, _CHANGES)) if one.sent.kind == "all_reduce" else []
-            if len(adds) == 1 and adds[0][1].opcode == "add" and _is_sum(flow, one.sent):
+            if len(adds) == 1 and adds[0][1].opcode == "add" and _is_plain_sum(flow, one):
                 (computation, made) = adds[0]
                 pairs.setdefault((computation, made.name, one.sent.groups, one.type), []).append(i)
         both = {i: Array(*key[:2]) for key, (i, *others) in pairs.items() if len(others) == 1}
@@ -95,10 +96,13 @@ def _added_first(flow: Dataflow, every: Sequence[_Moved]) -> list[_Moved]:
         ]
 
 
-def _is_sum(flow: Dataflow, sent: CompiledCollective) -> bool:
-    (body,) = sent.itself.called("to_apply") or ("",)
+def _is_plain_sum(flow: Dataflow, one: _Moved) -> bool:
+    """Whether an all-reduce adds, and no scatter made its operand: XLA for accelerators scatters into another sum."""
+    (body,) = one.sent.itself.called("to_apply") or ("",)
     computation = flow.module.computations.get(body)
-    return computation is not None and computation.instructions[computation.root].opcode == "add"
+    made = flow.made(flow.source(Array(one.sent.inside, one.sent.itself.operands[one.number])))
+    is_sum = computation is not None and computation.instructions[computation.root].opcode == "add"
+    return is_sum and (made is None or "scatter" not in made.op_name)
 
 
 # Dtypes: which one the program has where XLA for CPU has a wider one.

@@ -65,7 +65,8 @@ def described_mesh(machine: Machine) -> Mesh:
 
 def _description(machine: Machine) -> dict[str, str]:
     if machine.topology:
-        return {"platform": "tpu", "topology_name": machine.topology}
+        one_device = {"chip_config_name": "megacore"} if machine.kind == "v4" else {}  # of both cores of a chip
+        return {"platform": "tpu", "topology_name": machine.topology, **one_device}
     chip, kind = _GPUS[machine.kind], KINDS[machine.kind]
     config = _GPU.format(
         *chip, shared=chip[4] << 10, most=(chip[4] - 1) << 10, cache=chip[5] << 20,
