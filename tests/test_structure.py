@@ -276,10 +276,10 @@ WINGS = {
         comm.steps: identity
         emit.partition: partition
         explanation.compiled_program: CompiledArgument CompiledProgram
-        explanation.compiled_rows: atoms_apart axes_text whole_arguments_listed
+        explanation.compiled_rows: atoms_apart whole_arguments_listed
         explanation.compiled_source: CompiledSource
         explanation.explain: Explanation
-        explanation.rows: CollectiveRow collective_lines held_lines listed_lines
+        explanation.rows: CollectiveRow collective_lines held_lines listed_lines sent_by
         language.kernel_primitive: kernel_p
         language.region: Interpreter
         planning.settled: on_mesh

@@ -56,7 +56,10 @@ def _target(command: argparse.ArgumentParser, more: str = "") -> None:
 
 def _add_explain(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    _target(command, ", or a file with the text of a compiled program (also .gz)")
+    _target(
+        command, ", or a file with the text of a compiled program (also .gz); of two targets also what --json wrote"
+    )
+    add("after", nargs="?", help="another one, or --json of one: show what changed from the first to this one")
     add("--mesh", help="8 or data=4,model=2; they need not exist (default: the function's, that of --machine, or 8)")
     add("--machine", help=_MACHINES)
     add(
@@ -70,12 +73,7 @@ def _add_explain(command: argparse.ArgumentParser) -> None:
     add("--html", type=Path, metavar="page.html", help="write the report as one page")
     add("--json", type=Path, metavar="plan.json", help="write everything the page shows")
     add("--trace", type=Path, metavar="trace.json", help="write the modelled timeline of a call, for Perfetto")
-    add(
-        "--against",
-        metavar="before.json",
-        help="show what changed, line by line, since this --json was written; or 'xla': against XLA's own partitioner, "
-        "both compiled for CPU devices",
-    )
+    add("--against", choices=("xla",), help="show what XLA's own partitioner does otherwise, both compiled for CPUs")
     _why(command)
     add(
         "--seconds",
@@ -84,7 +82,6 @@ def _add_explain(command: argparse.ArgumentParser) -> None:
         help="how long to try marks that would lower what is sent, or for XLA's partitioner other shardings of "
         "arguments and sharding constraints inside, half of the time each (default: 10)",
     )
-    add("--fail-above", metavar="50MiB", help="fail if each device sends more bytes in one call")
     add(
         "--baseline", metavar="main.json", help="fail if bytes sent, FLOPs or memory grew since this --json was written"
     )
@@ -143,8 +140,7 @@ _COMMANDS = {
     "explain": (
         _add_explain,
         "how a function is partitioned, why, and what it costs",
-        "exit status: 0; 1 an error; 2 wrong options; 3 more than --fail-above or --baseline allows, or it "
-        "does not fit --machine",
+        "exit status: 0; 1 an error; 2 wrong options; 3 more than --baseline allows, or it does not fit --machine",
     ),
     "search": (
         _add_search,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -31,7 +32,7 @@ from gshard.api.export import export_plan
 from gshard.api.function_again import with_bound_arguments
 from gshard.api.jit import Jitted, jit
 from gshard.api.search import search
-from gshard.core.errors import LISTED, ArgumentError, GShardError, counted
+from gshard.core.errors import ArgumentError, GShardError, counted
 from gshard.core.jax_adapter import line_of_exception
 from gshard.core.mesh import Mesh
 from gshard.core.program import format_bytes
@@ -43,7 +44,7 @@ from gshard.explanation.report.data import NO_MACHINE
 from gshard.explanation.report.page import page
 from gshard.explanation.search_result import SearchResult
 from gshard.planning.saved_plan import SavedPlan
-from gshard.remat.rematerialise import MemoryLimitError, bytes_of
+from gshard.remat.rematerialise import MemoryLimitError
 
 # Named target: what a command line names: a function, its arguments and its mesh.
 #
@@ -214,7 +215,7 @@ def mesh_of(text: str) -> Mesh:
     raise TargetError(f"{text!r} is no mesh.", hint="Write 8 or data=4,model=2.")
 
 
-# Baselines: compares a program with a limit or with an earlier version (``gshard explain --baseline``).
+# Baselines: compares a program with an earlier version (``gshard explain --baseline``).
 
 _GROWTH = 1.01  # of FLOPs and memory: less is no change of the plan
 SIGNALLED = 128  # exit status after a signal, with its number added, as shells have it
@@ -236,14 +237,6 @@ def explanation_in(path: str) -> dict[str, Any]:
     return data
 
 
-def limit_of(text: str) -> int:
-    """A number of bytes: ``50MiB``, or 0."""
-    try:
-        return 0 if text.strip() in ("0", "0B") else bytes_of(text)
-    except MemoryLimitError as error:
-        raise TargetError(f"--fail-above {text} is no number of bytes.", hint="Write 50MiB, 1.5GB or 0.") from error
-
-
 def end_search(stopped: int | None, peak: int, limit: float) -> None:
     """Ends the command that searched: as a signal asks for, if one ended the search; else by what fits."""
     if stopped is not None:
@@ -258,27 +251,14 @@ def over_memory(peak: int, memory: float) -> str:
     return "" if peak <= memory else f"{does_not} {format_bytes(int(memory))}."
 
 
-def check(data: Mapping[str, Any], limit: int | None, baseline: Mapping[str, Any] | None, machine: str | None) -> None:
-    """Refuses a program beyond ``--fail-above`` or ``--baseline``, and one that does not fit ``--machine``."""
+def check(data: Mapping[str, Any], baseline: Mapping[str, Any] | None, machine: str | None) -> None:
+    """Refuses a program that does more than ``--baseline``, and one that does not fit ``--machine``."""
     failures = [
-        "" if limit is None else over_limit(data, limit),
         "" if baseline is None else over_baseline(baseline, data),
         "" if machine is None else over_memory(data["totals"]["peak"], data["machine"]["memory"]),
     ]
     if any(failures):
         raise CheckFailed("\n\n".join(filter(None, failures)))
-
-
-def over_limit(data: Mapping[str, Any], limit: int) -> str:
-    """The lines that send most, if each device sends more than so many bytes in one call; else nothing."""
-    total = data["totals"]["sent"]
-    if total <= limit:
-        return ""
-    most = sorted(data["lines"].items(), key=lambda pair: -pair[1][1])[:LISTED]
-    texts = {f"{f['name']}:{n}": text.strip() for f in data["files"] for n, text in f["lines"]}
-    sent = f"each device sends {format_bytes(total)} in one call of {data['name']}"
-    rows = [f"  {format_bytes(row[1]):>10}  {place}  {texts.get(place, '')}" for place, row in most if row[1]]
-    return "\n".join([f"{sent}, and --fail-above allows {format_bytes(limit)}. Most is sent by", *rows])
 
 
 def over_baseline(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
@@ -392,12 +372,11 @@ def _write(path: Path, text: str) -> None:
 
 
 def _explain(options: argparse.Namespace) -> None:
-    with_xla = options.against == "xla"
-    paths = (None if with_xla else options.against, options.baseline)
-    before, baseline = (None if path is None else explanation_in(path) for path in paths)
-    limit = None if options.fail_above is None else limit_of(options.fail_above)
-    found, took = _explained(options, with_xla)
-    against = found.against_xla(options.machine) if with_xla else None
+    baseline = None if options.baseline is None else explanation_in(options.baseline)
+    if options.after is not None:
+        return check(_compare(options), baseline, options.machine)
+    found, took = _explained(options, options.target)
+    against = found.against_xla(options.machine) if options.against else None
     reasons = _reasons(found, options)
     if options.trace:
         found.cost(options.machine)  # whatever is refused is refused before anything is printed
@@ -408,10 +387,29 @@ def _explain(options: argparse.Namespace) -> None:
         print(reason)
     if isinstance(found.source, CompiledSource) and found.source.again is not None:
         data["lists"] += _try_changes(found, options.seconds, took)
-    _write_data(options, data, against if before is None else difference(before, data))
+    _write_data(options, data, against)
     if options.trace:
         print(f"wrote {found.trace(options.trace, options.machine)}: open it in ui.perfetto.dev")
-    check(data, limit, baseline, options.machine)
+    check(data, baseline, options.machine)
+
+
+def _compare(options: argparse.Namespace) -> dict[str, Any]:
+    """Prints what changed from the first target to the second, and returns the data of the second."""
+    if given := [f"--{name}" for name in ("arg", "why", "trace", "against", "plan") if getattr(options, name)]:
+        raise ArgumentError(
+            f"{', '.join(given)}: these explain one target, and there are two.",
+            got=f"{options.target} {options.after}",
+            hint="Write what each explains with --json, and compare the files.",
+        )
+    targets = options.target, options.after
+    before, after = (
+        explanation_in(target)
+        if target.endswith(".json")
+        else _explained(options, target)[0].data(options.machine, 0.0)
+        for target in targets
+    )
+    _write_data(options, after, dataclasses.replace(difference(before, after), names=targets))
+    return after
 
 
 def _reasons(found: Explanation, options: argparse.Namespace) -> list[str]:
@@ -423,17 +421,18 @@ def _reasons(found: Explanation, options: argparse.Namespace) -> list[str]:
     return reasons
 
 
-def _explained(options: argparse.Namespace, with_xla: bool) -> tuple[Explanation, float]:
+def _explained(options: argparse.Namespace, target: str) -> tuple[Explanation, float]:
     """The explanation of what the command line names, and the seconds that it took."""
+    with_xla = options.against is not None
     names = ("machine", "partitioner", "memory_limit")
     how: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name)}
     how |= {"plan": SavedPlan.load(options.plan)} if options.plan else {}
-    f, arguments = Path(options.target), tuple[Any, ...]()
-    if options.target.endswith(".py") or not f.is_file():
+    f, arguments = Path(target), tuple[Any, ...]()
+    if target.endswith(".py") or not f.is_file():
         # XLA compiles for devices that exist.
-        f, arguments = _load(options, options.target, options.machine, force=with_xla, stages=STAGES)
+        f, arguments = _load(options, target, options.machine, force=with_xla, stages=STAGES)
     elif options.arg:
-        raise ArgumentError("a compiled program takes no --arg.", got=options.target)
+        raise ArgumentError("a compiled program takes no --arg.", got=target)
     if options.mesh:
         how["mesh"] = mesh_of(options.mesh)
     elif options.plan:

@@ -1,6 +1,11 @@
 """Explanations of plans that a search has found: other shardings, added and removed marks, pages."""
 
 import dataclasses
+import html.parser
+import re
+
+import jax
+import jax.numpy as jnp
 
 import gshard
 from search.test_search import EIGHT, RESIDUAL, free, shape, small, trained
@@ -31,6 +36,43 @@ def test_what_a_preset_found_is_said_in_marks_too():
     (mark,) = chosen.marks.marks
     assert mark.text == "gshard.shard(x, P('x', None))"
     assert chosen.marks.without > chosen.marks.seconds
+
+
+class Elements(html.parser.HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.frames = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.frames += [value for name, value in attrs if name == "srcdoc"]
+
+
+def test_notebooks_show_results_as_pages_or_text_and_load_nothing():
+    """Names of the user's are text, also in a page in a frame."""
+    hostile = "<script>alert(1)</script>"
+
+    def build(width=64):
+        def step(params, x):
+            return jax.grad(lambda p: jnp.mean(jnp.tanh(x @ p[hostile]) ** 2))(params)
+
+        return step, {hostile: shape(64, width)}, shape(64, 64)
+
+    found = gshard.search(*build(), mesh={"x": 8}, machine="h100:1x8")
+    options = {"mesh": {"x": 8}, "machine": "h100:1x8", "choices": {"width": [64]}}
+    configured = gshard.configure(build, **options)
+    framed = [found, configured, found.explain()]
+    as_text = [found.explain().verdict(seconds=0), gshard.stages.export_plan(found)]
+    for result in (*framed, *as_text):
+        shown = Elements(result._repr_html_())
+        assert shown.tags == (["iframe"] if result in framed else ["pre"])
+        assert hostile not in result._repr_html_()
+        for page in shown.frames:
+            assert hostile not in page
+            assert {"script", "style"} < set(Elements(page).tags)
+            assert not re.search(r"\ssrc=|<link|https?://(?!www.w3.org)|@import|url\(", page)
+    assert "1 configuration on h100" in Elements(configured._repr_html_()).frames[0]
 
 
 def test_a_page_tells_of_the_search(tmp_path):

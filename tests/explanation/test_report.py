@@ -234,12 +234,15 @@ def test_an_edited_line_is_the_same_line():
         at = next(n for n, text in enumerate(lines, 1) if text in texts)
         files = [{"name": "f.py", "lines": [list(pair) for pair in enumerate(lines, 1)]}]
         own = {
-            "totals": {"seconds": 1.0, "sent": 8 * at, "flops": 0, "peak": 1},
+            "totals": {"seconds": 1.0, "sent": 8 * at, "flops": 0, "peak": 1, "messages": 1},
+            "sent": {"all_gather": [1, 8 * at], "all_gather of x": [1, 8 * at]},
             "lines": {f"f.py:{at}": [1.0, 8 * at, 0]},
         }
-        sides.append({"format": 2, "name": "f", "files": files, **own})
-    (changed,) = difference(*sides).lines
+        sides.append({"format": 3, "name": "f", "files": files, **own})
+    found = difference(*sides)
+    (changed,) = found.lines
     assert (changed.place, changed.before.sent, changed.after.sent) == ("f.py:3", 16, 24)
+    assert [change.place for change in found.collectives] == ["all_gather", "all_gather of x"]
     (back,) = difference(*reversed(sides)).lines
     assert (back.place, back.more) == ("f.py:2", -8)
 

@@ -1,5 +1,6 @@
 """Reports name weights, gradients and modules; rows of equal layers are one, and nothing is lost in it."""
 
+import contextlib
 import functools
 
 import jax
@@ -177,24 +178,36 @@ def test_gradients_that_are_results_are_named_by_their_path_and_what_is_written_
     assert not any("gradient" in row.array.text for row in found.source.moved)
 
 
-def test_one_line_for_all_products_is_told_apart():
-    """As in a framework of the user's own: the line is the same for all of them."""
+@pytest.mark.parametrize("partitioner", ["gshard", "xla"])
+@pytest.mark.parametrize("scoped", [False, True])
+def test_one_line_for_all_products_is_told_apart(scoped, partitioner):
+    """As in a framework of the user's own: rows have the line that calls it, and the module of the scope or weight."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def at(*shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, jax.P(*spec)))
 
     def product(x, w):
         return x @ w
 
     def net(params, x):
-        x = gshard.split(x, 0, 8)
         for i, layer in enumerate(params):
-            with jax.named_scope(f"layer_{i}/mlp"):
-                x = product(jnp.tanh(product(x, split(layer["in"]))), split(layer["out"]))
-        return x
+            with jax.named_scope(f"layer_{i}/mlp") if scoped else contextlib.nullcontext():
+                h = jnp.tanh(product(x, layer["in"]))
+                x = x + jnp.tanh(product(h, layer["out"]))
+        return jnp.mean(x)
 
-    params = [{"in": f32(64, 128), "out": f32(128, 64)} for _ in range(2)]
-    found = gshard.explain(net, params, f32(4096, 64), mesh=MESH)
-    gathers = [(row.array, row.module, row.arrays) for row in found.collectives if row.kind == "all_gather"]
-    assert len({row.line for row in found.collectives}) == 1
-    assert sorted(gathers) == [("params/*/in", "layer_*/mlp", 2), ("params/*/out", "layer_*/mlp", 2)]
+    params = [{"in": at(64, 256, spec=("data", "model")), "out": at(256, 64, spec=("model", "data"))} for _ in range(2)]
+    found = gshard.explain(jax.jit(net), params, at(4096, 64, spec=("data",)), partitioner=partitioner)
+    line = product.__code__.co_firstlineno
+    first, second = (f"test_array_names.py:{line + i} via test_array_names.py:{line + 1}" for i in (6, 7))
+    module = "layer_*/mlp" if scoped else "params/*"
+    rows = {(row.kind, row.array): (row.module, row.arrays, row.line) for row in found.collectives}
+    if partitioner == "xla":  # gshard gathers the weights
+        assert rows["all_reduce", "dot_general"] == (module, 2, second)
+    assert rows["all_gather", "params/*/in"][1:] == (2, first)
+    assert rows["all_gather", "params/*/out"][1:] == (2, second)
+    assert {f"test_array_names.py:{line + i}" for i in (6, 7)} <= found.data(seconds=0)["lines"].keys()
 
 
 KEYS = st.one_of(

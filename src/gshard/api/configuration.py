@@ -17,6 +17,7 @@ from gshard.core.plan import Plan
 from gshard.core.program import format_bytes
 from gshard.device.cost import Cost
 from gshard.device.machine import Machine
+from gshard.explanation.report.page import InNotebooks, page
 from gshard.explanation.search_result import SearchResult
 from gshard.explanation.verdict import headline
 from gshard.planning.saved_plan import SavedPlan
@@ -139,7 +140,7 @@ _NONE = 1e-5  # a gap that counts as none, to the printed digits
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Configurations:
+class Configurations(InNotebooks):
     """The configurations that were found for a step, the best first.
 
     Attributes:
@@ -185,8 +186,14 @@ class Configurations:
         return "\n".join(_columns(lines))
 
     def html(self, path: str | Path) -> Path:
-        """Writes the report of the best plan as one page, as ``gshard.search`` does. Returns the path."""
-        return self.best.found.html(path)
+        """Writes the report of the best plan as one page, with what is known of the others. Returns the path."""
+        path = Path(path)
+        path.write_text(page(self._page_data()), "utf-8")
+        return path
+
+    def _page_data(self) -> dict[str, Any]:
+        data = self.best.found._page_data()
+        return data | {"searched": f"{self}\n\n{data['searched']}"}
 
     def __str__(self) -> str:
         best = self.best

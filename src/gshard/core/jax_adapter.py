@@ -45,6 +45,9 @@ for _folder in sorted(entry.name for entry in os.scandir(_PACKAGE) if entry.is_d
 _FOLDERS = tuple(os.path.join(os.path.abspath(folder), "") for folder in (os.path.dirname(jax.__file__), _PACKAGE))
 _LIBRARIES = re.compile(r"[/\\](site|dist)-packages[/\\](chex|einops|equinox|flax|haiku|jaxtyping|optax|penzai)[/\\]")
 
+Frame = tuple[str, int, str]
+"""A frame of a traceback: the path of the file, the line, and the function."""
+
 # JAX refuses to choose the sharding of a result, on a mesh with axes of type Explicit.
 ShardingTypeError = _core.ShardingTypeError
 
@@ -73,10 +76,20 @@ def is_of_jax_or_gshard(path: str) -> bool:
 
 
 @tabulated(64)
-def _user_frame(traceback: Any) -> Any:
-    """The innermost frame outside of JAX, gshard and the frameworks; a framework's frame if there is no other one."""
+def _user_frames(traceback: Any) -> list[Any]:
+    """The frames outside of JAX, gshard and the frameworks, innermost first; else the innermost of a framework."""
     frames = list(_source_info_util.user_frames(traceback))
-    return next((f for f in frames if not is_of_library(f.file_name)), frames[0] if frames else None)
+    return [f for f in frames if not is_of_library(f.file_name)] or frames[:1]
+
+
+def _user_frame(traceback: Any) -> Any:
+    return next(iter(_user_frames(traceback)), None)
+
+
+def user_frames(source_info: Any) -> tuple[Frame, ...]:
+    """The user's frames of an equation, innermost first; none if JAX kept none."""
+    frames = [] if source_info is None else _user_frames(source_info.traceback)
+    return tuple((f.file_name, f.start_line, f.function_name) for f in frames)
 
 
 def user_line(source_info: Any = None) -> str:

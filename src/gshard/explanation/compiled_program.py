@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 import sys
@@ -16,7 +17,7 @@ import numpy as np
 from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.mesh import Atoms, Mesh
 from gshard.device.memory import MemoryTotals
-from gshard.explanation.places import Place
+from gshard.explanation.places import Place, helpers_of, place_in
 from gshard.explanation.rows import ArrayRow
 from gshard.naming.argument_names import argument_names
 from gshard.xla.as_on_accelerators import as_on_accelerators
@@ -172,11 +173,7 @@ class CompiledProgram:
     @functools.cached_property
     def weights(self) -> frozenset[int]:
         """The arguments that products and look-ups read."""
-        return self._read_by(
-            lambda made: (
-                made.opcode in PRODUCTS or ("custom_call_target" in made.attributes and "dot" in made.attributes)
-            )
-        )
+        return self._read_by(_is_product)
 
     @functools.cached_property
     def differentiated(self) -> frozenset[int]:
@@ -196,8 +193,14 @@ class CompiledProgram:
 
     def place_of(self, made: Instruction) -> Place | None:
         """The user's line of an instruction; None if it does not tell."""
-        path, _, line = self.module.place_of(made).rpartition(":")
-        return Place(path, int(line)) if path and line.isdigit() else None
+        return place_in(self.module.frames_of(made), self._helpers)
+
+    @functools.cached_property
+    def _helpers(self) -> frozenset[tuple[str, str]]:
+        """The user's functions for layers, whose lines do not tell what is computed."""
+        inside = (computation.instructions.values() for computation in self.module.computations.values())
+        products = filter(_is_product, itertools.chain(*inside))
+        return helpers_of(map(self.module.frames_of, products), self.module.frames.values())
 
     @property
     def instructions(self) -> int:
@@ -213,6 +216,10 @@ class CompiledProgram:
     def peak(self) -> int:
         """The most bytes that a device holds."""
         return self.totals.peak
+
+
+def _is_product(made: Instruction) -> bool:
+    return made.opcode in PRODUCTS or ("custom_call_target" in made.attributes and "dot" in made.attributes)
 
 
 def read_program(

@@ -17,7 +17,7 @@ from gshard.device.network import atoms_among
 from gshard.explanation.compiled_program import CompiledArgument, CompiledProgram
 from gshard.explanation.places import Place
 from gshard.explanation.rows import Listed, Moved
-from gshard.naming.argument_names import ArrayName, common_name, equal_modules
+from gshard.naming.argument_names import ArrayName, common_name, equal_modules, module_of, names_a_module
 from gshard.naming.array_names import GRADIENT, UPDATE
 from gshard.xla.dataflow import Array
 from gshard.xla.hlo_collectives import CompiledCollective, pairs_of
@@ -97,7 +97,7 @@ class _Part:
 
     @property
     def name(self) -> ArrayName:
-        """What it is called: a weight by its path, ``gradient of`` one, or the operation that makes it."""
+        """What it is called: a weight by its path, or ``gradient of`` one; empty for another array."""
         program, origin, flow = self.program, self.origin, self.program.flow
         numbers = () if self.operand is None else flow.arguments(self.operand)
         if numbers and max(numbers) < len(program.arguments):
@@ -115,10 +115,23 @@ class _Part:
             named = sorted(r for r in reach.results if r < len(program.results))
             if named and origin.is_backward:
                 return ArrayName(program.results[named[0]], program.results[named[0]])
+        return ArrayName()
+
+    @property
+    def operation(self) -> str:
+        """The operation that makes it."""
         made = self.sent.itself if self.made is None else self.made
         operation = "" if self.made is None else origin_of(made.op_name).operation
-        text = (operation or origin.operation or made.opcode) + _phase(origin)
-        return ArrayName(text, text)
+        return (operation or self.origin.operation or made.opcode) + _phase(self.origin)
+
+    @property
+    def module(self) -> ArrayName:
+        """The module whose weight is an operand of what makes a reduced array, or of what reads another one."""
+        program, flow, at = self.program, self.program.flow, self.reader
+        if self.sent.kind in REDUCTIONS and self.operand is not None and self.made is not None:
+            at = flow.source(self.operand).computation, self.made
+        numbers = [flow.arguments(Array(at[0], operand)) for operand in at[1].operands] if at is not None else []
+        return module_of(program.arguments[n].short for some in numbers for n in some if n < len(program.arguments))
 
     @property
     def why(self) -> str:
@@ -134,7 +147,11 @@ class _Part:
 
 
 def _moved(part: _Part, folded: Mapping[str, str]) -> Moved:
-    program, sent, place, module, why = part.program, part.sent, part.place, part.origin.module, part.why
+    program, sent, place, why, scopes = part.program, part.sent, part.place, part.why, part.origin.module
+    name, module = part.name, ArrayName(scopes, folded.get(scopes, scopes))
+    if not name.text:
+        name = ArrayName(part.operation, part.operation)
+        module = module if names_a_module(scopes) else part.module if part.module.text else module
     i = [number for number, _ in sent.arrays].index(part.number)
     until = [0, *itertools.accumulate(type_bytes(text) for _, text in sent.arrays)]
     begin, end = (round(sent.total_bytes * n / until[-1]) if until[-1] else 0 for n in until[i : i + 2])
@@ -142,8 +159,7 @@ def _moved(part: _Part, folded: Mapping[str, str]) -> Moved:
     return Moved(
         kind=sent.kind, axes=axes_text(program, sent), times=sent.executions, bytes=end - begin,
         shape=str(moved[0] if moved else ArrayType("token", (), 0, False)),
-        line="" if place is None else f"{place.path.rpartition('/')[2]}:{place.line}", cause=place,
-        array=part.name, module=ArrayName(module, folded.get(module, module)), why=ArrayName(why, why),
+        line="" if place is None else place.text, cause=place, array=name, module=module, why=ArrayName(why, why),
         exact=sent.exact, source=sent, key=sent.key,
     )  # fmt: skip
 

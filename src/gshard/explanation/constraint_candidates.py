@@ -58,7 +58,8 @@ def _moved(
     row: CollectiveRow, by_place: Mapping[Expression, TracedExpression], devices: int
 ) -> Iterator[TracedExpression]:
     """The expressions whose value a collective may move."""
-    file, line, _ = row.moved[0].cause or ("", 0, "")
+    cause = row.moved[0].cause
+    file, line = ("", 0) if cause is None else cause.via or cause[:2]
     at = [e for p, e in by_place.items() if p.file == file and p.line <= line <= max(p.line, p.end_line)]
     read = [by_place[place] for e in at for place in e.reads if place in by_place]
     local = max(math.prod(arrays_of(row.shape)[0].shape), 1)

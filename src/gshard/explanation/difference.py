@@ -1,4 +1,4 @@
-"""Difference: compares two explanations, line by line of the source."""
+"""Difference: compares two explanations, by line of the source, and by collective."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gshard.core.number_text import format_ms, format_seconds, significant
 from gshard.core.program import format_bytes, format_flops
 from gshard.device.cost import CallTotals
 
-FORMAT = 2  # of the data that is compared; it is written into it
+FORMAT = 3  # of the data that is compared; it is written into it
 _ALIKE = 0.3  # files of two names with so much in common are one that was renamed
 _LIKE = 0.6  # a line that is similar to this degree was edited
 
@@ -29,6 +29,12 @@ class Figures:
     flops: int = 0  # operations
     seconds: float = 0.0  # of a call, as modelled; 0 without a machine
     peak: int = 0  # bytes that it holds at most; 0 of a line
+    messages: int = 0  # how many collectives run; 0 of a line
+
+    @property
+    def message(self) -> str:
+        """How many collectives run, and what each device sends in them."""
+        return f"x{self.messages} {format_bytes(self.sent)}" if self.messages else "none"
 
 
 def change_text(before: Figures | CallTotals, after: Figures | CallTotals) -> str:
@@ -47,9 +53,9 @@ def change_text(before: Figures | CallTotals, after: Figures | CallTotals) -> st
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LineChange:
-    """One line of the source."""
+    """One line of the source, or the collectives that move one array."""
 
-    place: str  # ``file:line``, after the change; before it, if the line is gone
+    place: str  # ``file:line``, after the change; before it, if the line is gone; or ``all_gather of params/up in mlp``
     text: str  # the line
     before: Figures  # before, after: its figures
     after: Figures
@@ -62,12 +68,14 @@ class LineChange:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Two explanations, line by line."""
+    """Two explanations, by line and by collective."""
 
     names: tuple[str, str]  # what they are of, before and after
     before: Figures  # before, after: the totals
     after: Figures
     lines: tuple[LineChange, ...]  # those whose figures changed, the largest changes in bytes first
+    # the kinds of collectives whose figures changed, and then what they move; the largest changes in bytes first
+    collectives: tuple[LineChange, ...]
 
     @property
     def worse(self) -> tuple[LineChange, ...]:
@@ -83,6 +91,7 @@ class Difference:
         a, b = self.before, self.after
         rows: list[tuple[str, Any, Any, Any]] = [
             ("sent by each device", a.sent, b.sent, format_bytes),
+            ("collectives in one call", a.messages, b.messages, str),
             ("FLOPs of a device", a.flops, b.flops, format_flops),
             ("peak memory of a device", a.peak, b.peak, format_bytes),
         ]
@@ -90,6 +99,11 @@ class Difference:
             rows.append(("modelled time of a call", a.seconds, b.seconds, format_ms))
         text = [f"{self.names[0]} -> {self.names[1]}"]
         text += [f"  {what:<24} {show(x):>12} -> {show(y):>12}  {_percent(x, y)}" for what, x, y, show in rows]
+        if self.collectives:
+            text += ["", "collectives (how many run, and the bytes that each device sends)"]
+            text += [f"  {c.before.message:>16} -> {c.after.message:<16} {c.place}" for c in self.collectives[:lines]]
+        if len(self.collectives) > lines:
+            text.append(f"  ... and {len(self.collectives) - lines} more rows")
         if not self.lines:
             return "\n".join([*text, "", "no line changed"])
         text += ["", "lines (bytes sent, FLOPs, time: after minus before)"]
@@ -130,15 +144,22 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> Differenc
         found = moved.get((name, int(number)), place if (name, int(number)) not in moved else None)
         earlier[found if found is not None else f"{place} (gone)"] = _figures(row)
     later = {place: _figures(row) for place, row in after["lines"].items()}
-    changed = [
-        LineChange(place, texts.get(place, ""), earlier.get(place, Figures()), b)
-        for place, b in {**dict.fromkeys(earlier, Figures()), **later}.items()
-        if earlier.get(place, Figures()) != b
-    ]
-    changed.sort(key=lambda line: (-abs(line.more), -abs(line.after.seconds - line.before.seconds), line.place))
-    totals = (data["totals"] for data in (before, after))
-    was, now = (Figures(t["sent"], t["flops"], t["seconds"], t["peak"]) for t in totals)
-    return Difference((str(before["name"]), str(after["name"])), was, now, tuple(changed))
+    sent, sends = ({of: Figures(size, messages=n) for of, (n, size) in d["sent"].items()} for d in (before, after))
+    collectives = sorted(_changes(sent, sends, {}), key=lambda change: " of " in change.place)
+    names_of = [field.name for field in dataclasses.fields(Figures)]
+    was, now = (Figures(*(data["totals"][name] for name in names_of)) for data in (before, after))
+    names = str(before["name"]), str(after["name"])
+    return Difference(names, was, now, tuple(_changes(earlier, later, texts)), tuple(collectives))
+
+
+def _changes(
+    before: Mapping[str, Figures], after: Mapping[str, Figures], texts: Mapping[str, str]
+) -> Sequence[LineChange]:
+    """What differs, the largest changes in bytes first."""
+    none = Figures()
+    every = (LineChange(p, texts.get(p, ""), before.get(p, none), after.get(p, none)) for p in {**before, **after})
+    changed = (line for line in every if line.before != line.after)
+    return sorted(changed, key=lambda c: (-abs(c.more), -abs(c.after.seconds - c.before.seconds), c.place))
 
 
 def _timed_alike(*sides: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -21,7 +21,7 @@ from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import format_bytes
-from gshard.core.spmd import SpmdProgram, by_kind
+from gshard.core.spmd import SpmdProgram
 from gshard.core.time_budget import TRIAL_SECONDS
 from gshard.device.cost import CallTotals
 from gshard.device.machine import Machine, MachineError, kind_of_devices, machine_of
@@ -29,7 +29,7 @@ from gshard.explanation.compiled_source import CompiledSource, source_of
 from gshard.explanation.difference import Difference, difference
 from gshard.explanation.plan_source import PlanSource
 from gshard.explanation.report.data import report_data
-from gshard.explanation.report.page import framed, page
+from gshard.explanation.report.page import InNotebooks, page
 from gshard.explanation.rows import (
     ArrayRow,
     CollectiveRow,
@@ -39,6 +39,7 @@ from gshard.explanation.rows import (
     held_lines,
     lines_of_parts,
     listed_lines,
+    sent_by,
     spent_by,
 )
 from gshard.explanation.timeline import timeline, trace_of
@@ -52,7 +53,7 @@ _Found = TypeVar("_Found")
 
 @without_our_frames_in_methods
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class Explanation:
+class Explanation(InNotebooks):
     """Everything ``explain`` found; print it, or read its rows.
 
     Attributes:
@@ -138,14 +139,16 @@ class Explanation:
     @property
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes that each device sends in one call, by kind of collective; the largest first."""
-        return dict(by_kind((one.kind, one.bytes) for one in self.source.moved).most_common())
+        return {kind: size for kind, (_, size) in sorted(self._by_kind.items(), key=lambda pair: -pair[1][1])}
 
     @property
     def times_by_kind(self) -> dict[str, int]:
         """How many collectives of each kind run in one call; one that moves several arrays counts once."""
-        return dict(
-            by_kind((one.kind, one.times) for one in {id(one.source): one for one in self.source.moved}.values())
-        )
+        return {kind: times for kind, (times, _) in self._by_kind.items()}
+
+    @functools.cached_property
+    def _by_kind(self) -> dict[str, tuple[int, int]]:
+        return sent_by((one.kind, one) for one in self.source.moved)
 
     @property
     def total_bytes(self) -> int:
@@ -288,11 +291,10 @@ class Explanation:
         made = trace_of(self.name, found.machine, timeline(found), self.source.kernels(found), row_of)
         return _write(path, json.dumps(made, separators=(",", ":"), allow_nan=False))
 
-    def _repr_html_(self) -> str | None:
-        """The report in a frame, for notebooks; None, which shows the text, where there is no model of the devices."""
+    def _page_data(self) -> dict[str, Any] | None:
         try:
-            return framed(self.data(), self.name)
-        except MachineError:
+            return self.data()
+        except MachineError:  # there is no model of the devices
             return None
 
     @with_tables

@@ -31,6 +31,7 @@ from gshard.device.fusion_model import PRODUCT
 from gshard.explanation.compiled_source import CompiledCost
 from gshard.explanation.difference import Difference, LineChange
 from gshard.explanation.explain import Explanation, read_compiled
+from gshard.explanation.report.page import InNotebooks
 from gshard.explanation.search_result import SearchResult
 from gshard.language.mark_primitive import mark_p
 from gshard.planning.added_marks import spec_of_cut, with_marks
@@ -63,7 +64,7 @@ class _Tried:
 
 @without_our_frames_in_methods
 @dataclasses.dataclass(frozen=True, eq=False)
-class ExportedPlan:
+class ExportedPlan(InNotebooks):
     """A plan for ``jax.jit``, and what XLA makes of it.
 
     Attributes:

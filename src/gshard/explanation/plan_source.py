@@ -7,12 +7,12 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 
 from gshard.core.errors import ArgumentError, MeshError, PlanError, counted, known_names, listed
-from gshard.core.jax_adapter import scan_counts, user_place
+from gshard.core.jax_adapter import Frame, scan_counts, user_frames
 from gshard.core.layout import Named
 from gshard.core.mark import text_of_spec
 from gshard.core.memory_kinds import is_host_kind, shape_in_memory
@@ -23,13 +23,13 @@ from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Equation, Program, Value, format_bytes, type_text
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.device.cost import Cost, KernelCost, cost, origins
-from gshard.device.fusion_model import COLLECTIVE, device_program
+from gshard.device.fusion_model import COLLECTIVE, device_program, is_product
 from gshard.device.machine import Machine, machine_of, unknown_devices
 from gshard.device.memory import held_at_peak
 from gshard.device.network import groups
 from gshard.emit.compile import compile_spmd, named_sharding
 from gshard.explanation.advice import advice
-from gshard.explanation.places import Place, Places
+from gshard.explanation.places import Place, Places, helpers_of, place_in
 from gshard.explanation.rows import (
     ArrayRow,
     CollectiveRow,
@@ -37,6 +37,9 @@ from gshard.explanation.rows import (
     Listed,
     Moved,
     TimedKernel,
+    collective_lines,
+    collective_rows,
+    sent_by,
 )
 from gshard.explanation.trials import trials
 from gshard.explanation.verdict import (
@@ -56,25 +59,15 @@ from gshard.explanation.warnings import (
 )
 from gshard.language.mark_primitive import bound_text
 from gshard.language.transfer import changes_memory
-from gshard.naming.argument_names import ArrayName
+from gshard.naming.argument_names import ArrayName, names_a_module
 from gshard.naming.array_names import ArrayNames
 from gshard.planning.demands import demands
 from gshard.xla.peer import xla_function
 
+_TO, _FROM = "to_host", "from_host"
 _SHOWN = 12  # names, or rows of what moves, in a list
 
 # Host memory: the arrays that a program keeps in host memory, and the transfers of a call.
-
-
-class Transfer(NamedTuple):
-    """A value of the per-device program that moves between device memory and host memory."""
-
-    to_host: bool  # whether it moves to the host, or from there
-    shape: str  # one device's part
-    array: str  # its name
-    line: str  # the user's source line
-    times: int  # number of runs in one call of the program; a loop with an unknown number of iterations counts once
-    bytes: int  # bytes that one device moves in all of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +76,10 @@ class HostMemory:
 
     arguments: tuple[int, int]  # bytes of the arguments there, whole and for each device
     results: tuple[int, int]  # the same of the results
-    transfers: tuple[Transfer, ...]  # what moves between the memory of a device and that of the host
+    # what moves from the memory of the host to that of a device (``from_host``), and back (``to_host``)
+    transfers: tuple[Moved, ...]
     # constraints that name the memory of the host; JAX and gshard read their shardings alone
     without_effect: tuple[str, ...] = ()
-
-    def moved(self, *, to_host: bool) -> int:
-        """Bytes that each device sends to the host in one call, or fetches from there."""
-        return sum(t.bytes for t in self.transfers if t.to_host == to_host)
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -100,36 +90,28 @@ class HostMemory:
             f"{what}: {format_bytes(whole)} in all, {format_bytes(local)} for each device"
             for what, (whole, local) in (("arguments", self.arguments), ("results", self.results))
         ]
-        fetched, sent = (format_bytes(self.moved(to_host=to_host)) for to_host in (False, True))
+        moved = sent_by((t.kind, t) for t in self.transfers)
+        fetched, sent = (format_bytes(moved.get(kind, (0, 0))[1]) for kind in (_FROM, _TO))
         lines.append(f"each device fetches {fetched} from the host and sends {sent} to it in one call")
-        times, moved = Counter[Transfer](), Counter[Transfer]()
-        for t in self.transfers:
-            row = t._replace(times=0, bytes=0)
-            times[row] += t.times
-            moved[row] += t.bytes
-        shown = moved.most_common(_SHOWN)
-        wide = max((len(row.array) for row, _ in shown), default=0)
-        for row, n in shown:
-            way = "to host" if row.to_host else "from host"
-            lines.append(
-                f"{way:<18} x{times[row]:<4} {format_bytes(n):>10}  {row.shape:<24} {row.array:<{wide}}  {row.line}"
-            )
-        if rest := moved.most_common()[_SHOWN:]:
-            lines.append(f"... and {len(rest)} more rows with {format_bytes(sum(n for _, n in rest))}")
+        lines += (line[2:] for line in collective_lines(collective_rows(self.transfers, {}), _SHOWN))
         return (*lines, *self.without_effect)
 
 
 def host_memory(spmd: SpmdProgram, names: ArrayNames) -> HostMemory:
     """Reads off a per-device program what it keeps on the host."""
-    program, block, transfers = spmd.program, spmd.program.block, list[Transfer]()
+    program, block, transfers = spmd.program, spmd.program.block, list[Moved]()
     if any(v.on_host for v in block.values()):
         inside = device_program(spmd).block
         own = ArrayNames.of_devices(inside, program, names)
         for e, times in inside.runs():
             if changes_memory(e) and isinstance(v := e.inputs[0], Value):
                 (result,) = e.outputs
-                name, size = own.array(v).alike, result.bytes * times
-                transfers.append(Transfer(result.on_host, type_text(result), name, e.line, times, size))
+                one = Moved(
+                    kind=_TO if result.on_host else _FROM, axes="host link", times=times, bytes=result.bytes * times,
+                    shape=type_text(result), line=e.line, cause=None, array=own.array(v), module=ArrayName(),
+                    why=ArrayName(e.name, e.name), source=e, key=id(e),
+                )  # fmt: skip
+                transfers.append(one)
     held = [
         [(v, s) for i, (v, s) in enumerate(zip(arrays, shardings, strict=True)) if is_host_kind(memory(i))]
         for arrays, shardings, memory in (
@@ -282,27 +264,24 @@ def rows_of_tensors(plan: Plan, names: ArrayNames, notes: Mapping[Value, str]) -
     )  # fmt: skip
 
 
-def place_of(e: Equation | None) -> Place | None:
-    """The user's line of an equation; None if JAX kept none."""
-    found = None if e is None else user_place(e.source_info)
-    return None if e is None or found is None else Place(*found, e.file)
-
-
 # Collectives: what each moves, and what it is called.
 
 
-def _moved(c: Collective, mesh: Mesh, names: ArrayNames) -> Moved:
+def _moved(c: Collective, cause: Place | None, mesh: Mesh, names: ArrayNames) -> Moved:
     """What a collective of a per-device program moves."""
     array, module, alike = names.moved(c), names.module(c.cause), c.why
     if names.is_named(c.value) and array.alike != array.text:  # else only its position tells a layer apart
         module = ArrayName(module.text, re.sub(r"\d+", "*", module.text))
         if c.cause is not None and c.cause.blocks:  # equal layers are different operands of a loop
             alike = re.sub(r"^(operand|result) \d+ of", r"\1 of", c.why)
+    if not names.is_named(c.value) and c.cause is not None and not names_a_module(module.text):
+        own = names.module_of_weight(c.cause)
+        module = own if own.text else module
     loops = ", which loops over the split dimension: split another" * _is_looped(c)
     return Moved(
-        kind=c.kind, axes=mesh.format_atoms(c.atoms), times=c.times, bytes=c.total_bytes, shape=c.shape, line=c.line,
-        cause=place_of(c.cause), array=array, module=module, why=ArrayName(c.why + loops, alike + loops), source=c,
-        key=id(c),
+        kind=c.kind, axes=mesh.format_atoms(c.atoms), times=c.times, bytes=c.total_bytes, shape=c.shape,
+        line=c.line if cause is None or cause.via is None else cause.text, cause=cause, array=array, module=module,
+        why=ArrayName(c.why + loops, alike + loops), source=c, key=id(c),
     )  # fmt: skip
 
 
@@ -368,7 +347,19 @@ class PlanSource:
     @functools.cached_property
     def moved(self) -> tuple[Moved, ...]:
         """The arrays that collectives move."""
-        return tuple(_moved(c, self.mesh, self.names) for c in self.spmd.collectives)
+        return tuple(_moved(c, self._place_of(c.cause), self.mesh, self.names) for c in self.spmd.collectives)
+
+    @functools.cached_property
+    def _helpers(self) -> frozenset[tuple[str, str]]:
+        """The user's functions for layers, whose lines do not tell what is computed."""
+        products, others = list[tuple[Frame, ...]](), list[tuple[Frame, ...]]()
+        for e in self.plan.program.block.walk():
+            (products if e.rule is not None and is_product(e.rule) else others).append(user_frames(e.source_info))
+        return helpers_of(products, others)
+
+    def _place_of(self, e: Equation | None) -> Place | None:
+        """The user's line of an equation; None if JAX kept none."""
+        return None if e is None else place_in(user_frames(e.source_info), self._helpers, e.file)
 
     @property
     def argument_bytes(self) -> tuple[int, int]:
@@ -424,16 +415,18 @@ class PlanSource:
         for k, c in zip(found.kernels, origins(self.spmd, found), strict=True):
             cause = k.equation if c is None or c.cause is None else c.cause
             kind, key = k.name if k.kind == COLLECTIVE else k.kind, None if c is None else id(c)
-            rows.append(TimedKernel(k, f"{k.name} {k.result}", kind, place_of(cause), key))
+            rows.append(TimedKernel(k, f"{k.name} {k.result}", kind, self._place_of(cause), key))
         return tuple(rows)
 
     def held(self, found: Cost) -> HeldRows:
         """What a device holds."""
         rows = held_at_peak(found.memory, found.program.block, self.plan.program, self.names)
-        alive = [(h.type, h.bytes, h.name, place_of(h.equation), h.count) for h in rows]
-        return HeldRows(
-            found.memory, "as modelled", found.memory.moments, lambda m: (m.equation.name, place_of(m.equation)), alive
-        )
+        alive = [(h.type, h.bytes, h.name, self._place_of(h.equation), h.count) for h in rows]
+
+        def named(moment: Any) -> tuple[str, Place | None]:
+            return moment.equation.name, self._place_of(moment.equation)
+
+        return HeldRows(found.memory, "as modelled", found.memory.moments, named, alive)
 
     def verdict(
         self, found: Cost, rows: Sequence[CollectiveRow], planned_for: Machine | None, seconds: float
@@ -457,7 +450,7 @@ class PlanSource:
         if c.value is not None and c.before is not None and c.after is not None:
             resharded = " → ".join(s.format(mesh, c.value.shape, c.value.dtype_name) for s in (c.before, c.after))
         return {
-            "atoms": c.atoms, "groups": groups(mesh, c.atoms), "emitted": places.of(place_of(c.emitted)),
+            "atoms": c.atoms, "groups": groups(mesh, c.atoms), "emitted": places.of(self._place_of(c.emitted)),
             "moved": resharded, "advice": advice(c, self.plan), "pairs": sorted(pairs), "over": over,
         }  # fmt: skip
 
@@ -468,7 +461,7 @@ class PlanSource:
         read: dict[Value, dict[str, None]] = {v: {} for v in plan.program.block.inputs}
         for e in plan.program.block.walk():
             for v in e.inputs:
-                if isinstance(v, Value) and v in read and (place := places.of(place_of(e))):
+                if isinstance(v, Value) and v in read and (place := places.of(self._place_of(e))):
                     read[v][place] = None
         rows = []
         for row in self.arrays:
@@ -478,7 +471,7 @@ class PlanSource:
                     source = plan.sources[v, d]
                     reasons.append((d, str(reason), *((-1, -1) if source is None else (number[source[0]], source[1]))))
             spec = plan.mesh.spec_of(dims) if row.is_argument else None
-            place = places.of(place_of(plan.program.producers.get(v)))
+            place = places.of(self._place_of(plan.program.producers.get(v)))
             rows.append({
                 "dtype": v.dtype_name, "shape": list(v.shape), "dims": list(map(list, dims)),
                 "spec": "" if spec is None else text_of_spec(spec), "place": place,

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from gshard.core.mesh import Mesh
 from gshard.core.number_text import format_seconds
@@ -16,6 +16,7 @@ from gshard.device.memory import MemoryTotals
 from gshard.explanation.places import Place
 from gshard.naming.argument_names import ArrayName, without_numbers
 
+_Key = TypeVar("_Key", bound=Hashable)
 HIDDEN = 0.005  # of the seconds of collectives: what passes beside kernels is not told if it is less
 
 
@@ -56,7 +57,7 @@ class Moved:
     times: int  # how often the collective runs in one call
     bytes: int  # what each device sends of the array in all these runs
     shape: str  # the local operand
-    line: str  # the user's source line; empty if the program does not tell
+    line: str  # the user's source line outside of helpers; empty if the program does not tell
     cause: Place | None  # the same line, with its path
     # what is moved: a weight by its path, ``gradient of`` one, or the operation that makes it
     array: ArrayName
@@ -123,6 +124,11 @@ class CollectiveRow:
     sharing: int  # how many rows have arrays in one of its collectives, if XLA combined some; 1 if no other row has
     moved: tuple[Moved, ...] = dataclasses.field(repr=False)  # what is moved, one by one
 
+    @property
+    def what(self) -> str:
+        """The kind, the array and the module: ``all_gather of params/w in mlp``."""
+        return f"{self.kind} of {self.array}{f' in {self.module}' if self.module else ''}"
+
 
 def collective_rows(moved: Sequence[Moved], spent: Spent) -> tuple[CollectiveRow, ...]:
     """The collectives, most bytes first; what differs in nothing but the layer is one row."""
@@ -147,6 +153,20 @@ def collective_rows(moved: Sequence[Moved], spent: Spent) -> tuple[CollectiveRow
         )  # fmt: skip
         rows.append(row)
     return tuple(sorted(rows, key=lambda row: -row.bytes))
+
+
+def sent_by(moved: Iterable[tuple[_Key, Moved]]) -> dict[_Key, tuple[int, int]]:
+    """For each key how many collectives run in one call, each of them counted once, and the bytes that a device sends.
+
+    Args:
+        moved: arrays that collectives move, each with its key.
+    """
+    times: dict[_Key, dict[int, int]] = {}
+    sizes = Counter[_Key]()
+    for key, one in moved:
+        times.setdefault(key, {})[id(one.source)] = one.times
+        sizes[key] += one.bytes
+    return {key: (sum(runs.values()), sizes[key]) for key, runs in times.items()}
 
 
 def spent_by(kernels: Iterable[TimedKernel]) -> Spent:
@@ -246,6 +266,6 @@ def held_lines(held: HeldRows, most: int) -> list[str]:
     sizes = f"{format_bytes(held.totals.peak)} at the peak, temporaries {format_bytes(held.totals.temporaries)}"
     lines = ["", f"memory of a device, {held.by}: {sizes}"]
     for kind, size, name, place, count in held.alive[:most]:
-        at = "" if place is None else f"  {place.file or place.path.rpartition('/')[2]}:{place.line}"
+        at = "" if place is None else f"  {place.text}"
         lines.append(f"  {format_bytes(size):>10}  {kind}{f' x{count}' if count > 1 else ''}  {name}{at}")
     return lines

@@ -26,7 +26,7 @@ from gshard.device.memory import held_at_peak
 from gshard.emit.partition import partition
 from gshard.explanation.explain import Explanation
 from gshard.explanation.plan_source import PlanSource, rows_of_tensors
-from gshard.explanation.report.page import page
+from gshard.explanation.report.page import InNotebooks, page
 from gshard.explanation.rows import array_lines
 from gshard.explanation.verdict import does_not_pay, headline
 from gshard.explanation.warnings import idle_devices
@@ -121,7 +121,7 @@ class FunctionSource:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class SearchResult:
+class SearchResult(InNotebooks):
     """The plan that was found for a function, and what is known of it.
 
     Attributes:
@@ -275,12 +275,13 @@ class SearchResult:
         Returns:
             the path.
         """
-        path, known = Path(path), [str(self)]
-        if "marks" in self.__dict__:  # they take a while
-            known.append(str(self.marks))
-        data = self.explain().data(self.cost.machine)
-        path.write_text(page({**data, "searched": "\n\n".join(known)}), "utf-8")
+        path = Path(path)
+        path.write_text(page(self._page_data()), "utf-8")
         return path
+
+    def _page_data(self) -> dict[str, Any]:
+        known = [str(self), *([str(self.marks)] if "marks" in self.__dict__ else [])]  # marks take a while
+        return self.explain().data(self.cost.machine) | {"searched": "\n\n".join(known)}
 
     def save(self, path: str | Path) -> None:
         """Writes the plan; ``gshard.jit(f, mesh=..., plan=gshard.SavedPlan.load(path))`` runs it, in any process."""

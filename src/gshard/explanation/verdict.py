@@ -15,6 +15,7 @@ from gshard.device.cost import MOST, WORTH, CallTotals, Cost, cost_of_kernels
 from gshard.device.fusion_model import PRODUCT, as_kernel, kernels_of
 from gshard.device.machine import Machine
 from gshard.device.roofline import dtype_of, repeats
+from gshard.explanation.report.page import InNotebooks
 from gshard.explanation.rows import HIDDEN, CollectiveRow
 from gshard.explanation.trials import Proposal, Trials
 from gshard.planning.objective import BY_BYTES
@@ -50,7 +51,7 @@ def headline(found: CallTotals) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class Verdict(InNotebooks):
     """What bounds one call of a program on a machine, as modelled."""
 
     cost: CallTotals  # what it was read from

@@ -21,7 +21,7 @@ from gshard.core.program import Block, Equation, Program, Value, type_text
 from gshard.core.rule import REDUCE
 from gshard.core.spmd import Collective
 from gshard.language.mark_primitive import steps_of_rounding
-from gshard.naming.argument_names import ArrayName, Path, argument_names, common_name, equal_layers
+from gshard.naming.argument_names import ArrayName, Path, argument_names, common_name, equal_layers, module_of
 
 GRADIENT, UPDATE = "gradient of ", "update of "
 
@@ -99,6 +99,10 @@ class ArrayNames:
         """The module of the model that contains an equation, from named scopes: ``decoder/layers_0/mlp``."""
         path = () if e is None else self._scopes.get(e) or scopes_of(e.source_info)
         return ArrayName("/".join(path), "/".join(self._equal_layers.get(path, path)))
+
+    def module_of_weight(self, e: Equation) -> ArrayName:
+        """The module whose weight is an operand of an equation; empty for none and for several."""
+        return module_of(self.array(v) for v in e.inputs if isinstance(v, Value) and v in self._roots)
 
     def _arguments_of(self, root: Value) -> tuple[Value, ...]:
         return self._joined.get(root, (root,))

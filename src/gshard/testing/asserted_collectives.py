@@ -22,10 +22,10 @@ from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.mesh import MeshLike
 from gshard.core.program import format_bytes
 from gshard.explanation.compiled_program import CompiledArgument, CompiledProgram
-from gshard.explanation.compiled_rows import atoms_apart, axes_text, whole_arguments_listed
+from gshard.explanation.compiled_rows import atoms_apart, whole_arguments_listed
 from gshard.explanation.compiled_source import CompiledSource
 from gshard.explanation.explain import Explanation
-from gshard.explanation.rows import CollectiveRow, collective_lines, held_lines, listed_lines
+from gshard.explanation.rows import CollectiveRow, collective_lines, held_lines, listed_lines, sent_by
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 from gshard.xla.hlo_collectives import KINDS, CompiledCollective, pairs_of
 
@@ -155,16 +155,13 @@ class Counted:
                 got=f"mesh: {found.mesh}",
                 hint=known_names(unknown[0], dict(found.mesh.axes)),
             )
-        counted = [sent for sent in program.sent if not over or crosses(program, sent, over)]
-        kept = {id(sent) for sent in counted}
-        numbers: Counter[tuple[str, bool]] = Counter()
-        for sent in counted:
-            for kind in (sent.kind, TOTAL):
-                numbers[kind, False] += sent.executions
-                numbers[kind, True] += sent.total_bytes
+        kept = {id(sent) for sent in program.sent if not over or crosses(program, sent, over)}
+        rows = [row for row in found.collectives if id(row.moved[0].source) in kept]
+        sent = sent_by((kind, one) for row in rows for kind in (row.kind, TOTAL) for one in row.moved)
+        numbers = Counter({(kind, bool(i)): pair[i] for kind, pair in sent.items() for i in (0, 1)})
         whole = [a for a in source_of(found).arrays if a.is_whole and found.mesh.size > 1]
         numbers[PEAK, True], numbers[WHOLE, True] = found.peak, max((a.local_bytes for a in whole), default=0)
-        return Counted([row for row in found.collectives if id(row.moved[0].source) in kept], whole, numbers)
+        return Counted(rows, whole, numbers)
 
 
 def crosses(program: CompiledProgram, sent: CompiledCollective, axes: Iterable[str]) -> bool:
@@ -385,19 +382,9 @@ class SentRecord:
     @staticmethod
     def of(found: Explanation) -> SentRecord:
         """Records a compiled program."""
-        runs: dict[Key, dict[CompiledCollective, int]] = {}
-        sizes: Counter[Key] = Counter()
-        for row in found.collectives:
-            key = as_recorded(row)
-            runs.setdefault(key, {}).update((one.source, one.times) for one in row.moved)
-            sizes[key] += row.bytes
-        rows = {key: (sum(times.values()), sizes[key]) for key, times in runs.items()}
+        every = [(as_recorded(row), one) for row in found.collectives for one in row.moved]
+        rows, sums = sent_by(every), sent_by((key[:2], one) for key, one in every)
         program = source_of(found).program
-        sums: dict[tuple[str, str], tuple[int, int]] = {}
-        for sent in program.sent:
-            where = sent.kind, _word(axes_text(program, sent))
-            times, size = sums.get(where, (0, 0))
-            sums[where] = times + sent.executions, size + sent.total_bytes
         mesh = _word(" ".join(f"{name}={size}" for name, size in found.mesh.axes))
         compiler = f"jax {jax.__version__}, {program.platform or 'unknown devices'}"
         return SentRecord(mesh, found.peak, rows, sums, compiler)

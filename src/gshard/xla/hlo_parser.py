@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from gshard.core.jax_adapter import is_of_library
+from gshard.core.jax_adapter import Frame, is_of_library
 
 BRANCHES = ("branch_computations", "true_computation", "false_computation")  # attributes that name computations
 _COMMENT = re.compile(r"/\*[^*]*\*/")
@@ -94,20 +94,20 @@ class Module:
     entry: str  # the name of the one that runs
     devices: int  # how many devices it runs on
     replicas: int  # how many replicas of the program these run, each on ``devices / replicas`` partitions
-    # the user's line, with the whole path of its file, by the number that instructions call ``stack_frame_id``
-    places: Mapping[int, str]
+    # the user's frames, innermost first, by the number that instructions call ``stack_frame_id``
+    frames: Mapping[int, tuple[Frame, ...]]
     header: str = ""  # the first line, with attributes of the module
 
-    def place_of(self, made: Instruction) -> str:
-        """The user's line of an instruction with the whole path of its file, or empty."""
+    def frames_of(self, made: Instruction) -> tuple[Frame, ...]:
+        """The user's frames of an instruction, innermost first; none if it does not tell."""
         if frame := re.search(r"\bstack_frame_id=(\d+)", made.attributes):
-            return self.places.get(int(frame[1]), "")
+            return self.frames.get(int(frame[1]), ())
         found = re.search(r'\bsource_file="([^"]*)".*?\bsource_line=(\d+)', made.attributes)
-        return f"{found[1]}:{found[2]}" if found else ""
+        return ((found[1], int(found[2]), ""),) if found else ()
 
     def line_of(self, made: Instruction) -> str:
         """The user's ``file:line`` of an instruction, or empty."""
-        return self.place_of(made).rpartition("/")[2]
+        return next((f"{path.rpartition('/')[2]}:{line}" for path, line, _ in self.frames_of(made)), "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def read_module(text: str) -> Module:
     top = text.split("\n", 1)[0]
     counts = (re.search(rf"\b{key}=(\d+)", top) for key in ("replica_count", "num_partitions"))
     replicas, partitions = (int(c[1]) if c else 1 for c in counts)
-    return Module(computations, entry, replicas * partitions, replicas, _read_places(text), top)
+    return Module(computations, entry, replicas * partitions, replicas, _read_frames(text), top)
 
 
 def _read_instruction(name: str, text: str) -> Instruction:
@@ -195,28 +195,33 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def _read_places(text: str) -> dict[int, str]:
-    """The line to name for each stack frame: the innermost one outside of libraries, else the innermost one.
+def _read_frames(text: str) -> dict[int, tuple[Frame, ...]]:
+    """For each stack frame those from there outward that are outside of libraries, else itself.
 
     JAX leaves its own frames out. A frame names a line and its parent, the frame of the caller. XLA prints the number
     of the parent plus one, and 1 where there is none.
     """
-    files = {int(i): path for i, path in re.findall(r'^(\d+) "([^"\n]*)"$', _section(text, "FileNames"), re.M)}
-    places = re.findall(r"^(\d+) \{file_name_id=(\d+).*?\bline=(\d+)", _section(text, "FileLocations"), re.M)
-    lines = {int(i): (files.get(int(f), ""), line) for i, f, line in places}
+    files, functions = (
+        {int(i): name for i, name in re.findall(r'^(\d+) "([^"\n]*)"$', _section(text, title), re.M)}
+        for title in ("FileNames", "FunctionNames")
+    )
+    row = r"^(\d+) \{file_name_id=(\d+)(?: function_name_id=(\d+))?.*?\bline=(\d+)"
+    rows = (map(int, (n or 0 for n in found)) for found in re.findall(row, _section(text, "FileLocations"), re.M))
+    lines = {i: (files[file], line, functions.get(f, "")) for i, file, f, line in rows if file in files}
     row = r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
-    rows = [tuple(int(n or 1) for n in found) for found in re.findall(row, _section(text, "StackFrames"), re.M)]
-    own = {i: lines.get(place, ("", "")) for i, place, _ in rows}
-    no_parent = min((parent for *_, parent in rows), default=1)
-    parents = {i: parent - no_parent for i, _, parent in rows}
-    found: dict[int, str] = {}
+    calls = [tuple(int(n or 1) for n in found) for found in re.findall(row, _section(text, "StackFrames"), re.M)]
+    own = {i: lines[place] for i, place, _ in calls if place in lines}
+    no_parent = min((parent for *_, parent in calls), default=1)
+    parents = {i: parent - no_parent for i, _, parent in calls}
+    libraries = frozenset(filter(is_of_library, files.values()))
+    found: dict[int, tuple[Frame, ...]] = {}
     for number in own:
-        at, seen = number, set[int]()
-        while at in own and at not in seen and is_of_library(own[at][0]):
-            seen.add(at)
+        chain, at = dict[int, Frame](), number
+        while at in own and at not in chain:
+            chain[at] = own[at]
             at = parents[at]
-        path, line = own[at if at in own and at not in seen else number]
-        found[number] = f"{path}:{line}" if line else ""
+        frames = tuple(frame for frame in chain.values() if frame[0] not in libraries)
+        found[number] = frames or (own[number],)
     return found
 
 

@@ -20,6 +20,7 @@ from gshard.explanation.rows import (
     Moved,
     TimedKernel,
     seconds_of,
+    sent_by,
     spent_by,
 )
 from gshard.explanation.timeline import COMPUTE, ROUNDS, Event, Timeline, thinned, timeline, track_of
@@ -67,10 +68,13 @@ def report_data(
             "seconds": found.seconds if is_timed else 0.0,
             "flops": found.flops,
             "sent": sum(row.bytes for row in rows),
+            "messages": sum(times for times, _ in sent_by(("", one) for one in source.moved).values()),
             "peak": found.peak,
             "arguments": source.argument_bytes,
         },
         "verdict": _NO_VERDICT if verdict is None else verdict.data(),
+        # number and bytes of the collectives of a kind, and of those that move one array
+        "sent": sent_by((of, one) for row in rows for of in (row.kind, row.what) for one in row.moved),
         "collectives": collectives,
         "timeline": _timeline(timeline(found), kernels, rows, found, places) if is_timed else _NO_TIMELINE,
         "tensors": [_array(row) | of for row, of in zip(source.arrays, source.details_of_arrays(places), strict=True)],

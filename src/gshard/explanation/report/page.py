@@ -19,10 +19,20 @@ SCRIPTS = (
 _FRAME = "width: 100%; height: 800px; border: 1px solid #8884; border-radius: 8px"
 
 
-def framed(data: dict[str, Any], name: str) -> str:
-    """The page in a frame, for notebooks."""
-    shown = html.escape(page(data), quote=True)
-    return f'<iframe srcdoc="{shown}" title="{html.escape(name)}" style="{_FRAME}"></iframe>'
+class InNotebooks:
+    """What notebooks show: the page in a frame, or the text where there is no page."""
+
+    def _page_data(self) -> dict[str, Any] | None:
+        """The data of the page; None without one."""
+        return None
+
+    def _repr_html_(self) -> str:
+        data = self._page_data()
+        if data is None:
+            return f"<pre>{html.escape(str(self))}</pre>"
+        return (
+            f'<iframe srcdoc="{html.escape(page(data))}" title="{html.escape(data["name"])}" style="{_FRAME}"></iframe>'
+        )
 
 
 def page(data: dict[str, Any]) -> str:
