@@ -30,7 +30,7 @@ function verdict() {
     whole === null ? ["arguments per device", bytes(local)] : ["arguments: total / per device", pair(whole, local)], ["FLOPs per device", flop(T.flops)]];
   $("tiles").replaceChildren(...tiles.map(([name, value, over]) => el("div", { className: over ? "tile over" : "tile" }, el("b", {}, value), el("span", { className: "soft" }, name))));
   $("notes").replaceChildren(...D.lists.map(([, name, rows]) =>
-    el("details", { open: rows.length < 4 }, el("summary", {}, `${name[0].toUpperCase()}${name.slice(1)} (${rows.length})`), el("ul", {}, ...rows.map(row => el("li", {}, row))))));
+    el("details", { open: rows.length < 6 }, el("summary", {}, `${name[0].toUpperCase()}${name.slice(1)} (${rows.length})`), el("ul", {}, ...rows.map(row => el("li", {}, row))))));
   if (D.searched) { $("searched").hidden = false; $("searched").querySelector("pre").textContent = D.searched; }
 }
 
