@@ -208,17 +208,12 @@ class ConfigureRun:
         candidate.why = "estimated to be no faster than the best"
         return True
 
-    def _configuration(self, candidate: EstimatedStep, stopped: int | None) -> Configuration | None:
-        found = None if candidate.run is None else candidate.run.result(stopped)
-        if found is None:
-            return None
-        return Configuration(**vars(candidate.built), found=found, machine=self.given_machine)
-
     def result(self, stopped: int | None) -> Configurations | None:
         """What was found; None if a signal ended the search before it had a plan."""
         limit = self.limit
-        made = [(candidate, self._configuration(candidate, stopped)) for candidate in self.candidates]
-        rows = [row for _, row in made if row is not None]
+        found = [(one, None if one.run is None else one.run.result(stopped)) for one in self.candidates]
+        made = ((one.built, result) for one, result in found if result is not None)
+        rows = [Configuration(**vars(built), found=result, machine=self.given_machine) for built, result in made]
         if stopped is not None and not rows:
             return None
         rows.sort(key=lambda row: row.found.best.chosen.rank(limit))
@@ -226,7 +221,7 @@ class ConfigureRun:
             raise self.error
         if not rows or rows[0].cost.peak > limit:
             raise self._fits_nowhere(rows)
-        others = self.others | {text_of(c.built.keywords): c.why for c, row in made if row is None}
+        others = self.others | {text_of(c.built.keywords): c.why for c, result in found if result is None}
         return Configurations(
             tuple(rows), others, self.machine, limit, tuple(self.budget.left_out),
             self.budget.failed_lines, self.budget.spent, stopped,

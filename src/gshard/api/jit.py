@@ -402,7 +402,8 @@ class Jitted(Generic[P, R]):
         that a first call returned. A plan is for one program, so a function that does not need the types is traced
         without them for ``search`` and for a plan that is given.
         """
-        static = self._static_positions(len(args))
+        count = len(args)
+        static = {i % count if -count <= i < 0 else i for i in self._static_numbers}
         arrays = [a for i, a in enumerate(args) if i not in static]
         named = {k: v for k, v in kwargs.items() if k not in self._static_names}
         leaves, tree = jax.tree.flatten((tuple(arrays), named))
@@ -416,9 +417,7 @@ class Jitted(Generic[P, R]):
             positional, named = jax.tree.unflatten(tree, shapes)
             rest = iter(positional)
             full = [a if i in static else next(rest) for i, a in enumerate(args)]
-            by_jax = self._by_jax
-            if has_objects(tree):
-                by_jax = self._with_kept_objects
+            by_jax = self._with_kept_objects if has_objects(tree) else self._by_jax
             mesh = None if self.options.mesh is None else self.options.mesh.user_jax_mesh
             with collected_seldom():  # JAX logs how long it takes
                 return with_mesh_for_specs(lambda: traced_by(by_jax, *full, **{**kwargs, **named}), mesh)
@@ -446,9 +445,6 @@ class Jitted(Generic[P, R]):
 
     def _is_traced_without_types(self, is_searched: bool) -> bool:
         return (is_searched or self.options.recorded is not None) and not self._needs_types
-
-    def _static_positions(self, count: int) -> set[int]:
-        return {i % count if -count <= i < 0 else i for i in self._static_numbers}
 
     @functools.cached_property
     def _with_kept_objects(self) -> Any:

@@ -138,7 +138,4 @@ def _leaves_of(function: Callable[..., Any]) -> Callable[..., Sequence[Any]]:
 
 
 def _text(tree: Any) -> str:
-    def leaf(x: Any) -> str:
-        return shown(types_of([x]))
-
-    return str(jax.tree.map(leaf, tree)).replace("'", "")
+    return str(jax.tree.map(lambda x: shown(types_of([x])), tree)).replace("'", "")

@@ -318,19 +318,15 @@ class Lowered(_Stage):
     @property
     def out_info(self) -> Any:
         """Shapes, dtypes and shardings of the results, in their structure."""
-        found = zip(self.program.block.outputs, self._out_meshes, self.spmd.out_shardings, strict=True)
+        orders, memory = self.spmd.out_orders, self.program.output_memory
+        meshes = (self.mesh.reordered(orders.get(i, self.mesh.order)) for i in range(len(self.spmd.out_shardings)))
+        found = zip(self.program.block.outputs, meshes, self.spmd.out_shardings, strict=True)
         infos = [
-            jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=named_sharding(mesh, s, self.program.output_memory(i)))
+            jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=named_sharding(mesh, s, memory(i)))
             for i, (v, mesh, s) in enumerate(found)
         ]
         del infos[len(infos) - len(self.program.references) :]
         return jax.tree.unflatten(self.out_tree, infos)
-
-    @property
-    def _out_meshes(self) -> list[Mesh]:
-        """The mesh of each flat result, its devices in the order in which the parts are."""
-        orders, mesh = self.spmd.out_orders, self.mesh
-        return [mesh.reordered(orders[i]) if i in orders else mesh for i in range(len(self.program.block.outputs))]
 
     def __str__(self) -> str:
         return f"{self.plan}\n\n{self.spmd}"

@@ -292,16 +292,13 @@ def name(x: T, names: Any) -> T:
     """
     leaves, tree = jax.tree.flatten(x)
     named = []
-    for leaf, (path, said, _) in zip(leaves, spread("names", names, x, _is_names), strict=True):
+    for leaf, (path, said, _) in zip(
+        leaves, spread("names", names, x, lambda s: s is None or isinstance(s, str | PartitionSpec)), strict=True
+    ):
         array = as_array(leaf, f"x{path}" if path else "", "name(x, ...)")
         plain = array is None or said is None
         named.append(leaf if plain else bind_names(array, _names_of(said, array, f"x{path}" if path else "")))
     return jax.tree.unflatten(tree, named)
-
-
-def _is_names(x: Any) -> bool:
-    """Whether it says how the dimensions of one array are called."""
-    return x is None or isinstance(x, str | PartitionSpec)
 
 
 def _names_of(said: Any, x: Any, leaf: str) -> Names:

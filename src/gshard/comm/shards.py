@@ -214,6 +214,14 @@ class Shards:
                     x = mask(x, d, factor.size, atoms, identity(factor.monoid or "add", x.dtype))
         return x
 
+    def filled(self, x: Any, i: int) -> Any:
+        """Operand ``i`` with zeros in place of all padding."""
+        for d, (factors, n) in enumerate(zip(self.rule.operands[i], self.equation.inputs[i].shape, strict=True)):
+            atoms = tuple(a for f in factors for a in self.atoms(f))
+            if n % self.mesh.count(atoms):
+                x = mask(x, d, n, atoms, 0)
+        return x
+
     def is_first(self, atoms: Atoms) -> Any:
         """Whether this device holds the first part over these atoms. It adds values that must be added once."""
         return lax.axis_index(atoms) == 0

@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from gshard.comm.shards import Shards, mask
+from gshard.comm.shards import Shards
 from gshard.core.errors import ArgumentError, GShardError, ShardingError
 from gshard.core.jax_adapter import (
     bind,
@@ -486,13 +486,5 @@ def _local_shape(dims: Dims, shape: tuple[int, ...], mesh: Mesh, split: Split) -
 
 def _local(shards: Shards, *arrays: Any) -> list[Any]:
     """Runs the kernel on shards. Padding is zero: an index in it must not point outside of an array."""
-    return shards.bind(*(_filled(shards, i, x) for i, x in enumerate(arrays)))
-
-
-def _filled(shards: Shards, i: int, x: Any) -> Any:
-    shape = shards.equation.inputs[i].shape
-    for d, (dim, n) in enumerate(zip(shards.rule.operands[i], shape, strict=True)):
-        atoms = tuple(a for f in dim for a in shards.atoms(f))
-        if n % shards.mesh.count(atoms) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x = mask(x, d, n, atoms, jnp.zeros((), x.dtype))
-    return x
+    are_keys = [jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in arrays]
+    return shards.bind(*(x if are_keys[i] else shards.filled(x, i) for i, x in enumerate(arrays)))

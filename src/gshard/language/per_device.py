@@ -97,7 +97,7 @@ class Rewritten:
             return self.function(eqn.params["call"])(*operands)
         axes = _axes_of(eqn)
         if any(isinstance(a, str) for a in axes):
-            return self.collective(eqn, _name_of(eqn), axes, operands)
+            return self.collective(eqn, _INVARIANT.get(name, name), axes, operands)
         # A sharding in the parameters names the user's axes. It has no meaning for one device's part.
         params = {
             key: None if key in ("sharding", "out_sharding") else self._renamed_body(value)
@@ -124,11 +124,6 @@ class Rewritten:
             *(shape_in_memory(v.aval.shape, v.aval.dtype, on_host=is_on_host(v.aval)) for v in inner.invars)
         )
         return retraced if isinstance(value, ClosedJaxpr) else closed(retraced)[0]
-
-
-def _name_of(eqn: Any) -> str:
-    """The name of an equation's primitive, without the suffixes for tracking varying values."""
-    return _INVARIANT.get(eqn.primitive.name, eqn.primitive.name)
 
 
 def _axes_of(eqn: Any) -> tuple[Any, ...]:

@@ -216,8 +216,11 @@ REGIONS: dict[str, Region] = {
 }
 
 
-def with_edges(equation: Equation) -> Equation:
-    """An equation with edges that are computed again, after its operands, results or bodies have changed."""
+def with_edges(equation: Equation, **changes: Any) -> Equation:
+    """An equation with some changes, and with the edges that follow from its operands, results and bodies."""
+    equation = dataclasses.replace(equation, **changes)
+    if not equation.blocks:
+        return equation
     crossings = REGIONS[equation.name].crossings(equation)
     # The value of the next iteration is unreduced if that of the last one is.
     edges = (Edge(c.edge.inner, c.edge.outer) if c.each_round else c.edge for c in crossings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -230,13 +231,7 @@ def _recompute(draft: Draft, settings: Settings) -> Draft:
     return draft if spmd is draft.spmd else draft.with_program(spmd)
 
 
-def _plan(draft: Draft) -> Plan:
-    return draft.best.plan
-
-
-def _spmd(draft: Draft) -> SpmdProgram:
-    return draft.spmd
-
+_plan, _spmd = operator.attrgetter("best.plan"), operator.attrgetter("spmd")
 
 PROPAGATE_AND_REWRITE = Stage(  # ``planning.settled`` has the loop
     "propagate, rewrite where split", _settle, None, lambda settings: settings.given is None

@@ -52,8 +52,7 @@ def _marked(block: Block, wanted: dict[Value, Mark], others: Mapping[Equation, M
         bodies = tuple(_marked(body, wanted, others) for body in e.blocks)
         reads = tuple(marked_value.get(x, x) if isinstance(x, Value) else x for x in e.inputs)
         if any(a is not b for a, b in zip((*bodies, *reads), (*e.blocks, *e.inputs), strict=True)):
-            e = dataclasses.replace(e, blocks=bodies, inputs=reads)
-            e = with_edges(e) if e.blocks else e
+            e = with_edges(e, blocks=bodies, inputs=reads)
         if e in others:
             e = dataclasses.replace(e, mark=others[e], params={"mark": others[e]})
         equations.append(e)

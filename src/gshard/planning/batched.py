@@ -312,7 +312,7 @@ def _with_batches(block: Block, devices: int, builder: Builder, fired: list[Fire
             parts.append((number[e], (e,)))
             continue
         is_changed = True
-        parts.append((number[e], (with_edges(dataclasses.replace(e, blocks=bodies)),)))
+        parts.append((number[e], (with_edges(e, blocks=bodies),)))
     if not is_changed:
         return block
     parts += [(number[functions[0].equations[0]], equations) for functions, equations in batches]

@@ -29,7 +29,7 @@ from gshard.language.mark_primitive import bind_mark
 from gshard.language.region import Interpreter, value_of, with_edges
 from gshard.planning.layer_stacks import all_schedules, entering, hands_on, layers_handed_on, schedules_of
 from gshard.rewrite.driver import recorded
-from gshard.rewrite.equation_graph import Array, common_key, is_pure, without_dead_code, written
+from gshard.rewrite.equation_graph import Array, common_key, is_pure, substituted, without_dead_code, written
 from gshard.rewrite.shard_scan import only_added_to, shard_scan
 from gshard.tracing.builder import Builder
 from gshard.tracing.permitted import permitted
@@ -118,19 +118,18 @@ class _Walk:
         second dimension cannot be split as ``[length, ...]``. So marks of stacks in several rounds, which leave them
         open, are dropped, and reshapes between this form and that of a pipeline are one.
         """
-        renamed, known, reshaped, kept = dict[Any, Any](), dict[Any, Equation](), dict[Any, Any](), list[Equation]()
+        names, known, reshaped, kept = dict[Any, Any](), dict[Any, Equation](), dict[Any, Any](), list[Equation]()
         for e in equations:
-            inputs = tuple(renamed.get(x, x) for x in e.inputs)
-            new = e if inputs == e.inputs else dataclasses.replace(e, inputs=inputs)
-            new = with_edges(new) if new is not e and new.blocks else new
+            new = substituted(e, names)
+            inputs = new.inputs
             key = None if new.blocks else common_key(new.primitive, new.params, inputs, new.context)
             if new.mark is not None:
                 key = new.mark, inputs
             first = new if key is None else known.setdefault(key, new)
             if first is not new:
-                renamed |= zip(new.outputs, (renamed.get(v, v) for v in first.outputs), strict=True)
+                names |= zip(new.outputs, (names.get(v, v) for v in first.outputs), strict=True)
             elif new.mark is not None and new.mark.schedule is not None and new.mark.schedule.rounds > 1:
-                renamed[new.outputs[0]] = inputs[0]
+                names[new.outputs[0]] = inputs[0]
             elif _RESHAPE in new.params and new.params.get("dimensions") is None:
                 (v,) = new.outputs
                 reshaped[v] = x = reshaped.get(inputs[0], inputs[0])
@@ -140,14 +139,14 @@ class _Walk:
                     kept += written(self._builder, functools.partial(jnp.reshape, shape=v.shape), [x], [v], new)
             else:
                 kept.append(new)
-        return kept, tuple(renamed.get(v, v) for v in outputs)
+        return kept, tuple(names.get(v, v) for v in outputs)
 
     def _with_bodies(self, e: Equation, known: Mapping[Value, _Stack]) -> Equation:
         if not e.blocks:
             return e
         inner = {v: known[x] for v, x in entering(e, known).items()}
         bodies = tuple(self.block(body, {v: s for v, s in inner.items() if v in body.inputs}) for body in e.blocks)
-        return e if bodies == e.blocks else with_edges(dataclasses.replace(e, blocks=bodies))
+        return e if bodies == e.blocks else with_edges(e, blocks=bodies)
 
     def _schedule_of(self, e: Equation, known: Mapping[Value, _Stack]) -> Schedule | None:
         """The schedule of a loop; None if it is no pipeline."""

@@ -224,7 +224,7 @@ class _LoopRewriting:
         block = Block(tuple(inner for _, inner in operands), tuple(self.equations), outputs)
         params = _params(consumer, len(self.consts), carry)
         inputs = tuple(outer for outer, _ in operands)
-        new_consumer = with_edges(dataclasses.replace(consumer, params=params, inputs=inputs, blocks=(block,)))
+        new_consumer = with_edges(consumer, params=params, inputs=inputs, blocks=(block,))
         return self._writer(writer), new_consumer
 
     def _writer(self, writer: Equation) -> Equation:
@@ -235,7 +235,7 @@ class _LoopRewriting:
         block = Block(body.inputs, tuple(without_dead_code(body.equations, outputs)), outputs)
         params = _params(writer, *scan_counts(writer.params))
         results = tuple(v for v, _ in kept)
-        return with_edges(dataclasses.replace(writer, params=params, outputs=results, blocks=(block,)))
+        return with_edges(writer, params=params, outputs=results, blocks=(block,))
 
     def _make(self, x: Value | Constant) -> Value | Constant:
         """Computes a value of the writer's body in the consumer's body."""
@@ -329,7 +329,7 @@ def with_low_precision_stacks(
             call = Call(e.name, e.params, (v.shape,), (v.shape,), (source.dtype,), e.primitive)
             widenings.append(dataclasses.replace(e, inputs=(stack,), outputs=(v,), rule=rule_of(call, e.source_info)))
     loop = Block(body.inputs, tuple(without_dead_code(body.equations, body_outputs)), tuple(body_outputs))
-    changed = with_edges(dataclasses.replace(writer, outputs=tuple(outputs), blocks=(loop,)))
+    changed = with_edges(writer, outputs=tuple(outputs), blocks=(loop,))
     return with_others(liveness.block, {writer: (changed, *widenings)}.get)
 
 
@@ -417,7 +417,9 @@ class _Search:
                 for (kernels, at), (below, _) in zip(
                     reversed(memory.path[:depth]), reversed(memory.path[1 : depth + 1]), strict=True
                 ):
-                    block = _with_body(kernels, kernels.kernels[at].equation, below.block, block)
+                    region = kernels.kernels[at].equation
+                    bodies = tuple(block if body is below.block else body for body in region.blocks)
+                    block = with_others(kernels.block, {region: (with_edges(region, blocks=bodies),)}.get)
                 changed = kernels_of(block)
                 after = memory_of(changed, self.donated, self.machine.compiler)
                 if _rank(after) < _rank(memory):
@@ -503,11 +505,6 @@ def _does_not_fit(memory: Memory, block: Block, program: Program, limit: int) ->
 def _rank(memory: Memory) -> tuple[int, int]:
     """Orders memories, the better first: by the peak, then by the number of moments that are as high."""
     return memory.peak, sum(1 for m in memory.moments if m.bytes == memory.temporaries)
-
-
-def _with_body(kernels: Kernels, region: Equation, old: Block, new: Block) -> Block:
-    changed = with_edges(dataclasses.replace(region, blocks=tuple(new if b is old else b for b in region.blocks)))
-    return with_others(kernels.block, {region: (changed,)}.get)
 
 
 def _noted(item: Offer, liveness: Liveness) -> Recomputation:

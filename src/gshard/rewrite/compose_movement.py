@@ -13,7 +13,7 @@ from jax import lax
 from gshard.core.program import Constant, Equation, Value
 from gshard.language.traits import names_where, traits_of
 from gshard.rewrite.driver import over
-from gshard.rewrite.equation_graph import Array, Graph, Others
+from gshard.rewrite.equation_graph import Array, Graph, Others, literal_key
 from gshard.rules.shape import index_of
 from gshard.rules.slicing import concatenate_slices_p
 
@@ -43,7 +43,7 @@ class Segment:
     def is_like(self, other: Segment) -> bool:
         """Whether both segments have the same array or equal numbers as source."""
         if isinstance(self.source, Constant) and isinstance(other.source, Constant):
-            return _bits(self.source) == _bits(other.source)
+            return bool(literal_key(self.source) == literal_key(other.source))
         return self.source == other.source
 
     def and_then(self, other: Segment) -> Segment | None:
@@ -54,10 +54,6 @@ class Segment:
 
 
 Segments = tuple[Segment, ...]
-
-
-def _bits(number: Constant) -> tuple[str, bytes]:
-    return str(number.dtype), np.asarray(number.value).tobytes()
 
 
 def cut(segments: Iterable[Segment], start: int, end: int) -> list[Segment]:

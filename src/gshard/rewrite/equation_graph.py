@@ -74,7 +74,7 @@ def with_others(block: Block, others: Callable[[Equation], Sequence[Equation] | 
         new = others(e)
         if new is None:
             bodies = tuple(with_others(body, others, clean=clean) for body in e.blocks)
-            new = (e if bodies == e.blocks else with_edges(dataclasses.replace(e, blocks=bodies)),)
+            new = (e if bodies == e.blocks else with_edges(e, blocks=bodies),)
         equations += new
     if tuple(equations) == block.equations:
         return block
@@ -214,7 +214,7 @@ def written(
         copies, (copy,) = traced(jax.numpy.copy, [dataclasses.replace(v, shape=x.shape, dtype=x.dtype)], [x])
         equations = [*equations, *copies]
         renaming[copy] = v
-    return [_renamed(q, renaming, at.file) for q in equations]
+    return [substituted(q, renaming, file=at.file) for q in equations]
 
 
 def again(e: Equation, operands: Sequence[Any], **params: Any) -> Any:
@@ -224,8 +224,8 @@ def again(e: Equation, operands: Sequence[Any], **params: Any) -> Any:
     return result
 
 
-def _renamed(e: Equation, names: Mapping[Any, Any], file: str) -> Equation:
-    inputs = tuple(names.get(x, x) for x in e.inputs)
-    outputs = tuple(names.get(x, x) for x in e.outputs)
-    new = dataclasses.replace(e, inputs=inputs, outputs=outputs, file=file)
-    return with_edges(new) if e.blocks else new
+def substituted(e: Equation, others: Mapping[Any, Any], **changes: Any) -> Equation:
+    """An equation with other values in place of some; the same object if nothing changes."""
+    inputs, outputs = (tuple(others.get(x, x) for x in values) for values in (e.inputs, e.outputs))
+    is_same = (inputs, outputs) == (e.inputs, e.outputs) and not changes
+    return e if is_same else with_edges(e, inputs=inputs, outputs=outputs, **changes)

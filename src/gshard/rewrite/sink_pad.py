@@ -146,22 +146,16 @@ class _Frames:
 
 def _computed(node: _Node, arrays: Mapping[Array, Any], known: dict[Any, Any]) -> Any:
     """Computes the array of a node in its frame, inside a function that ``Graph.write`` traces."""
-    key = node.array, node.frame
-    if key not in known:
-        known[key] = _in_frame(node, arrays, known)
+    key, e = (node.array, node.frame), node.equation
+    if key not in known and e is not None:
+        operands = [_computed(x, arrays, known) for x in node.operands]
+        shape = {"shape": node.frame.shape, "broadcast_dimensions": ()} if e.name == "broadcast_in_dim" else {}
+        known[key] = again(e, operands, **shape)
+    elif key not in known:
+        known[key] = x = arrays[node.array]
+        if node.array.shape and not node.frame.is_all_of(node.array):
+            known[key] = lax.pad(x, np.zeros((), node.array.dtype), node.frame.padding(node.array))
     return known[key]
-
-
-def _in_frame(node: _Node, arrays: Mapping[Array, Any], known: dict[Any, Any]) -> Any:
-    e = node.equation
-    if e is None:
-        x = arrays[node.array]
-        if not node.array.shape or node.frame.is_all_of(node.array):
-            return x
-        return lax.pad(x, np.zeros((), node.array.dtype), node.frame.padding(node.array))
-    operands = [_computed(x, arrays, known) for x in node.operands]
-    shape = {"shape": node.frame.shape, "broadcast_dimensions": ()} if e.name == "broadcast_in_dim" else {}
-    return again(e, operands, **shape)
 
 
 def _inside(frame: _Frame, shape: tuple[int, ...]) -> Any:

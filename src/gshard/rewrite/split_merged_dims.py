@@ -15,7 +15,6 @@ stays.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -23,10 +22,9 @@ from typing import Any
 from jax import lax
 
 from gshard.core.program import Equation, Value
-from gshard.language.region import with_edges
 from gshard.language.traits import Fine, Groups, flat, groups_of, traits_of
 from gshard.rewrite.driver import over
-from gshard.rewrite.equation_graph import Array, Graph, Others
+from gshard.rewrite.equation_graph import Array, Graph, Others, substituted
 
 
 @over("reshape")
@@ -107,8 +105,8 @@ class _Attempt:
         for x in self.graph.outputs:
             self.merge(x)
         new_equations[e] += self.made
-        renamed = ((e, [self.renamed(q) for q in new]) for e, new in new_equations.items())
-        return {e: new for e, new in renamed if new != [e]}
+        others = ((e, [substituted(q, self.same_as) for q in new]) for e, new in new_equations.items())
+        return {e: new for e, new in others if new != [e]}
 
     def useless_roots(self) -> frozenset[Value]:
         """The roots for which the rewritten program merges as many elements as before."""
@@ -122,15 +120,6 @@ class _Attempt:
         for roots, size in self.merged:
             after[component_of[next(iter(roots))]] += size
         return frozenset().union(*(component for component in before if after[component] >= before[component]))
-
-    def renamed(self, e: Equation) -> Equation:
-        """An equation in which equal arrays are replaced."""
-        inputs = tuple(self.same_as.get(x, x) for x in e.inputs)
-        outputs = tuple(self.same_as.get(y, y) for y in e.outputs)
-        if inputs == e.inputs and outputs == e.outputs:
-            return e
-        new = dataclasses.replace(e, inputs=inputs, outputs=outputs)
-        return with_edges(new) if e.blocks else new
 
     def add(self, at: Equation, params: dict[str, Any], inputs: Sequence[Array], shape: tuple[int, ...], dtype: Any,
             primitive: Any = None) -> Value:  # fmt: skip

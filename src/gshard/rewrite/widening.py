@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -139,7 +138,7 @@ def stack_narrow(graph: Graph, e: Equation) -> Sequence[Equation] | None:
     if not widenings:
         return None
     loop = Block(body.inputs, body.equations, tuple(ends))
-    return [with_edges(dataclasses.replace(e, outputs=tuple(results), blocks=(loop,))), *widenings]
+    return [with_edges(e, outputs=tuple(results), blocks=(loop,)), *widenings]
 
 
 # Widens an array that a mark with ``send`` rounds just before the first equation that reads it.
@@ -247,4 +246,4 @@ def widen_slices(graph: Graph, e: Equation) -> Sequence[Equation] | None:
     loop = Block(tuple(v for group in inner_operands for v in group), tuple(equations), body.outputs)
     inputs = tuple(x for group in operands for x in group)
     params = {**e.params, "num_consts": len(operands[0]), "num_carry": carry}
-    return [with_edges(dataclasses.replace(e, params=params, inputs=inputs, blocks=(loop,)))]
+    return [with_edges(e, params=params, inputs=inputs, blocks=(loop,))]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gshard.comm.rotation import Rotation
-from gshard.comm.shards import Shards, mask
+from gshard.comm.shards import Shards
 from gshard.core.mesh import Mesh
 from gshard.core.rule import REDUCE, Rule, RuleMaker, Split
 from gshard.language.attention_primitive import AttentionParams, merged
@@ -350,7 +350,7 @@ class _Dims:
     ) -> None:
         *batch, queries, heads, group, features = shapes["q"]
         keys, out_features = shapes["k"][-3], shapes["v"][-1]
-        self._params, self._shapes = params, shapes
+        self._params = params
         self.features, self.out_features = features, out_features
         self.together = queries == keys and queries > 1  # whether queries and keys have one factor
         summed = (REDUCE, "add") if gradient else ()
@@ -403,11 +403,4 @@ class _Dims:
     def without_padding(self, shards: Shards, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays with zeros in place of padding that would be added, or multiplied by zero."""
         summed = ("k", "v", *(_BY_QUERY if "dout" in arrays else ()))
-        return {name: self._filled(shards, name, x) if name in summed else x for name, x in arrays.items()}
-
-    def _filled(self, shards: Shards, name: str, x: Any) -> Any:
-        for d, (dim, n) in enumerate(zip(self.of[name], self._shapes[name], strict=True)):
-            atoms = shards.atoms(dim[0]) if dim else ()
-            if n % shards.mesh.count(atoms):
-                x = mask(x, d, n, atoms, jnp.zeros((), x.dtype))
-        return x
+        return {name: shards.filled(x, i) if name in summed else x for i, (name, x) in enumerate(arrays.items())}

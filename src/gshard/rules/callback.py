@@ -20,7 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from gshard.comm.shards import Shards, mask
+from gshard.comm.shards import Shards
 from gshard.core.errors import PlanError
 from gshard.core.rule import Rule, RuleMaker
 from gshard.language.registry import Call, rule
@@ -108,19 +108,11 @@ def _caller(sharding: Any, shards: Shards) -> int:
 
 def _partitioned(call: Call) -> Rule:
     make = RuleMaker()
-    operands = [make.parallel(shape) for shape in call.in_shapes]
 
     def local(shards: Shards, *arrays: Any) -> list[Any]:
-        parts = []
-        for x, dims in zip(arrays, operands, strict=True):
-            for d, (f,) in enumerate(dims):
-                size, atoms = shards.rule.factors[f].size, shards.atoms(f)
-                if size % shards.mesh.count(atoms):
-                    x = mask(x, d, size, atoms, 0)
-            parts.append(x)
-        return shards.bind(*parts, partitioned=False)
+        return shards.bind(*(shards.filled(x, i) for i, x in enumerate(arrays)), partitioned=False)
 
-    return make.rule(operands, [], local=local)
+    return make.rule([make.parallel(shape) for shape in call.in_shapes], [], local=local)
 
 
 def _whole_arrays(make: RuleMaker, call: Call) -> tuple[list[Any], list[Any]]:

@@ -435,15 +435,13 @@ class OnMesh:
             self.refusal = f"the program of one device raises {type(error).__name__}: {error}"
             return None
         sent = list(collectives_of(over_atoms, self.mesh.atom_sizes))
-        if any(kind == PERMUTE and not self._in_order(atoms) for kind, atoms, _, _ in sent):
+        permuted = [atoms for kind, atoms, _, _ in sent if kind == PERMUTE]
+        if any([a for a in self.mesh.atoms if a in atoms] != list(atoms) for atoms in permuted):
             # JAX 0.10 counts the positions of a ppermute in the order of the mesh, for any order of the named axes.
             self.refusal = "the program of one device permutes over axes in another order than the mesh's"
             return None
         total_bytes = sum(sent_bytes for _, _, sent_bytes, _ in sent)
         return DeviceProgram(run, total_bytes, frozenset(a for _, atoms, _, _ in sent for a in atoms))
-
-    def _in_order(self, atoms: Atoms) -> bool:
-        return [a for a in self.mesh.atoms if a in atoms] == list(atoms)
 
     def _local(self, arrays: Arrays) -> list[tuple[tuple[int, ...], Any]]:
         count = self.mesh.count

@@ -129,12 +129,8 @@ def _define(primitive: Primitive, meaning: Callable[..., Any], *params: str) -> 
     """Registers the function that a primitive computes, and the names of its parameters."""
     primitive.def_impl(jax.jit(meaning, static_argnames=params))
     mlir.register_lowering(primitive, mlir.lower_fun(meaning, multiple_results=False))
-    ad.defjvp(primitive, functools.partial(_tangent, primitive), None)
+    ad.defjvp(primitive, lambda tangent, x, rows, **params: primitive.bind(tangent, rows, **params), None)
     batching.primitive_batchers[primitive] = functools.partial(_mapped, primitive)
-
-
-def _tangent(primitive: Primitive, tangent: Any, x: Any, rows: Any, **params: Any) -> Any:
-    return primitive.bind(tangent, rows, **params)
 
 
 @put_rows_p.def_abstract_eval

@@ -16,7 +16,7 @@ from gshard.comm.reshard import FEW, axes_of, has_many, joined
 from gshard.core.errors import listed
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.number_text import format_ms, significant
-from gshard.core.plan import Plan, local_bytes
+from gshard.core.plan import local_bytes
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Equation, Program, Value
 from gshard.core.sharding import Sharding
@@ -349,7 +349,9 @@ class MeshSearch:
         graph, solution = self.graph, self._solved[len(self._priced)]
 
         def priced() -> PricedPlan:
-            found = self.pricing.add(self.name, Planned(_plan(graph, solution, self.pricing)))
+            chosen, boundary = solution.states, self.pricing.boundary(graph.program)
+            choices = graph.shardings(chosen), graph.splits(chosen), *graph.moved(chosen)
+            found = self.pricing.add(self.name, Planned(plan_of(graph.program, graph.mesh, *choices, boundary)))
             self._priced[found] = solution
             return found
 
@@ -426,12 +428,6 @@ def best_plan(
     search.price_presets(machine)
     search.price_pipelines()
     return search.best()
-
-
-def _plan(graph: Graph, solution: Solution, pricing: Pricing) -> Plan:
-    program, chosen = graph.program, solution.states
-    shardings, splits, boundary = graph.shardings(chosen), graph.splits(chosen), pricing.boundary(graph.program)
-    return plan_of(program, graph.mesh, shardings, splits, *graph.moved(chosen), boundary)
 
 
 # Writes sentences about the distance of a plan from the best one, the model of that proof, and the end of a search.
