@@ -7,6 +7,7 @@ prefixes of specs. An argument of any size is cut inside; a result in unequal pa
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -198,11 +199,8 @@ def memories(
     ``out_shardings`` names. A ``PartitionSpec`` or an axis name is a sharding in the default memory of the devices.
     ``arrays`` are the types of ``arguments`` and of what the function closes over, and where these lie.
     """
-    asked: list[str | None] = [None] * len(arrays)
-    if options.in_shardings is not None:
-        said = memories_of(options.in_shardings, arguments)
-        asked[: len(said)] = said
-    come = [kind or _kind_of(aval, sharding) for kind, (aval, sharding) in zip(asked, arrays, strict=True)]
+    asked = itertools.zip_longest(memories_of(options.in_shardings, arguments), arrays)
+    come = [kind or memory_of(sharding) or kind_in_space(is_on_host(aval)) for kind, (aval, sharding) in asked]
     leave = [program.output_memory(i) for i in range(len(program.block.outputs))]
     if options.out_shardings is not None:
         results = jax.tree.unflatten(program.out_tree, range(len(leave)))
@@ -212,8 +210,3 @@ def memories(
         leave[: len(said)] = [kind or typed for kind, typed in zip(said, leave, strict=False)]
     held = [program.input_memory(i) for i in range(len(program.captured))]
     return {"input_memories": (*held, *come), "output_memories": tuple(leave)}
-
-
-def _kind_of(aval: Any, sharding: Any) -> str:
-    """The memory kind in which an argument is; of one that is in none yet, that of its type."""
-    return (None if sharding is None else memory_of(sharding)) or kind_in_space(is_on_host(aval))

@@ -69,9 +69,8 @@ def estimated(program: Program, mesh: Mesh, machine: Machine, donated: Iterable[
     """
     devices, first = machine.size, len(program.captured)
     whole = cost_of_kernels(kernels_of(program.block), mesh, machine, [first + i for i in donated])
-    kept = whole.memory.arguments + whole.memory.results - whole.memory.shared
-    if not all(e.rule is None or e.rule.is_free for e in program.block.walk()):
-        kept = 0  # parts that are written for one device run once on each
+    # Parts that are written for one device run once on each.
+    kept = whole.memory.fixed if all(e.rule is None or e.rule.is_free for e in program.block.walk()) else 0
     return whole.seconds / devices, kept / devices
 
 

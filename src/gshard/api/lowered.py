@@ -242,15 +242,11 @@ class Lowered(_Stage):
         Values and equations are compared by identity. That is enough: what planning writes in the place of equations
         belongs to the program, and is the same again where values are split in the same way (``planning.settled``).
         """
-        alike = self.program.block is other.program.block and self.in_tree == other.in_tree
-        same = self.target == other.target and self.donated == other.donated
         ours, theirs = self.program, other.program
+        alike = ours.block is theirs.block and self.in_tree == other.in_tree
+        same = self.target == other.target and self.donated == other.donated
         same = same and ours.input_memories == theirs.input_memories and ours.output_memories == theirs.output_memories
-        if not (alike and same):
-            return False
-        if self.program.argument_marks == other.program.argument_marks:
-            return True
-        return self.plan.runs_as(other.plan)
+        return alike and same and (ours.argument_marks == theirs.argument_marks or self.plan.runs_as(other.plan))
 
     @functools.cached_property
     def unread(self) -> frozenset[int]:
@@ -529,7 +525,7 @@ def captured_arrays(lowered: Lowered) -> list[Any]:
     return [*placed, *(x for x, copy in own if address_of(x) == address_of(copy))]
 
 
-def _lies_so(x: Any, target: Any, layout: Any) -> bool:
+def _lies_so(x: Any, target: Any, layout: Any = None) -> bool:
     """Whether an array's buffers are the ones that are expected: devices, their order, memory, parts and layout."""
     if not isinstance(x, jax.Array):
         return False
@@ -567,7 +563,7 @@ def _check(lowered: Lowered, leaves: Sequence[Any]) -> None:
             )
     at = {address_of(x): i for i, x in enumerate(captured, -len(captured))} if lowered.donated else {}
     for i, (x, target) in enumerate(zip(leaves, lowered.argument_shardings, strict=True)) if lowered.donated else ():
-        first = at.setdefault(address_of(x), i) if _is_at(x, target) else i
+        first = at.setdefault(address_of(x), i) if _lies_so(x, target) else i
         if first != i and {first, i} & lowered.donated:
             raise ShardingError.like(
                 RuntimeError(),
@@ -577,8 +573,3 @@ def _check(lowered: Lowered, leaves: Sequence[Any]) -> None:
                 f"donated: {', '.join(names[len(captured) + k] for k in sorted(lowered.donated))}",
                 "Give a copy (jnp.copy), or do not donate it.",
             )
-
-
-def _is_at(x: Any, target: Any) -> bool:
-    """Whether an array is on the devices of a sharding as this says, in whatever words."""
-    return isinstance(x, jax.Array) and x.sharding.is_equivalent_to(target, x.ndim)

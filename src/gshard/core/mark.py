@@ -447,13 +447,11 @@ def _spec(mark: Mark, mesh: Mesh, ndim: int) -> tuple[list[Atoms | None], Order]
     # Axes of the same names and sizes contain other devices if their order is different.
     in_order = tuple(a for n, _ in mark.axes for a in _axis_or_none(n, mesh)) == mesh.atoms
     by_name = has_axes and (in_order or not mark.devices)
-    if by_name and order_of_mark == mesh.order:
-        return [
-            None if axes is None else tuple(a for n in axes for a in _axis(n, mesh)) for axes in axes_of_dims
-        ], order_of_mark
-    dims = [dim or () for dim in axes_of_dims]
     if by_name:  # convert to atoms, since a name may be the name of an atom
-        dims = [tuple(a for n in dim for a in _axis(n, mesh)) for dim in dims]
+        axes_of_dims = [dim and tuple(a for n in dim for a in _axis(n, mesh)) for dim in axes_of_dims]
+        if order_of_mark == mesh.order:
+            return axes_of_dims, mesh.order
+    dims = [dim or () for dim in axes_of_dims]
     axes = tuple(mesh.atom_sizes.items()) if by_name else mark.axes
     if math.prod(size for _, size in axes) != mesh.size:
         raise ShardingError(

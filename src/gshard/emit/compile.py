@@ -79,12 +79,9 @@ class Executable:
     @functools.cached_property
     def captured(self) -> tuple[Any, ...]:
         """The captured arrays of the function, placed on the mesh once."""
-        spmd = self.spmd
-        shardings = [
-            named_sharding(spmd.mesh, s, spmd.program.input_memory(i))
-            for i, s in enumerate(spmd.in_shardings[: len(spmd.program.captured)])
-        ]
-        return tuple(put_all(spmd.program.captured, shardings))
+        mesh, captured, memory = self.spmd.mesh, self.spmd.program.captured, self.spmd.program.input_memory
+        own = enumerate(self.spmd.in_shardings[: len(captured)])
+        return tuple(put_all(captured, [named_sharding(mesh, s, memory(i)) for i, s in own]))
 
     @functools.cached_property
     def lowered(self) -> Any:

@@ -110,11 +110,6 @@ def has_rule(name: str, params: dict[str, Any]) -> bool:
     return name in _RULES or _custom_rule(name, params) is not None
 
 
-def own_rule(name: str) -> RuleFunction:
-    """gshard's own rule of a primitive."""
-    return _RULES[name]
-
-
 def known_primitives() -> tuple[str, ...]:
     """The names of all primitives for which gshard has its own rule."""
     return tuple(sorted(_RULES))

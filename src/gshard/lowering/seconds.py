@@ -33,7 +33,7 @@ from gshard.device.roofline import host_seconds, kernel_roofline, launch_seconds
 from gshard.emit.partition import partition
 from gshard.language.transfer import changes_memory
 from gshard.planning.objective import Objective, StackCost
-from gshard.planning.strategies import operand_shardings, result_shardings, share
+from gshard.planning.strategies import array_shardings, share
 from gshard.solver.problem import Floats
 
 # Prices equations that run on shards in their own way, by tracing each of them alone.
@@ -198,20 +198,14 @@ class Seconds(Objective):
     def _all_seconds(self, kernel: Kernel, splits: Sequence[Split]) -> Floats:
         rule = kernel.equation.rule
         assert rule is not None
-        reads = [operand_shardings(rule, i, splits) for i in range(len(rule.operands))]
-        results = [result_shardings(rule, i, splits) for i in range(len(rule.results))]
-        return np.array(
-            [
-                self._split_seconds(kernel, split, [found[k] for found in reads], [found[k] for found in results])
-                for k, split in enumerate(splits)
-            ]
-        )
+        arrays = array_shardings(rule, splits)
+        under = ([shardings[k] for shardings in arrays] for k in range(len(splits)))
+        return np.array([self._split_seconds(kernel, *pair) for pair in zip(splits, under, strict=True)])
 
-    def _split_seconds(
-        self, kernel: Kernel, split: Split, reads: Sequence[Sharding], results: Sequence[Sharding]
-    ) -> float:
+    def _split_seconds(self, kernel: Kernel, split: Split, arrays: Sequence[Sharding]) -> float:
         """Seconds of one run of a kernel under a split of its equation, with the shardings of operands and results."""
         e = kernel.equation
+        reads, results = arrays[: len(e.inputs)], arrays[len(e.inputs) :]
         rule = e.rule
         assert rule is not None
         work_share = share(rule, split, self.mesh)

@@ -91,10 +91,6 @@ class ArrayNames:
         """Whether the name of an array contains the path of an argument or a result."""
         return v in self._roots or v in self._updated or v in self._returned
 
-    def is_gradient(self, v: Value | None) -> bool:
-        """Whether an array is the gradient of an argument, or a gradient that is a result."""
-        return v in self._gradients and (v in self._updated or v in self._returned)
-
     def module(self, e: Equation | None) -> ArrayName:
         """The module of the model that contains an equation, from named scopes: ``decoder/layers_0/mlp``."""
         path = () if e is None else self._scopes.get(e) or scopes_of(e.source_info)

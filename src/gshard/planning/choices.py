@@ -35,9 +35,7 @@ from gshard.planning.strategies import (
     kinds_at,
     kinds_of,
     opened,
-    operand_shardings,
     propagated_arrays,
-    result_shardings,
     runs_of,
     suggested_shardings,
 )
@@ -315,21 +313,19 @@ class ChoiceTables:
 
     def operand_costs(self, e: Equation, splits: Sequence[Split], i: int, states: tuple[Sharding, ...]) -> Floats:
         """float64 [states, splits]: reshards from some states to the sharding in which an equation reads an operand."""
-        v, read = e.inputs[i], self._under(operand_shardings, e, i, splits)
+        v, read = e.inputs[i], self._under(e, i, splits)
         assert isinstance(v, Value)
         return self.interned.often(self.runs[e], self.move_costs(states, read, v))
 
     def result_costs(self, e: Equation, splits: Sequence[Split], i: int) -> Floats:
         """float64 [splits, states]: reshards from the sharding in which an equation makes a result to its group's."""
-        v, made = e.outputs[i], self._under(result_shardings, e, i, splits)
+        v, made = e.outputs[i], self._under(e, len(e.inputs) + i, splits)
         return self.interned.often(self.runs[e], self.move_costs(made, self.states_of(v), v))
 
-    def _under(
-        self, shardings_of: Callable[..., tuple[Sharding, ...]], e: Equation, i: int, splits: Sequence[Split]
-    ) -> tuple[Sharding, ...]:
-        """The shardings of an operand or result under each split."""
+    def _under(self, e: Equation, i: int, splits: Sequence[Split]) -> tuple[Sharding, ...]:
+        """The shardings of an array under each split; the arrays are the operands, then the results."""
         rule = e.operator_rule
-        return self.interned.states((shardings_of, rule, id(splits), i), lambda: shardings_of(rule, i, splits))
+        return self.interned.states((rule, id(splits), i), lambda: array_shardings(rule, splits)[i])
 
 
 def graph_of(

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from gshard.comm.reshard import FEW, has_many, parts_of
 from gshard.core.mark import Demand
@@ -372,34 +372,19 @@ def allowed_by_marks(
     return tuple(allowed)
 
 
-def array_shardings(rule: Rule, splits: Sequence[Split]) -> Iterator[tuple[Sharding, ...]]:
-    """For each operand and result of an equation, its sharding under each split."""
-    yield from (operand_shardings(rule, i, splits) for i in range(len(rule.operands)))
-    yield from (result_shardings(rule, i, splits) for i in range(len(rule.results)))
-
-
-def operand_shardings(rule: Rule, i: int, splits: Sequence[Split]) -> tuple[Sharding, ...]:
-    """The shardings in which an equation reads an operand under each split. All objectives share them."""
-    return _under_splits(operand_sharding, rule, i, splits)
-
-
-def result_shardings(rule: Rule, i: int, splits: Sequence[Split]) -> tuple[Sharding, ...]:
-    """The shardings in which an equation makes a result under each split. All objectives share them."""
-    return _under_splits(result_sharding, rule, i, splits)
-
-
-def _under_splits(
-    sharding_of: Callable[[Rule, int, Split], Sharding], rule: Rule, i: int, splits: Sequence[Split]
-) -> tuple[Sharding, ...]:
-    known, key = _known_shardings(), (sharding_of, rule, i, id(splits))
+def array_shardings(rule: Rule, splits: Sequence[Split]) -> tuple[tuple[Sharding, ...], ...]:
+    """For each operand and result of an equation, its sharding under each split. All objectives share them."""
+    known, key = _known_shardings(), (rule, id(splits))
     if key not in known:
-        known[key] = splits, tuple(sharding_of(rule, i, split) for split in splits)
+        read = (tuple(operand_sharding(rule, i, split) for split in splits) for i in range(len(rule.operands)))
+        made = (tuple(result_sharding(rule, i, split) for split in splits) for i in range(len(rule.results)))
+        known[key] = splits, (*read, *made)
     return known[key][1]
 
 
 @tabulated(1)
-def _known_shardings() -> dict[object, tuple[Sequence[Split], tuple[Sharding, ...]]]:
-    """The results of ``_under_splits``. Each list of splits keeps its identity, which is in its key, valid."""
+def _known_shardings() -> dict[object, tuple[Sequence[Split], tuple[tuple[Sharding, ...], ...]]]:
+    """The results of ``array_shardings``. Each list of splits keeps its identity, which is in its key, valid."""
     return {}
 
 

@@ -491,12 +491,11 @@ class _Search:
 
 def _does_not_fit(memory: Memory, block: Block, program: Program, limit: int) -> MemoryLimitError:
     held = [f"{row} ({format_bytes(row.bytes)})" for row in held_at_peak(memory, block, program)[:5]]
-    fixed = memory.arguments + memory.results - memory.shared
     return MemoryLimitError(
         f"the program needs {format_bytes(memory.peak)} on a device whatever is recomputed: "
         f"{format_bytes(memory.peak - limit)} more than memory_limit ({format_bytes(limit)}).",
         None,
-        f"arguments and results {format_bytes(fixed)}, values inside {format_bytes(memory.temporaries)}"
+        f"arguments and results {format_bytes(memory.fixed)}, values inside {format_bytes(memory.temporaries)}"
         + (f": {'; '.join(held)}" if held else ""),
         "Split more (marks, a larger mesh), use a smaller batch, donate arguments, or allow more memory.",
     )

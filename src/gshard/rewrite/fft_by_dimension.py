@@ -61,13 +61,7 @@ def _each(
     last = x.ndim - 1
     others = list(range(first, last if kind not in _COMPLEX else last + 1))
     others.sort(key=lambda d: (before.get(d, 1), -after.get(d, 1)))
-    if kind == _RFFT:
-        order = [last, *others]
-    elif kind == _IRFFT:
-        order = [*others, last]
-    else:
-        order = others
-    for d in order:
+    for d in {_RFFT: [last, *others], _IRFFT: [*others, last]}.get(kind, others):
         kind_of_dim = kind if d == last else {_RFFT: _FFT, _IRFFT: _IFFT}.get(kind, kind)
         x = _along(x, kind_of_dim, lengths[d - first], d)
     return x

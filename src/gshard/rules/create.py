@@ -40,12 +40,8 @@ def iota(call: Call) -> Rule:
 def empty(call: Call) -> Rule:
     """Uninitialised memory. Each device allocates its own part."""
     make = RuleMaker()
-    result = make.parallel(call.out_shapes[0])
-
-    def local(shards: Shards) -> list[Any]:
-        return [lax.empty(shards.out_shape(), call.params["dtype"])]
-
-    return make.rule([], [result], local=local, flops=0)
+    result, dtype = make.parallel(call.out_shapes[0]), call.params["dtype"]
+    return make.rule([], [result], local=lambda shards: [lax.empty(shards.out_shape(), dtype)], flops=0)
 
 
 @rule("platform_index")

@@ -197,29 +197,21 @@ def _fill_value(value: Any, dtype: Any) -> Any:
     return jnp.asarray(info.min if jnp.issubdtype(dtype, jnp.signedinteger) else info.max, dtype)
 
 
-_MONOIDS = {
-    "scatter-add": "add",
-    "scatter-sub": "add",  # all but the first subtract from zero
-    "scatter-mul": "mul",
-    "scatter-min": "min",
-    "scatter-max": "max",
-    "scatter": None,
-}
-
-
-_COMBINATIONS: dict[str, Combine] = {
-    "scatter": lambda x, y: y,
-    "scatter-add": lax.add,
-    "scatter-sub": lax.sub,
-    "scatter-mul": lax.mul,
-    "scatter-min": lax.min,
-    "scatter-max": lax.max,
+# For each scatter the monoid of its updates, and the function that combines an element and its update.
+_SCATTERS: dict[str, tuple[str | None, Combine]] = {
+    "scatter-add": ("add", lax.add),
+    "scatter-sub": ("add", lax.sub),  # all but the first subtract from zero
+    "scatter-mul": ("mul", lax.mul),
+    "scatter-min": ("min", lax.min),
+    "scatter-max": ("max", lax.max),
+    "scatter": (None, lambda x, y: y),
 }
 
 
 def combination(name: str, params: Mapping[str, Any]) -> Combine | None:
     """The function with which a scatter combines an element and its update; None for a function of the user."""
-    return None if name == "scatter" and params.get("update_jaxpr") is not None else _COMBINATIONS.get(name)
+    given = name == "scatter" and params.get("update_jaxpr") is not None
+    return None if given or name not in _SCATTERS else _SCATTERS[name][1]
 
 
 def drops(params: Mapping[str, Any]) -> bool:
@@ -227,7 +219,7 @@ def drops(params: Mapping[str, Any]) -> bool:
     return params["mode"] in (_FILL, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 
 
-@rule(*_MONOIDS)
+@rule(*_SCATTERS)
 def scatter(call: Call) -> Rule:
     """The transpose of ``gather``. If updates are split, devices scatter their own updates, and gshard combines them.
 
@@ -239,7 +231,7 @@ def scatter(call: Call) -> Rule:
     >>> print(scatter(Call("scatter-add", params, ((10, 6), (4, 1), (4, 6)), ((10, 6),), ("f4", "i4", "f4"))))
     a b, c d, c b -> a b; add over c=4; replicate d
     """
-    numbers, monoid = call.params["dimension_numbers"], _MONOIDS[call.name]
+    numbers, monoid = call.params["dimension_numbers"], _SCATTERS[call.name][0]
     _, indices_shape, updates_shape = call.in_shapes
     batching = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
     is_complex = jax.dtypes.issubdtype(call.in_dtypes[0], jnp.complexfloating)

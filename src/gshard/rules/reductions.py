@@ -70,16 +70,11 @@ def reduction(call: Call) -> Rule:
     dims = [make.factor(n, kind, monoid) if d in axes else make.factor(n) for d, n in enumerate(call.in_shapes[0])]
     result = [dim for d, dim in enumerate(dims) if d not in axes]
     function = _EXTREMES.get(call.name)
-
-    def local(shards: Shards, x: Any) -> list[Any]:
-        return [function(x, call.params["axes"])] if function else shards.bind(x)
-
+    local = (lambda shards, x: [function(x, call.params["axes"])]) if function else None
     linear = combined(monoid, call.in_dtypes[0], 0)
     picked = [("pick", (0,))] if linear and monoid == "add" else []
     finite = if_finite(call.in_dtypes[0], (0,)) if monoid == "add" else []
-    return make.rule(
-        [dims], [result], local=local if function else None, linear=[*linear, *picked], finite=finite, sums=True
-    )
+    return make.rule([dims], [result], local=local, linear=[*linear, *picked], finite=finite, sums=True)
 
 
 @rule("reduce")

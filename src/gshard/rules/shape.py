@@ -89,11 +89,9 @@ def broadcast_in_dim(call: Call) -> Rule:
     operand: list[tuple[int, ...]] = []
     for n, d in zip(call.in_shapes[0], call.params["broadcast_dimensions"], strict=True):
         operand.append(result[d] if n == call.out_shapes[0][d] else ())
-
-    def local(shards: Shards, x: Any) -> list[Any]:
-        return shards.bind(x, shape=shards.out_shape())
-
-    return make.rule([operand], [result], local=local, linear=moves(0))
+    return make.rule(
+        [operand], [result], local=lambda shards, x: shards.bind(x, shape=shards.out_shape()), linear=moves(0)
+    )
 
 
 def _transpose_merged(a: Maker, e: Equation) -> bool:

@@ -59,7 +59,10 @@ def merged_costs(cost: Floats, table: Floats, choice: Ints) -> Floats:
 
 def best_costs(cost: Floats, *tables: Floats) -> Floats:
     """The least cost of a node for its neighbours' states."""
-    return np.asarray(_total_costs(cost, tables).min(0))
+    total = cost.reshape(-1, *[1] * len(tables))
+    for axis, table in enumerate(tables):
+        total = total + table.reshape(-1, *[table.shape[1] if a == axis else 1 for a in range(len(tables))])
+    return np.asarray(total.min(0))
 
 
 def best_state(cost: Floats, *rows: Floats) -> int:
@@ -67,13 +70,6 @@ def best_state(cost: Floats, *rows: Floats) -> int:
     for row in rows:
         cost = cost + row
     return int(cost.argmin())
-
-
-def _total_costs(cost: Floats, tables: Sequence[Floats]) -> Floats:
-    total = cost.reshape(-1, *[1] * len(tables))
-    for axis, table in enumerate(tables):
-        total = total + table.reshape(-1, *[table.shape[1] if a == axis else 1 for a in range(len(tables))])
-    return total
 
 
 # Represents a reduced problem, and lifts its solutions to the whole problem.

@@ -9,7 +9,6 @@ import jax
 
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import closed, shapes_of, user_line
-from gshard.core.mark import Mark
 from gshard.language.mark_primitive import bind_mark
 from gshard.language.per_device import (
     MANUAL_COLLECTIVES,
@@ -103,7 +102,8 @@ class _Region(Rewritten):
         mark = mark_of_equation(eqn.primitive.name, eqn.params, jax.numpy.shape(x))
         if mark is None:
             return operands
-        manual = {name for name in _axes_of_mark(mark) if name in self._manual}
+        entries = [mark.partitions] if mark.kind == "split" else mark.spec
+        manual = {name for entry in entries for name in names_of(entry) if name in self._manual}
         if manual:
             raise ShardingError(
                 f"axis {min(manual)!r} is manual in this shard_map, so that an array in it cannot be split over it.",
@@ -112,12 +112,6 @@ class _Region(Rewritten):
                 "Name automatic axes only; the specs of the shard_map say what is split over manual ones.",
             )
         return [bind_mark(x, mark)]
-
-
-def _axes_of_mark(mark: Mark) -> list[str]:
-    """The names of the axes in a mark."""
-    entries = [mark.partitions] if mark.kind == "split" else list(mark.spec)
-    return [name for entry in entries for name in names_of(entry) if isinstance(name, str)]
 
 
 def _hashable(value: Any) -> Any:

@@ -42,8 +42,8 @@ def permitted(block: Block, *, finite: bool) -> Block:
     def changed(e: Equation) -> tuple[Equation] | None:
         if e.rule is None:
             return None
-        finite_ways: _Ways = tuple((way, None) for way in e.rule.finite) if finite else _from_marks(e, reached)
-        ways = (*_of_mark(e), *finite_ways)
+        ways = tuple((way, None if finite else _axes_of(e, way, reached)) for way in e.rule.finite)
+        ways = (*_of_mark(e), *(pair for pair in ways if pair[1] != frozenset()))
         rule = rules.setdefault((e.rule, ways), e.rule.permitting(ways)) if ways else e.rule
         return None if rule is e.rule else (dataclasses.replace(e, rule=rule),)
 
@@ -61,11 +61,6 @@ def _of_mark(e: Equation) -> _Ways:
     if e.mark is None or not e.mark.unreduced:
         return ()
     return (((e.mark.monoid, frozenset({0})), frozenset(e.mark.unreduced)),)
-
-
-def _from_marks(e: Equation, reached: Mapping[Value, Axes]) -> _Ways:
-    ways = ((way, _axes_of(e, way, reached)) for way in e.operator_rule.finite)
-    return tuple((way, axes) for way, axes in ways if axes)
 
 
 def _axes_of(e: Equation, way: Way, reached: Mapping[Value, Axes]) -> Axes:
