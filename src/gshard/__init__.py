@@ -38,11 +38,11 @@ if _typing.TYPE_CHECKING:
     from gshard.api.jit import jit as jit
     from gshard.api.kernel_function import kernel as kernel
     from gshard.api.marks import name as name
+    from gshard.api.marks import pipeline as pipeline
     from gshard.api.marks import replicate as replicate
     from gshard.api.marks import shard as shard
     from gshard.api.marks import shard_by_path as shard_by_path
     from gshard.api.marks import split as split
-    from gshard.api.pipeline_mark import pipeline as pipeline
     from gshard.api.row_functions import put_rows as put_rows
     from gshard.api.row_functions import take_rows as take_rows
     from gshard.api.search import search as search
@@ -67,8 +67,7 @@ _NAMES = {
     "api.instead_of_jit": "instead_of_jit",
     "api.jit": "jit",
     "api.kernel_function": "kernel",
-    "api.marks": "name replicate shard shard_by_path split",
-    "api.pipeline_mark": "pipeline",
+    "api.marks": "name pipeline replicate shard shard_by_path split",
     "api.row_functions": "put_rows take_rows",
     "api.search": "search",
     "core.errors": "ArgumentError GShardError MeshError PlanError ShardingError ShardingWarning TraceError",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,12 +67,12 @@ def _fits(pattern: str, word: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), word, re.DOTALL) is not None
 
 
-def parameters_of(f: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of a function's parameters; none if Python has no signature for it."""
+def parameters_of(f: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """A function's parameters by name; none if Python has no signature for it."""
     try:
-        return tuple(inspect.signature(f).parameters)
+        return inspect.signature(f).parameters
     except (TypeError, ValueError):
-        return ()
+        return {}
 
 
 def positional_names(f: Callable[..., Any], count: int) -> tuple[str, ...]:
@@ -81,10 +81,7 @@ def positional_names(f: Callable[..., Any], count: int) -> tuple[str, ...]:
     >>> positional_names(lambda x, *xs, key=None: x, 3)
     ('x', 'xs[0]', 'xs[1]')
     """
-    try:
-        parameters = [*inspect.signature(f).parameters.values()]
-    except (TypeError, ValueError):
-        parameters = []
+    parameters = parameters_of(f).values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
     return *names[:count], *(f"{rest}[{i}]" for i in range(count - len(names)))

@@ -196,7 +196,7 @@ def _large(operands: Sequence[Value]) -> list[Value]:
 
 def can_batch(e: Equation) -> bool:
     """Whether an equation may run on a batch of its operands: it is pure, not a mark, and computes on the device."""
-    if e.mark is not None or not is_pure(e) or any(v.on_host for v in (*e.outputs, *_values(e.inputs))):
+    if e.mark is not None or not is_pure(e) or any(isinstance(v, Value) and v.on_host for v in (*e.outputs, *e.inputs)):
         return False
     if e.rule is not None and not (e.rule.is_free and e.rule.known):
         return False
@@ -246,10 +246,6 @@ def _has_equations(parameter: Any) -> bool:
 
 def _type(x: Value | Constant) -> Hashable:
     return x.shape, x.dtype, isinstance(x, Value) and x.weak
-
-
-def _values(operands: Iterable[Value | Constant]) -> Iterator[Value]:
-    return (x for x in operands if isinstance(x, Value))
 
 
 # Bytes of the arrays that a device has of one batch, unless one array is larger. A kernel that reads and writes as many

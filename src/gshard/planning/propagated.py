@@ -15,7 +15,7 @@ from gshard.core.mark import Order
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan, Reason, before_any, manual_axes
 from gshard.core.planning_tables import tabulated
-from gshard.core.program import Constant, Edge, Equation, Program, Value, itemsize
+from gshard.core.program import Constant, Equation, Program, Value, itemsize
 from gshard.core.rule import (
     COMMUNICATE,
     PARALLEL,
@@ -254,16 +254,17 @@ class Node:
 
 def nodes_of(equation: Equation, alike: dict[object, int]) -> list[Node]:
     """The nodes of an equation. ``alike`` maps a rule and shapes to the number of nodes that have them; it grows."""
-    if equation.rule is None:
-        return [_edge_node(edge, equation, alike) for edge in equation.edges]
-    rule = equation.rule
-    tensors = [
-        (value, dims)
-        for value, dims in zip((*equation.inputs, *equation.outputs), (*rule.operands, *rule.results), strict=True)
-        if isinstance(value, Value) and value.shape
-    ]
-    number = _number(rule, [*equation.inputs, *equation.outputs], alike)
-    node = Node(number, rule.factors, rule.component, tuple(tensors), _priority(rule), equation, equation, rule.fixed)
+    if equation.rule is not None:
+        return _nodes(equation, equation.rule, (*equation.inputs, *equation.outputs), alike)
+    return [n for edge in equation.edges for n in _nodes(equation, edge.rule, (edge.outer, edge.inner), alike)]
+
+
+def _nodes(e: Equation, rule: Rule, values: Sequence[Value | Constant], alike: dict[object, int]) -> list[Node]:
+    """The node of an equation or of one of its edges, with its rule; none without dimensions."""
+    pairs = zip(values, (*rule.operands, *rule.results), strict=True)
+    tensors = tuple((v, dims) for v, dims in pairs if isinstance(v, Value) and v.shape)
+    number, own = _number(rule, values, alike), e if e.rule is not None else None
+    node = Node(number, rule.factors, rule.component, tensors, _priority(rule), own, e, rule.fixed)
     return [node] if tensors else []
 
 
@@ -281,13 +282,6 @@ def _priority(rule: Rule) -> int:
     of_operands = {f for dims in rule.operands for dim in dims for f in dim}
     new_factors = (f for dims in rule.results for dim in dims for f in dim if f not in of_operands)
     return 2 if of_operands and any(rule.factors[f].size > 1 for f in new_factors) else 0
-
-
-def _edge_node(edge: Edge, equation: Equation, alike: dict[object, int]) -> Node:
-    rule = edge.rule
-    tensors = ((edge.outer, rule.operands[0]), (edge.inner, rule.results[0]))
-    number = _number(rule, (edge.outer, edge.inner), alike)
-    return Node(number, rule.factors, rule.component, tensors, 0, None, equation)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

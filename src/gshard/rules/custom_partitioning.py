@@ -10,6 +10,7 @@ program that ``partition`` returns for its parts. If nothing is split, it runs t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -55,12 +56,10 @@ def _shared(operator: Partitioned) -> Rule:
 def _without_mesh(operator: Partitioned) -> Rule:
     make = RuleMaker()
     arrays = [[make.replicate(n) for n in shape] for shape, _ in operator.types]
-    rules: dict[Mesh, Rule] = {}
 
+    @functools.cache
     def on_mesh(mesh: Mesh) -> Rule:
-        if mesh not in rules:
-            rules[mesh] = _RuleOnMesh(operator, mesh).rule()
-        return rules[mesh]
+        return _RuleOnMesh(operator, mesh).rule()
 
     operands = len(operator.in_types)
     if operator.sharding_rule is None:  # Shardy splits only operators that have one, too
@@ -364,7 +363,8 @@ class OnMesh:
         self.parameters = parameters  # the parameters of the equation
         self.mesh = mesh  # the mesh
         self.refusal = ""  # the reason of the last refusal of shardings; empty if there was none
-        self._programs: dict[Arrays, DeviceProgram | None] = {}
+        # the per-device program for some shardings; None if ``partition`` returns others, or if it fails
+        self.program = functools.cache(self._traced)
 
     def factors(self) -> Factors:
         """The factors of the sharding rule."""
@@ -403,12 +403,6 @@ class OnMesh:
                 return arrays
             arrays = proposal.arrays
         return None
-
-    def program(self, arrays: Arrays) -> DeviceProgram | None:
-        """The per-device program for these shardings; None if ``partition`` returns others, or if it fails."""
-        if arrays not in self._programs:
-            self._programs[arrays] = self._traced(arrays)
-        return self._programs[arrays]
 
     def _traced(self, arrays: Arrays) -> DeviceProgram | None:
         proposal = self._proposal(arrays)

@@ -55,13 +55,11 @@ def least_peak(problem: Problem, deadline: float = np.inf) -> Ints | None:
 
 def _memory_only(problem: Problem) -> Problem:
     """The problem with costs of 0 for allowed choices, and a limit of 0, so that no state is removed for its bytes."""
-    return Problem(
-        costs=tuple(np.where(np.isfinite(cost), 0.0, np.inf) for cost in problem.costs),
-        ends=problem.ends,
-        tables=tuple(np.where(np.isfinite(table), 0.0, np.inf) for table in problem.tables),
-        loads=problem.loads,
-        limit=0.0,
+    costs, tables = (
+        tuple(np.where(np.isfinite(array), 0.0, np.inf) for array in arrays)
+        for arrays in (problem.costs, problem.tables)
     )
+    return dataclasses.replace(problem, costs=costs, tables=tables, limit=0.0)
 
 
 # Makes a problem in which all nodes of a class have one state.
