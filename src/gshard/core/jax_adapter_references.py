@@ -63,11 +63,8 @@ def write(reference: Any, array: Any) -> None:
 def is_discharged(jaxpr: Any) -> bool:
     """Whether a closed jaxpr neither creates nor takes references."""
     avals = (v.aval for v in (*closed(jaxpr)[0].constvars, *closed(jaxpr)[0].invars))
-    return not any(map(_is_of_references, jaxpr.effects)) and not any(map(is_reference_type, avals))
-
-
-def _is_of_references(effect: Any) -> bool:
-    return isinstance(effect, (_RefEffect, _core.InternalMutableArrayEffect))
+    effects = (_RefEffect, _core.InternalMutableArrayEffect)
+    return not any(isinstance(e, effects) for e in jaxpr.effects) and not any(map(is_reference_type, avals))
 
 
 def effects_of_call(jaxpr: Any) -> set[Any]:

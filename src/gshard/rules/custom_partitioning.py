@@ -10,7 +10,6 @@ program that ``partition`` returns for its parts. If nothing is split, it runs t
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -56,10 +55,12 @@ def _shared(operator: Partitioned) -> Rule:
 def _without_mesh(operator: Partitioned) -> Rule:
     make = RuleMaker()
     arrays = [[make.replicate(n) for n in shape] for shape, _ in operator.types]
+    rules: dict[Mesh, Rule] = {}
 
-    @functools.cache
     def on_mesh(mesh: Mesh) -> Rule:
-        return _RuleOnMesh(operator, mesh).rule()
+        if mesh not in rules:
+            rules[mesh] = _RuleOnMesh(operator, mesh).rule()
+        return rules[mesh]
 
     operands = len(operator.in_types)
     if operator.sharding_rule is None:  # Shardy splits only operators that have one, too
@@ -363,8 +364,7 @@ class OnMesh:
         self.parameters = parameters  # the parameters of the equation
         self.mesh = mesh  # the mesh
         self.refusal = ""  # the reason of the last refusal of shardings; empty if there was none
-        # the per-device program for some shardings; None if ``partition`` returns others, or if it fails
-        self.program = functools.cache(self._traced)
+        self._programs: dict[Arrays, DeviceProgram | None] = {}
 
     def factors(self) -> Factors:
         """The factors of the sharding rule."""
@@ -403,6 +403,12 @@ class OnMesh:
                 return arrays
             arrays = proposal.arrays
         return None
+
+    def program(self, arrays: Arrays) -> DeviceProgram | None:
+        """The per-device program for these shardings; None if ``partition`` returns others, or if it fails."""
+        if arrays not in self._programs:
+            self._programs[arrays] = self._traced(arrays)
+        return self._programs[arrays]
 
     def _traced(self, arrays: Arrays) -> DeviceProgram | None:
         proposal = self._proposal(arrays)
