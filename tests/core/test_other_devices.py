@@ -76,6 +76,11 @@ def test_a_machine_without_its_compiler_is_told_and_priced():
         assert found.lists["counted"][-2].startswith(f"XLA did not compile it for {machine}: XLA compiles for mi300x")
         assert found.source.program.platform == "cpu"
         assert found.cost().seconds > 0
+    with (
+        gshard.instead_of_jit(mesh={"a": 4, "b": 2}),
+        pytest.raises(gshard.ArgumentError, match="its mesh and its opt"),
+    ):
+        gshard.explain(step(mesh), *arguments(mesh), machine="mi300x")  # gshard partitions it, with these options
     far = AbstractMesh((16, 4), ("a", "b"), axis_types=AUTO)
     with pytest.raises(MeshError, match=r'has 64, and there are 8(?s:.)*name a machine: machine="h100:8x8"'):
         gshard.explain(step(far), *arguments(far))

@@ -30,8 +30,9 @@ from gshard.api.jit import Jitted, jit
 from gshard.api.lowered import Compiled, Lowered, Traced
 from gshard.api.specs import told
 from gshard.api.wrapped import mesh_of_arguments
-from gshard.core.errors import ArgumentError, MeshError
+from gshard.core.errors import ArgumentError, GShardError, MeshError
 from gshard.core.jax_adapter import mesh_of_context, user_line
+from gshard.core.jax_adapter_jit import has_substitute
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.mesh import MeshLike
 from gshard.core.plan import Plan
@@ -206,17 +207,20 @@ def _as_compiled(
             got=", ".join(f"{name}=" for name in [*given, *(["mesh"] if mesh is not None else [])]),
             hint="Place the arguments, or give jax.jit in_shardings.",
         )
-    given_to_f, not_for = (args, dict(kwargs)), tuple[str, ...]()
+    given_to_f, not_for, refused = (args, dict(kwargs)), tuple[str, ...](), None
     try:
-        described = None if machine is None else compiled_for(machine, f, given_to_f, names_of_arrays(f, args, kwargs))
-        if described is not None:
-            return Explanation(*described)
+        if machine is not None and not has_substitute():
+            described = compiled_for(machine, f, given_to_f, names_of_arrays(f, args, kwargs))
+            if described is not None:
+                return Explanation(*described)
     except (PlanningError, *REFUSED) as error:
-        reason = str(error).strip().splitlines()
+        refused, reason = error, str(error).strip().splitlines()
         not_for = (f"XLA did not compile it for {machine}: {reason[0]}", *(line.strip() for line in reason[1:2]))
     try:
         lowered = lowered_by_jax(f, args, kwargs)
     except MeshError as error:
+        if refused is not None and not isinstance(refused, GShardError):
+            raise refused from None
         ways = not_for or ('Or name a machine: machine="h100:8x8" compiles for devices that need not exist.',)
         raise MeshError(error.what, error.where, error.got, "\n  ".join(filter(None, (error.hint, *ways)))) from None
     if isinstance(lowered, Lowered):  # in a block of instead_of_jit

@@ -168,6 +168,11 @@ def substituted(substitute: Substitute) -> Iterator[None]:
         yield
 
 
+def has_substitute() -> bool:
+    """Whether a substitute compiles jitted functions in this thread."""
+    return _substitute.value is not None
+
+
 def no_substitute() -> Any:
     """A context manager inside which JAX compiles jitted functions."""
     return _substitute(None)
