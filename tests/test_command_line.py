@@ -377,7 +377,8 @@ MISTAKES = [
     ("model.py:example --mesh data=8 --json /no/such/folder/page.json", "--json /no/such/folder/page.json"),
     ("model.py:example --mesh data=8 --trace /no/such/folder/trace.json", "--trace /no/such/folder/trace.json"),
     ("/no/such/file.json model.py:example --mesh data=8", "cannot be read"),
-    ("before.json model.py:example --why x", "--why: these explain one target, and there are two."),
+    ("before.json model.py:example --why x", "--why: not where two programs are compared."),
+    ("before.json after.json --mesh 8 --machine h100", "--machine, --mesh: not where two programs are compared."),
     ("model.py:example --mesh data=8 --baseline notes.txt", "is no explanation"),
     ("step.hlo.txt --trace trace.json", 'machine="h100:1x8", on the command line --machine h100:1x8'),
     *(

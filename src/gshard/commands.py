@@ -255,7 +255,9 @@ def check(data: Mapping[str, Any], baseline: Mapping[str, Any] | None, machine: 
     """Refuses a program that does more than ``--baseline``, and one that does not fit ``--machine``."""
     failures = [
         "" if baseline is None else over_baseline(baseline, data),
-        "" if machine is None else over_memory(data["totals"]["peak"], data["machine"]["memory"]),
+        ""
+        if machine is None or data["machine"] is None
+        else over_memory(data["totals"]["peak"], data["machine"]["memory"]),
     ]
     if any(failures):
         raise CheckFailed("\n\n".join(filter(None, failures)))
@@ -395,13 +397,15 @@ def _explain(options: argparse.Namespace) -> None:
 
 def _compare(options: argparse.Namespace) -> dict[str, Any]:
     """Prints what changed from the first target to the second, and returns the data of the second."""
-    if given := [f"--{name}" for name in ("arg", "why", "trace", "against", "plan") if getattr(options, name)]:
+    targets = options.target, options.after
+    of_one = "arg", "why", "trace", "against", "plan"
+    names = (*of_one, "machine", "mesh") if all(target.endswith(".json") for target in targets) else of_one
+    if given := [f"--{name}" for name in names if getattr(options, name)]:
         raise ArgumentError(
-            f"{', '.join(given)}: these explain one target, and there are two.",
-            got=f"{options.target} {options.after}",
+            f"{', '.join(given)}: not where two programs are compared.",
+            got=" ".join(targets),
             hint="Write what each explains with --json, and compare the files.",
         )
-    targets = options.target, options.after
     before, after = (
         explanation_in(target)
         if target.endswith(".json")

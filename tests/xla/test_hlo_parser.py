@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gshard.xla.hlo_collectives import collectives, summary
+from gshard.xla.hlo_collectives import collectives, collectives_of, summary
 from gshard.xla.hlo_parser import read_module, trip_count, type_bytes
 
 
@@ -57,9 +57,10 @@ X = jax.ShapeDtypeStruct((8, 8), jnp.float32)  # 256 bytes
     ],
 )
 def test_each_collective(function, expected, mesh):
-    (found,) = collectives(compiled_text(function, mesh, X))
+    module = read_module(compiled_text(function, mesh, X))
+    (found,) = collectives_of(module)
     assert facts(found) == expected
-    assert re.fullmatch(r"test_hlo_parser.py:\d+", found.line)
+    assert re.fullmatch(r"test_hlo_parser.py:\d+", module.line_of(found.itself))
 
 
 def test_combined_collectives_count_all_their_operands_and_tables_are_sorted_by_bytes(mesh):
@@ -154,7 +155,7 @@ def test_asynchronous_pairs_count_once():
         ("reduce_scatter", 4, 256, 192, 1, True),
         ("all_reduce", 8, 256, 448, 1, True),
     ]
-    assert found[0].line == "train.py:41"
+    assert read_module(ASYNCHRONOUS).line_of(found[0].made) == "train.py:41"
 
 
 @pytest.mark.parametrize(("header", "attributes", "groups"), [

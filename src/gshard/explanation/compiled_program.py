@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from gshard.core.errors import ArgumentError, MeshError
+from gshard.core.jax_adapter import Frame
 from gshard.core.mesh import Atoms, Mesh
 from gshard.device.memory import MemoryTotals
 from gshard.explanation.places import Place, helpers_of, place_in
@@ -193,14 +194,16 @@ class CompiledProgram:
 
     def place_of(self, made: Instruction) -> Place | None:
         """The user's line of an instruction; None if it does not tell."""
-        return place_in(self.module.frames_of(made), self._helpers)
+        frames = self.module.frames_of(made)
+        return self._places.get(frames) or place_in(frames, ())
 
     @functools.cached_property
-    def _helpers(self) -> frozenset[tuple[str, str]]:
-        """The user's functions for layers, whose lines do not tell what is computed."""
+    def _places(self) -> Mapping[tuple[Frame, ...], Place | None]:
+        """The places of operations, by their frames."""
         inside = (computation.instructions.values() for computation in self.module.computations.values())
         products = filter(_is_product, itertools.chain(*inside))
-        return helpers_of(map(self.module.frames_of, products), self.module.frames.values())
+        helpers = helpers_of(map(self.module.frames_of, products), self.module.frames.values())
+        return {frames: place_in(frames, helpers) for frames in self.module.frames.values()}
 
     @property
     def instructions(self) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from gshard.device.network import atoms_among
 from gshard.explanation.compiled_program import CompiledArgument, CompiledProgram
 from gshard.explanation.places import Place
 from gshard.explanation.rows import Listed, Moved
-from gshard.naming.argument_names import ArrayName, common_name, equal_modules, module_of, names_a_module
+from gshard.naming.argument_names import ArrayName, common_name, equal_modules, module_of
 from gshard.naming.array_names import GRADIENT, UPDATE
 from gshard.xla.dataflow import Array
 from gshard.xla.hlo_collectives import CompiledCollective, pairs_of
@@ -125,13 +125,13 @@ class _Part:
         return (operation or self.origin.operation or made.opcode) + _phase(self.origin)
 
     @property
-    def module(self) -> ArrayName:
-        """The module whose weight is an operand of what makes a reduced array, or of what reads another one."""
+    def beside(self) -> Iterator[ArrayName]:
+        """The arguments that are operands of what makes a reduced array, or of what reads another one."""
         program, flow, at = self.program, self.program.flow, self.reader
         if self.sent.kind in REDUCTIONS and self.operand is not None and self.made is not None:
             at = flow.source(self.operand).computation, self.made
         numbers = [flow.arguments(Array(at[0], operand)) for operand in at[1].operands] if at is not None else []
-        return module_of(program.arguments[n].short for some in numbers for n in some if n < len(program.arguments))
+        return (program.arguments[n].short for some in numbers for n in some if n < len(program.arguments))
 
     @property
     def why(self) -> str:
@@ -151,7 +151,7 @@ def _moved(part: _Part, folded: Mapping[str, str]) -> Moved:
     name, module = part.name, ArrayName(scopes, folded.get(scopes, scopes))
     if not name.text:
         name = ArrayName(part.operation, part.operation)
-        module = module if names_a_module(scopes) else part.module if part.module.text else module
+        module = module_of(module, part.beside)
     i = [number for number, _ in sent.arrays].index(part.number)
     until = [0, *itertools.accumulate(type_bytes(text) for _, text in sent.arrays)]
     begin, end = (round(sent.total_bytes * n / until[-1]) if until[-1] else 0 for n in until[i : i + 2])

@@ -71,12 +71,10 @@ def helpers_of(products: Iterable[Sequence[Frame]], others: Iterable[Sequence[Fr
 
 
 def _once(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """The frames up to a function that is there already: what JAX traced once for several calls has those of both."""
-    chain: dict[tuple[str, str], Frame] = {}
-    for path, line, name in frames:
-        if (path, name) in chain:
-            break
-        chain[path, name] = path, line, name
+    """The innermost frame of each function: what JAX traced once for several calls has the frames of both."""
+    chain: dict[_Function, Frame] = {}
+    for frame in frames:
+        chain.setdefault((frame[0], frame[2]), frame)
     return tuple(chain.values())
 
 

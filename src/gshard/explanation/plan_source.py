@@ -59,7 +59,7 @@ from gshard.explanation.warnings import (
 )
 from gshard.language.mark_primitive import bound_text
 from gshard.language.transfer import changes_memory
-from gshard.naming.argument_names import ArrayName, names_a_module
+from gshard.naming.argument_names import ArrayName
 from gshard.naming.array_names import ArrayNames
 from gshard.planning.demands import demands
 from gshard.xla.peer import xla_function
@@ -274,9 +274,8 @@ def _moved(c: Collective, cause: Place | None, mesh: Mesh, names: ArrayNames) ->
         module = ArrayName(module.text, re.sub(r"\d+", "*", module.text))
         if c.cause is not None and c.cause.blocks:  # equal layers are different operands of a loop
             alike = re.sub(r"^(operand|result) \d+ of", r"\1 of", c.why)
-    if not names.is_named(c.value) and c.cause is not None and not names_a_module(module.text):
-        own = names.module_of_weight(c.cause)
-        module = own if own.text else module
+    if not names.is_named(c.value) and c.cause is not None:
+        module = names.module_or_weight(c.cause)
     loops = ", which loops over the split dimension: split another" * _is_looped(c)
     return Moved(
         kind=c.kind, axes=mesh.format_atoms(c.atoms), times=c.times, bytes=c.total_bytes, shape=c.shape,

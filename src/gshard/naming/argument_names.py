@@ -59,20 +59,19 @@ def common_name(names: Sequence[ArrayName]) -> ArrayName:
     return ArrayName(first.alike + more, first.alike + more)
 
 
-def names_a_module(scopes: str) -> bool:
-    """Whether named scopes tell a module from others; those of Equinox are the names of its classes."""
-    return bool(scopes) and not scopes.startswith("eqx.nn.")
+def module_of(scopes: ArrayName, operands: Iterable[ArrayName]) -> ArrayName:
+    """The module of an operation: its named scopes, else that of the only operand that belongs to one.
 
+    The scopes of Equinox are the names of its classes, so the operand comes first. NNX has arrays in a ``value``.
 
-def module_of(operands: Iterable[ArrayName]) -> ArrayName:
-    """The module of the only operand that belongs to one; empty for several. NNX has arrays in a ``value``.
-
-    >>> module_of([ArrayName("x", "x"), ArrayName("m/layers/0/up/kernel/value", "m/layers/*/up/kernel/value")])
+    >>> up = ArrayName("m/layers/0/up/kernel/value", "m/layers/*/up/kernel/value")
+    >>> module_of(ArrayName(), [ArrayName("x", "x"), up])
     ArrayName(text='m/layers/0/up', alike='m/layers/*/up')
     """
     names = [name for name in dict.fromkeys(operands) if "/" in name.text]
-    paths = (names[0].text, names[0].alike) if len(names) == 1 else ()
-    return ArrayName(*(path.removesuffix("/value").rpartition("/")[0] for path in paths))
+    if len(names) != 1 or (scopes.text and not scopes.text.startswith("eqx.nn.")):
+        return scopes
+    return ArrayName(*(p.removesuffix("/value").rpartition("/")[0] for p in (names[0].text, names[0].alike)))
 
 
 def without_numbers(words: Sequence[str]) -> str:

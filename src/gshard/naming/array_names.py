@@ -96,9 +96,9 @@ class ArrayNames:
         path = () if e is None else self._scopes.get(e) or scopes_of(e.source_info)
         return ArrayName("/".join(path), "/".join(self._equal_layers.get(path, path)))
 
-    def module_of_weight(self, e: Equation) -> ArrayName:
-        """The module whose weight is an operand of an equation; empty for none and for several."""
-        return module_of(self.array(v) for v in e.inputs if isinstance(v, Value) and v in self._roots)
+    def module_or_weight(self, e: Equation) -> ArrayName:
+        """The same; without named scopes the module whose weight is an operand of the equation."""
+        return module_of(self.module(e), (self.array(v) for v in e.inputs if isinstance(v, Value) and v in self._roots))
 
     def _arguments_of(self, root: Value) -> tuple[Value, ...]:
         return self._joined.get(root, (root,))

@@ -55,7 +55,6 @@ class CompiledCollective:
     # False if ``executions`` depends on data: inside a conditional (counted as taken) or a loop whose length the text
     # does not tell (counted as one round)
     exact: bool
-    line: str  # the user's ``file:line``, or empty
     groups: Groups  # the devices that communicate, each group in rising order; none for a permutation
     computation: str  # where it is scheduled;
     made: Instruction  # the instruction there, which may be a fusion;
@@ -145,7 +144,7 @@ def sent_in(module: Module, name: str, times: int = 1, exact: bool = True) -> li
             arrays = tuple(enumerate(types)) or ((0, itself.literal or itself.type),)
             found.append(
                 CompiledCollective(
-                    kind, operand, size, moved, times, exact, module.line_of(itself), groups, name, made, ends,
+                    kind, operand, size, moved, times, exact, groups, name, made, ends,
                     inside, itself, arrays,
                 )
             )  # fmt: skip
