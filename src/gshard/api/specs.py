@@ -63,8 +63,9 @@ def hidden_by_vmap(arrays: Iterable[Any]) -> str:
 
 def spread(what: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] = is_spec) -> list[tuple[str, Any, Any]]:
     """What a pytree prefix says of each leaf of a tree: its name, what is said, and the leaf."""
+    said: list[Any] = []
     try:
-        said = _spread(prefix, tree, is_leaf)
+        jax.tree.map(lambda s, part: said.extend([s] * len(jax.tree.leaves(part))), prefix, tree, is_leaf=is_leaf)
     except ValueError as error:
         raise ShardingError(
             f"the pytree of {what} does not match the pytree that is marked.",
@@ -83,12 +84,6 @@ def memories_of(in_shardings: Any, arguments: tuple[Any, Any]) -> list[str | Non
     prefix = tuple(in_shardings) if isinstance(in_shardings, list) else in_shardings
     kinds = [memory_of(spec) for _, spec, _ in spread("in_shardings", prefix, positional)]
     return [*kinds, *(None for _ in jax.tree.leaves(named))]
-
-
-def _spread(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> list[Any]:
-    said: list[Any] = []
-    jax.tree.map(lambda s, part: said.extend([s] * len(jax.tree.leaves(part))), prefix, tree, is_leaf=is_leaf)
-    return said
 
 
 def as_array(x: Any, leaf: str, what: str) -> Any:
