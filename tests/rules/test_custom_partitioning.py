@@ -355,6 +355,24 @@ def test_mistakes_have_the_line_of_the_call(details, message):
     assert "test_custom_partitioning.py" in caught.value.where
 
 
+@pytest.mark.parametrize("shape", [(2, 3), (6, 1), (3, 2)])
+def test_a_mesh_that_cuts_the_devices_otherwise_is_refused(shape):
+    other, mesh = mesh_of(shape), mesh_of((2, 3))
+    own = NamedSharding(other, P("a", "b"))
+    op = custom_partitioning(lambda x: x)
+    op.def_partition(
+        partition=lambda *_: (other, lambda x: x + 10 * lax.axis_index("a") + lax.axis_index("b"), own, (own,)),
+        sharding_rule="i j -> i j",
+    )
+    x, jitted = put(normal(6, 6), mesh, "a", "b"), gshard.jit(op, mesh=mesh)
+    if shape == (3, 2):
+        with pytest.raises(gshard.ShardingError, match="cuts its devices otherwise"):
+            jitted(x)
+    else:
+        at = np.indices((6, 6)) // (6 // np.array(shape)).reshape(2, 1, 1)
+        same(jitted(x) - x, 10 * at[0] + at[1])
+
+
 def test_in_a_shard_map_it_is_its_function():
     mesh = mesh_of((2, 4))
     mapped = jax.shard_map(softmax, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False)

@@ -24,13 +24,14 @@ from gshard.comm.steps import PERMUTE
 from gshard.core.errors import RuleError
 from gshard.core.jax_adapter import closed
 from gshard.core.jax_adapter_kernels import ir_types, read_sharding_rule
-from gshard.core.mark import Mark, axes_of_entry, entries_of, resolve
+from gshard.core.mark import axes_of_entry, entries_of
 from gshard.core.mesh import Atoms, Mesh, automatic_mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.rule import COMMUNICATE, PARALLEL, REPLICATE, Factor, Rule, RuleMaker, Split, place, project
 from gshard.language.custom import Notation
 from gshard.language.per_device import renamed
 from gshard.language.registry import Call, rule
+from gshard.rules.manual import atoms_of_axes, cuts_of
 
 _MOST_TRIALS = 64  # sets of factors to try to split together with one factor
 _UNEVEN = "no axis of the mesh divides a dimension of it, and gshard gives a kernel no padded parts"
@@ -472,7 +473,7 @@ class OnMesh:
                 hint="Return mesh, lower_fn, the shardings of the results and a tuple of those of the operands.",
             ) from error
         if axes != tuple(mesh.shape.items()):
-            atoms_of = self._atoms_of(axes)
+            atoms_of = atoms_of_axes(axes, self.mesh)
         placed = tuple(self._placed(s, len(t[0]), atoms_of) for s, t in zip(flat, self.parameters.types, strict=True))
         return _Proposal(axes, atoms_of, lower, placed)
 
@@ -529,16 +530,7 @@ class OnMesh:
                     hint="Return a spec with at most one entry for each dimension.",
                 )
             return (*dims[:ndim], *((),) * (ndim - len(dims)))
-        demand = resolve(Mark("spec", spec=tuple(entries), axes=axes), self.mesh, (self.mesh.size,) * ndim, "")
-        return demand.dims
-
-    def _atoms_of(self, axes: tuple[tuple[str, int], ...]) -> Mapping[str, Atoms]:
-        """The atoms of each axis of another mesh over the same devices."""
-        atoms_of = {}
-        for name, _ in axes:
-            mark = Mark("spec", spec=(name,), axes=axes)
-            (atoms_of[name],) = resolve(mark, self.mesh, (self.mesh.size,), "").dims
-        return atoms_of
+        return cuts_of(tuple(entries), axes, self.mesh, (self.mesh.size,) * ndim)
 
 
 def _has_whole(atoms: Atoms, atoms_of_axis: Atoms) -> bool:

@@ -66,22 +66,23 @@ def check_devices(axes: tuple[tuple[str, int], ...], devices: tuple[Any, ...], m
 @tabulated(64)
 def atoms_of_axes(axes: tuple[tuple[str, int], ...], mesh: Mesh) -> Mapping[str, Atoms]:
     """The atoms of each axis of the user's mesh."""
-    return {name: _cuts((name,), axes, mesh, (mesh.size,))[0] for name, _ in axes}
+    return {name: cuts_of((name,), axes, mesh, (mesh.size,))[0] for name, _ in axes}
 
 
 def _split(dims: Any, spec: Any, axes: tuple[tuple[str, int], ...], mesh: Mesh, shape: tuple[int, ...]) -> Split:
     """The split of the factors of an array that a spec over the user's axes states."""
-    cuts = _cuts(tuple(spec), axes, mesh, shape)
+    cuts = cuts_of(tuple(spec), axes, mesh, shape)
     return {dim[0]: atoms for dim, atoms in zip(dims, cuts, strict=True) if atoms}
 
 
-def _cuts(
+def cuts_of(
     spec: tuple[Any, ...], axes: tuple[tuple[str, int], ...], mesh: Mesh, shape: tuple[int, ...]
 ) -> tuple[Atoms, ...]:
+    """The atoms that cut each dimension of an array, by a spec over the axes of another mesh of the same devices."""
     demand = resolve(Mark("spec", spec=spec, axes=axes), mesh, shape, "")
     if demand.order != mesh.order:
         raise ShardingError(
-            "a shard_map inside the program cuts its devices otherwise than the axes of the program's mesh do.",
+            "a mesh inside the program cuts its devices otherwise than the axes of the program's mesh do.",
             got=f"its mesh: {dict(axes)}; the program's: {mesh}",
             hint="Make both over the same mesh.",
         )
