@@ -175,9 +175,9 @@ SESSIONS = {
             ["x1 6 B -> x1 7 B           all_reduce\n", "all_reduce of reduce_sum", "model.py:9"],
         ),
     ],
-    "trace, and against XLA": [
+    "against XLA": [
         (
-            "explain model.py:reduced --mesh devices=8 --trace trace.json --against xla", 0,
+            "explain model.py:reduced --mesh devices=8 --against xla", 0,
             ["loss by XLA's partitioner -> loss by gshard"],
         ),
     ],
@@ -202,7 +202,7 @@ SESSIONS = {
     ],
     "explain reads a dump": [
         (
-            f"explain {TWO_BY_FOUR} --machine h100:1x8 --html page.html --json data.json --trace trace.json", 0,
+            f"explain {TWO_BY_FOUR} --machine h100:1x8 --html page.html --json data.json", 0,
             ["step on 8 devices (data=2 model=4), 40 instructions, compiled by XLA for gpu", "all_gather",
              "Launch-bound: ", "ms a call on h100:1x8"],
         ),
@@ -297,8 +297,6 @@ def test_sessions(what, capsys):
     for file in Path().iterdir():
         if file.name == "page.html":
             assert "<title>gshard " in file.read_text()
-        if file.name == "trace.json":
-            assert json.loads(file.read_text())["traceEvents"]
     if what == "search":
         assert gshard.SavedPlan.load("plan.json").axes == (("data", 2), ("model", 4))
     if what.startswith("explain reads a dump"):
@@ -375,12 +373,10 @@ MISTAKES = [
     ("model.py:loss --arg f32[8,4] --arg f32[5,2] --mesh data=4", "model.py:4 (loss)"),
     ("model.py:example --mesh data=8 --html /no/such/folder/page.html", "there is no folder /no/such/folder"),
     ("model.py:example --mesh data=8 --json /no/such/folder/page.json", "--json /no/such/folder/page.json"),
-    ("model.py:example --mesh data=8 --trace /no/such/folder/trace.json", "--trace /no/such/folder/trace.json"),
     ("/no/such/file.json model.py:example --mesh data=8", "cannot be read"),
     ("before.json model.py:example --why x", "--why: not where two programs are compared."),
     ("before.json after.json --mesh 8 --machine h100", "--machine, --mesh: not where two programs are compared."),
     ("model.py:example --mesh data=8 --baseline notes.txt", "is no explanation"),
-    ("step.hlo.txt --trace trace.json", 'machine="h100:1x8", on the command line --machine h100:1x8'),
     *(
         (f"step.hlo.txt {given}", "a compiled program takes mesh= and machine= only.")
         for given in (

@@ -380,8 +380,6 @@ def _explain(options: argparse.Namespace) -> None:
     found, took = _explained(options, options.target)
     against = found.against_xla(options.machine) if options.against else None
     reasons = _reasons(found, options)
-    if options.trace:
-        found.cost(options.machine)  # whatever is refused is refused before anything is printed
     data = found.data(options.machine, options.seconds)
     on = None if data["machine"] is None else found.cost(options.machine).machine
     print(found.format(machine=on, seconds=options.seconds), NO_MACHINE if on is None else found.cost(on), sep="\n\n")
@@ -390,15 +388,13 @@ def _explain(options: argparse.Namespace) -> None:
     if isinstance(found.source, CompiledSource) and found.source.again is not None:
         data["lists"] += _try_changes(found, options.seconds, took)
     _write_data(options, data, against)
-    if options.trace:
-        print(f"wrote {found.trace(options.trace, options.machine)}: open it in ui.perfetto.dev")
     check(data, baseline, options.machine)
 
 
 def _compare(options: argparse.Namespace) -> dict[str, Any]:
     """Prints what changed from the first target to the second, and returns the data of the second."""
     targets = options.target, options.after
-    of_one = "arg", "why", "trace", "against", "plan"
+    of_one = "arg", "why", "against", "plan"
     names = (*of_one, "machine", "mesh") if all(target.endswith(".json") for target in targets) else of_one
     if given := [f"--{name}" for name in names if getattr(options, name)]:
         raise ArgumentError(

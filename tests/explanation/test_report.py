@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from device.models import explained, f32, model
 from gshard.device.cost import BOUNDS
-from gshard.device.fusion_model import COLLECTIVE
 from gshard.explanation.difference import DifferenceError, Figures, difference
 from gshard.explanation.timeline import FIRST, ROUNDS, Event, thinned, timeline
 from gshard.testing.rule_checks import emitted
@@ -166,24 +165,6 @@ def test_thinning_joins_nothing_across_a_gap():
     assert sum(count for _, count in kept) == len(events)
     assert [(e.start, count) for e, count in kept] == [(0.0, 99), (50.0, 1), (99.9999, 1)]
     assert sum(e.seconds for e, _ in kept) == pytest.approx(101 * 1e-4)
-
-
-def test_the_trace_is_one_that_perfetto_reads(tmp_path):
-    f, args, axes, _ = model("attention")
-    found = gshard.explain(f, *args, mesh=gshard.Mesh.abstract(**axes))
-    read = json.loads(found.trace(tmp_path / "trace.json", "v3:2x2").read_text())
-    rows = read["traceEvents"]
-    tracks = {row["tid"]: row["args"]["name"] for row in rows if row["name"] == "thread_name"}
-    assert tracks == {0: "loops", 1: "compute", 2: "network"}
-    runs = [row for row in rows if row["ph"] == "X"]
-    assert {row["ph"] for row in rows} == {"M", "X"}
-    assert all(row["ts"] >= 0 and row["dur"] >= 0 for row in runs)
-    cost = found.cost("v3:2x2")
-    network = sum(row["dur"] for row in runs if row["tid"] == 2) / 1e6
-    assert network == pytest.approx(sum(k.total_seconds for k in cost.kernels if k.kind == COLLECTIVE))
-    assert sum(row["dur"] for row in runs if row["tid"]) / 1e6 == pytest.approx(cost.seconds)
-    assert sum(row["args"].get("bytes sent", 0) for row in runs) == found.total_bytes
-    assert all(row["args"]["line"].startswith("models.py:") for row in runs if row["tid"] == 2)
 
 
 # Two explanations by line: lines are matched by their text, totals are those of both, and nothing else is compared.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +23,7 @@ from gshard.core.program import format_bytes
 from gshard.core.spmd import SpmdProgram
 from gshard.core.time_budget import TRIAL_SECONDS
 from gshard.device.cost import CallTotals
-from gshard.device.machine import Machine, MachineError, kind_of_devices, machine_of
+from gshard.device.machine import Machine, kind_of_devices, machine_of
 from gshard.explanation.compiled_source import CompiledSource, source_of
 from gshard.explanation.difference import Difference, difference
 from gshard.explanation.plan_source import PlanSource
@@ -42,7 +41,6 @@ from gshard.explanation.rows import (
     sent_by,
     spent_by,
 )
-from gshard.explanation.timeline import timeline, trace_of
 from gshard.explanation.trials import Instead, instead
 from gshard.explanation.tried_changes import SECONDS, Tried
 from gshard.explanation.verdict import Verdict
@@ -272,30 +270,6 @@ class Explanation(InNotebooks):
         if against is not None:
             data["difference"] = difference(_data_of(against, machine), data).data()
         return _write(path, page(data))
-
-    def trace(self, path: str | Path, machine: Machine | str | None = None) -> Path:
-        """Writes the modelled timeline of a call in the Trace Event Format, for ui.perfetto.dev or chrome://tracing.
-
-        Args:
-            path: where to.
-            machine: as for ``cost``.
-
-        Returns:
-            the path.
-
-        Raises:
-            MachineError, ArgumentError: as for ``cost``.
-        """
-        found: Any = self.cost(machine)
-        row_of = {one.key: row for row in reversed(self._rows(found)) for one in row.moved}
-        made = trace_of(self.name, found.machine, timeline(found), self.source.kernels(found), row_of)
-        return _write(path, json.dumps(made, separators=(",", ":"), allow_nan=False))
-
-    def _page_data(self) -> dict[str, Any] | None:
-        try:
-            return self.data()
-        except MachineError:  # there is no model of the devices
-            return None
 
     @with_tables
     def format(

@@ -6,18 +6,15 @@ Of a long loop the first rounds are drawn one by one, and the others as one even
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from gshard.device.cost import CallTotals, Loop, Run
 from gshard.device.fusion_model import COLLECTIVE
-from gshard.device.machine import Machine
-from gshard.explanation.places import Places
-from gshard.explanation.rows import CollectiveRow, TimedKernel
+from gshard.explanation.rows import TimedKernel
 
 ROUNDS = 3000  # events that the rounds of one loop, or a lane of the page, are drawn with
 FIRST = 2  # rounds that are drawn of a longer loop, at least
-TRACKS = LOOPS, COMPUTE, NETWORK = "loops", "compute", "network"
+COMPUTE, NETWORK = "compute", "network"  # tracks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,43 +77,9 @@ def _count(run: Run) -> int:
     return count
 
 
-def trace_of(
-    name: str, machine: Machine, laid: Timeline, kernels: Sequence[TimedKernel], row_of: Mapping[int, CollectiveRow]
-) -> dict[str, Any]:
-    """A call in the Trace Event Format that Perfetto and chrome://tracing read; ``row_of`` is by ``Moved.key``."""
-    titles = [("process_name", 0, f"one device of {machine.name}, modelled: {name}")]
-    titles += [("thread_name", i, track) for i, track in enumerate(TRACKS)]
-    rows: list[dict[str, Any]] = [
-        {"ph": "M", "name": what, "pid": 0, "tid": i, "args": {"name": text}} for what, i, text in titles
-    ]
-    rows += [_complete_event(loop, loop.name, LOOPS, "loop", {}) for loop in laid.loops]
-    places = Places()
-    for event in laid.kernels:
-        if event.kernel < 0:
-            rows.append(_complete_event(event, event.name, LOOPS, "rounds", {}))
-            continue
-        k = kernels[event.kernel]
-        told: dict[str, Any] = {"line": places.of(k.place), "bound by": k.cost.bound}
-        if k.key is None:
-            told |= {"FLOPs": k.cost.flops, "bytes read and written": k.cost.moved}
-        else:
-            row = row_of[k.key]
-            told |= {"array": row.array, "over": row.axes, "needed for": row.why, "bytes sent": k.cost.sent}
-            told |= {"of it beside kernels, in µs": k.cost.overlapped * 1e6} if k.cost.overlapped else {}
-        rows.append(_complete_event(event, k.name, track_of(k), k.cost.bound, told))
-    return {"traceEvents": rows, "displayTimeUnit": "ms", "otherData": {"machine": str(machine)}}
-
-
 def track_of(k: TimedKernel) -> str:
     """Where a kernel is drawn: what the network does has a lane of its own."""
     return NETWORK if k.cost.kind == COLLECTIVE else COMPUTE
-
-
-def _complete_event(event: Event, name: str, track: str, category: str, details: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "ph": "X", "name": name, "cat": category, "pid": 0, "tid": TRACKS.index(track),
-        "ts": event.start * 1e6, "dur": event.seconds * 1e6, "args": details,
-    }  # fmt: skip
 
 
 def thinned(events: Sequence[Event], most: int) -> Iterator[tuple[Event, int]]:
