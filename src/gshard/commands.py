@@ -453,17 +453,17 @@ def _explained(options: argparse.Namespace, target: str) -> tuple[Explanation, f
 
 
 def _try_changes(found: Explanation, seconds: float, took: float) -> list[tuple[str, str, list[str]]]:
-    """Prints what other shardings and constraints bring of a function that XLA compiles, and returns the lists.
+    """Prints which constraints and other shardings help a function that XLA compiles, and returns the lists.
 
     ``took`` is how long that took to compile: changes are tried if there is time for one.
     """
     if took > seconds:
-        more = "tries other shardings of arguments, and sharding constraints inside"
+        more = "tries sharding constraints inside, and other shardings of arguments"
         print(f"\nCompiling takes {took:.0f} s: --seconds {10 * took:.0f} {more}.")
         return []
-    tried = [found.try_shardings(seconds / 2), found.try_constraints(seconds / 2, progress=None)]
-    print("", *tried, sep="\n")
-    return [("tried", *one.lines) for one in tried]
+    advice = found.advise(seconds, progress=None)
+    print("", advice, sep="\n")
+    return [("tried", *advice.lines)]
 
 
 def _write_data(options: argparse.Namespace, data: dict[str, Any], against: Difference | None) -> None:

@@ -9,19 +9,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.api.compiled_programs import is_from_framework, is_from_jax_jit, on_first_devices, traced_call
 from gshard.api.jit import jit
 from gshard.core.deadline import OutOfTime, until
 from gshard.core.errors import ArgumentError, GShardError
-from gshard.core.jax_adapter import is_transposed, no_mesh_set, user_line, user_place
+from gshard.core.jax_adapter import (
+    Expression,
+    is_transposed,
+    no_mesh_set,
+    user_expressions,
+    user_line,
+    user_place,
+)
 from gshard.core.jax_adapter_jit import (
+    Jitted,
     argument_names,
     calls_of_jit,
     jitted_as,
@@ -35,6 +44,7 @@ from gshard.core.paths import leaf_names
 from gshard.device.machine import Machine, kind_of_devices
 from gshard.explanation.compiled_source import CompiledAgain, CompiledSource, source_of
 from gshard.explanation.constraint_candidates import Planned
+from gshard.explanation.traced_expressions import runs_of
 from gshard.explanation.tried_changes import Specs
 from gshard.planning.added_marks import spec_of_cut
 from gshard.tracing.by_jax import name_of
@@ -123,9 +133,9 @@ def compiled_again(
         lowered = jitted_as(call, jaxpr).lower(*(_with_spec(x, changed[i]) if i in changed else x for x, i in pairs))
         return read(lowered.compile(_WITHOUT_LLVM if found.program.platform == "cpu" else None))
 
-    def planned(seconds: float) -> Planned:
+    def planned(seconds: float) -> Planned | None:
         call, operands, *_ = traced()
-        return _planned(jaxpr_as_fun(call.params["jaxpr"]), operands, found.mesh, seconds)
+        return _planned(call, operands, found.mesh, seconds)
 
     leaves_of = tuple(None if n is None else shapes[n] for n in numbers)
     return CompiledAgain(leaves_of, lambda: traced()[0].params["jaxpr"], compiled, planned)
@@ -169,17 +179,31 @@ def _numbers(found: CompiledSource, f: Any, given: Arguments, shapes: list[Any])
     return [number_of.get(argument.name) for argument in arguments]
 
 
-def _planned(f: Any, operands: Sequence[Any], mesh: Mesh, seconds: float) -> Planned:
-    """The shardings that gshard plans for the values of a function; none if it cannot plan it in so many seconds."""
+def _planned(call: Any, operands: Sequence[Any], mesh: Mesh, seconds: float) -> Planned | None:
+    """What gshard plans for the call of a jitted function; None if it cannot plan it in so many seconds."""
+    ends = Jitted.of(call.params)
+    entering = (getattr(x, "sharding", None) or given for x, given in zip(operands, ends.in_shardings, strict=True))
+    f = jit(
+        jaxpr_as_fun(call.params["jaxpr"]), mesh=mesh.user_jax_mesh, donate_argnums=ends.donated,
+        in_shardings=tuple(entering), out_shardings=list(ends.out_shardings),
+    )  # fmt: skip
     try:
         with until(time.monotonic() + seconds):
-            plan = jit(f, mesh=mesh.user_jax_mesh).lower(*operands).plan
+            lowered = f.lower(*operands)
+            plan, collectives = lowered.plan, lowered.spmd.collectives
     except (GShardError, OutOfTime):
-        return {}
-    found: dict[tuple[str, int, tuple[int, ...]], Any] = {}
-    for e in plan.program.block.walk():
-        place = None if is_transposed(e.source_info) else user_place(e.source_info)
-        for v in e.outputs if place is not None else ():
-            if place is not None and (spec := spec_of_cut(plan.sharding(v), plan.mesh)) is not None:
-                found.setdefault((*place, v.shape), spec)
-    return found
+        return None
+    own = [e for e in plan.program.block.walk() if not is_transposed(e.source_info)]
+    specs: dict[tuple[Expression, tuple[int, ...]], set[PartitionSpec | None]] = {}
+    for place, runs in runs_of([user_expressions(e.source_info) for e in own]).items():
+        for run in runs:
+            last = {v.shape: plan.sharding(v) for i in run for v in own[i].outputs}
+            for shape, sharding in last.items():
+                spec = None if sharding.unreduced else spec_of_cut(sharding, plan.mesh)
+                specs.setdefault((place, shape), set()).add(spec)
+    lines = Counter[tuple[str, int] | None]()
+    for c in collectives:
+        lines[user_place((c.cause or c.emitted).source_info)] += c.total_bytes
+    return Planned(
+        sum(c.total_bytes for c in collectives), lines, {at: next(iter(s)) for at, s in specs.items() if len(s) == 1}
+    )

@@ -126,12 +126,15 @@ class Expression(NamedTuple):
     end_column: int
 
 
-def user_expression(source_info: Any) -> Expression | None:
-    """The user's expression that performs an equation; None if JAX kept no line, or a line of a framework only."""
-    frame = None if source_info is None else _user_frame(source_info.traceback)
-    if frame is None or is_of_library(frame.file_name):
-        return None
-    return Expression(frame.file_name, frame.start_line, frame.start_column, frame.end_line, frame.end_column)
+@tabulated(4096)
+def _user_expressions(traceback: Any) -> tuple[Expression, ...]:
+    frames = (f for f in _source_info_util.user_frames(traceback) if not is_of_library(f.file_name))
+    return tuple(Expression(f.file_name, f.start_line, f.start_column, f.end_line, f.end_column) for f in frames)
+
+
+def user_expressions(source_info: Any) -> tuple[Expression, ...]:
+    """The user's expressions that perform an equation: the innermost one, and the calls around it, outwards."""
+    return () if source_info is None else _user_expressions(source_info.traceback)
 
 
 def in_scopes_of(source_info: Any, call: Any) -> Any:

@@ -24,7 +24,7 @@ from gshard.core.mesh import Mesh
 from gshard.core.number_text import format_seconds
 from gshard.core.paths import path_of
 from gshard.core.time_budget import Progress
-from gshard.device.cost import CallTotals, Run
+from gshard.device.cost import WORTH, CallTotals, Run
 from gshard.device.fusion_model import COLLECTIVE, FUSED, OPERATOR
 from gshard.device.machine import Machine, MachineError
 from gshard.device.network import groups, permutation_seconds, seconds, seconds_among
@@ -51,18 +51,17 @@ from gshard.explanation.rows import (
     Moved,
     TimedKernel,
     collective_rows,
-    spent_by,
 )
-from gshard.explanation.traced_expressions import TracedProgram
+from gshard.explanation.traced_expressions import Constraint, TracedProgram
 from gshard.explanation.tried_changes import (
+    SECONDS,
+    Advice,
     Change,
     Figures,
     Specs,
-    Tried,
-    constraint_helps,
+    Trials,
+    advised,
     sharding_changes,
-    sharding_helps,
-    try_changes,
 )
 from gshard.explanation.verdict import Verdict, sentences_of
 from gshard.naming.argument_names import equal_modules
@@ -123,8 +122,8 @@ class CompiledAgain:
     traced: Callable[[], Any]  # the jaxpr of the function
     # compiles and explains a jaxpr in its place, with other shardings of some arguments
     instead: Callable[[Any, Specs], CompiledSource]
-    # the sharding that gshard plans for each value; it takes the seconds after which it gives up
-    planned: Callable[[float], Planned]
+    # what gshard plans for the function; it takes the seconds after which it gives up
+    planned: Callable[[float], Planned | None]
 
     def compiled(self, specs: Specs, changed: Callable[[Any], Any] = lambda jaxpr: jaxpr) -> CompiledSource | None:
         """Compiles the function with other shardings and a changed jaxpr; None if JAX or XLA refuses it."""
@@ -246,7 +245,7 @@ class CompiledSource:
     def verdict(
         self, found: CompiledCost, rows: Sequence[CollectiveRow], planned_for: Machine | None, seconds: float
     ) -> Verdict:
-        """What bounds a call. No other shardings are tried, whatever the seconds: ``try_shardings`` does that."""
+        """What bounds a call. No other shardings are tried, whatever the seconds: ``advise`` does that."""
         works = ((k.work, k.times) for k in found.kernels)
         ideal = sum(w.products * times / found.machine.peak(w.dtype) for w, times in works if w is not None)
         share = 100 * ideal / found.seconds if found.seconds else 0.0
@@ -346,57 +345,39 @@ class CompiledSource:
 
     # Compiles the function again with changes.
 
-    def try_shardings(self, machine: Machine | None, seconds: float) -> Tried:
-        """Compiles the function with other shardings of its arguments, and tells which lower bytes, memory or time."""
-        again = self._again("other shardings")
-
-        def compiled(changes: Sequence[Change]) -> Figures | None:
-            specs = {i: change.spec for change in changes for i in change.arguments if change.spec is not None}
-            made = again.compiled(specs)
-            return None if made is None else made.figures(machine)
-
-        changes = list(sharding_changes(self.program, self.moved, again.leaves)) if seconds > 0 else []
-        before = self.figures(machine)
-        return try_changes(before, "other shardings of arguments", changes, compiled, sharding_helps, seconds)
-
-    def try_constraints(
+    def advise(
         self, machine: Machine | None, seconds: float, progress: bool | Callable[[str], object] | None
-    ) -> Tried:
-        """Compiles the function with sharding constraints on values inside, and tells which lower time or bytes."""
-        again, began = self._again("sharding constraints"), time.monotonic()
-        mesh, before = self.mesh.user_jax_mesh, self.figures(machine)
-        assert isinstance(mesh, jax.sharding.Mesh), "it was compiled for devices"
-        if seconds <= 0:
-            return try_changes(before, "sharding constraints inside", (), lambda _: None, sharding_helps, seconds)
-        program = TracedProgram(again.traced())
-        planned = again.planned(seconds / 4)
-        cost = None if machine is None else self.cost(machine)
-        rows = collective_rows(self.moved, {} if cost is None else spent_by(self.kernels(cost)))
-        found, notes = constraints_to_try(rows, program, mesh, planned)
-        changes = [Change(f"{c.text}  ({c.expression.type})", c.spec, constraint=c) for c in found]
-        shown = dataclasses.replace(Progress.of(progress), name="gshard.explain")
-        numbers = itertools.count(1)
-
-        def compiled(some: Sequence[Change]) -> Figures | None:
-            first = f"a constraint, {next(numbers)} of {len(changes)}: {some[0].text}" if len(some) == 1 else ""
-            shown.step(f"compiling with {first or f'{len(some)} constraints'}")
-            constraints = [change.constraint for change in some if change.constraint is not None]
-            made = again.compiled({}, lambda _: program.with_constraints(constraints, mesh))
-            return None if made is None else made.figures(machine)
-
-        left = max(seconds - (time.monotonic() - began), 1e-3)
-        return try_changes(
-            before, "sharding constraints inside", changes, compiled,
-            lambda now, then: constraint_helps(now, then, before.peak), left, notes,
-        )  # fmt: skip
-
-    def _again(self, what: str) -> CompiledAgain:
-        if self.again is None:
+    ) -> Advice:
+        """Compiles the function with constraints and with other shardings of its arguments, and tells which help."""
+        if (again := self.again) is None:
             raise ArgumentError(
-                f"a program that was compiled elsewhere cannot be compiled with {what}.",
+                "a program that was compiled elsewhere cannot be compiled with changes.",
                 hint="Give gshard.explain the function from jax.jit and its arguments.",
             )
-        return self.again
+        mesh, before, began = self.mesh.user_jax_mesh, self.figures(machine), time.monotonic()
+        assert isinstance(mesh, jax.sharding.Mesh), "it was compiled for devices"
+        program = TracedProgram(again.traced())
+        shown = dataclasses.replace(Progress.of(progress), name="gshard.explain")
+        shown.step("planning with gshard")
+        planned = again.planned(max(seconds, SECONDS) / 4)
+        constraints, notes = list[Constraint](), ["gshard could not plan this function in the time"]
+        if planned is not None:
+            constraints, notes = constraints_to_try(collective_rows(self.moved, {}), program, mesh, planned)
+            constraints = constraints if planned.sent < WORTH * before.sent else []
+        removed = [Constraint(e, None) for e in program.expressions if e.spec is not None and before.sent]
+
+        def compiled(some: Sequence[Change]) -> Figures | None:
+            what = some[0].text if len(some) == 1 else f"{len(some)} changes"
+            shown.step(f"compiling with {what}")
+            specs = {i: change.spec for change in some for i in change.arguments if change.spec is not None}
+            added = [change.constraint for change in some if change.constraint is not None]
+            made = again.compiled(specs, lambda _: program.with_constraints(added, mesh))
+            return None if made is None else made.figures(machine)
+
+        inside = [Change(f"{c.text}  ({c.expression.type})", c.spec, constraint=c) for c in (*constraints, *removed)]
+        others = sharding_changes(self.program, self.moved, again.leaves)
+        trials = Trials(before, compiled, min(seconds, max(seconds - time.monotonic() + began, 1e-3)))
+        return advised(trials, inside, [*others], None if planned is None else planned.sent, notes)
 
     def figures(self, machine: Machine | None) -> Figures:
         """What the program takes; without a machine its operations and no time."""

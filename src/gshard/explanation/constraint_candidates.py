@@ -1,28 +1,37 @@
 """Constraint candidates: which sharding constraints may lower what XLA's partitioner sends, the most promising first.
 
-Each collective is matched with the values of its line, and with those that they read, of a fitting size. A few
-shardings are tried for each; a constraint that the user wrote is also removed.
+Each collective is matched with the values that its line makes or reads, of a fitting size. Where XLA sends more at the
+line than gshard's plan, these values get the shardings that they have in the plan.
 """
 
 from __future__ import annotations
 
-import itertools
+import collections
+import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from gshard.core.jax_adapter import Expression
+from gshard.core.mark import axes_of_entry
 from gshard.core.program import format_bytes
 from gshard.explanation.rows import CollectiveRow
 from gshard.explanation.traced_expressions import Constraint, TracedExpression, TracedProgram
-from gshard.explanation.tried_changes import MORE_PEAK, SPECS, specs_to_try
 from gshard.xla.hlo_parser import arrays_of
 
-_LIMIT = f"the peak may rise by {100 * (MORE_PEAK - 1):.0f} %"
+Line = tuple[str, int]  # a line of a file
 
-# The sharding that is planned for a value, by the path of the file, the line, and the shape.
-Planned = Mapping[tuple[str, int, tuple[int, ...]], PartitionSpec]
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Planned:
+    """What gshard plans for a function."""
+
+    sent: int  # bytes that each device sends in one call
+    lines: Mapping[Line | None, int]  # those of each line
+    # the sharding of the value of an expression, by its shape too
+    specs: Mapping[tuple[Expression, tuple[int, ...]], PartitionSpec | None]
 
 
 def constraints_to_try(
@@ -30,49 +39,60 @@ def constraints_to_try(
 ) -> tuple[list[Constraint], list[str]]:
     """The constraints to try on the values that collectives move; and what no constraint changes, as text."""
     axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
-    sizes = {str(name): size for name, size, kind in axes if kind == AxisType.Auto and size > 1}
-    by_place = {expression.place: expression for expression in program.expressions}
-    # What a constraint of the user's makes XLA send may be at another line.
-    stakes = {expression: float(expression.spec is not None) for expression in program.expressions}
-    others = sent = 0
+    sizes = {str(name): size for name, size, kind in axes if kind == AxisType.Auto}
+    at = collections.defaultdict[Any, list[TracedExpression]](list)
+    for expression in program.expressions:
+        for v in expression.values:
+            at[v].append(expression)
+    sent = collections.Counter[Line | None]()
     for row in rows:
-        moved = list(_moved(row, by_place, mesh.size))
-        others, sent = others + row.times * (not moved), sent + row.bytes * (not moved)
-        for expression in moved:
-            stakes[expression] += row.exposed or row.seconds or row.bytes
-    ranked = [
-        (stake / (i + 1), Constraint(expression, spec))
-        for expression, stake in stakes.items()
-        for i, spec in enumerate(itertools.islice(_specs(expression, sizes, planned), SPECS if stake else 0))
-    ]
+        sent[_line(row)] += row.bytes
+    stakes = collections.Counter[TracedExpression]()
+    others = left = 0
+    for row in rows:
+        line = _line(row)
+        more = max(0.0, 1 - planned.lines.get(line, 0) / max(sent[line], 1))
+        moved = {e for v in program.values_at(*line) for e in at[v] if _fits(row, e, mesh.size)} if line else ()
+        others, left = others + row.times * (not moved), left + row.bytes * (not moved)
+        stakes.update({expression: more * row.bytes for expression in moved})
+    found = [Constraint(e, spec) for e, stake in stakes.most_common() if stake and (spec := _spec(e, sizes, planned))]
+    wider = [(c.expression.values, c.spec) for c in found]
+    found = [c for c in found if not any(c.spec == spec and c.expression.values < values for values, spec in wider)]
+    # Values of one type with one sharding mostly bring the same: of each of these the first one is tried first.
+    order = {e: i for i, e in enumerate(program.expressions)}
+    firsts = {(c.expression.type, c.spec): c for c in sorted(found, key=lambda c: -order[c.expression])}
+    ranked = [c for c in found if firsts[c.expression.type, c.spec] is c]
+    ranked = [each for c in ranked for each in (c, *_coarser(c))] + [c for c in found if c not in ranked]
     every = sum(row.times for row in rows)
-    moves = f"{others} of {every} collectives ({format_bytes(sent)}) move arguments, or no value of one expression"
-    left_out = f"{program.left_out} expressions have no one array as their value, or are in jax.vmap"
-    notes = [(_LIMIT, ranked), (moves, others), (left_out, program.left_out)]
-    return [constraint for _, constraint in sorted(ranked, key=lambda pair: -pair[0])], [
-        note for note, is_so in notes if is_so
-    ]
+    moves = f"{others} of {every} collectives ({format_bytes(left)}) move arguments, or no value of one expression"
+    return ranked, [moves] * bool(others)
 
 
-def _moved(
-    row: CollectiveRow, by_place: Mapping[Expression, TracedExpression], devices: int
-) -> Iterator[TracedExpression]:
-    """The expressions whose value a collective may move."""
+def _coarser(c: Constraint) -> list[Constraint]:
+    """The same with one axis for each dimension: XLA may not bring other values to a split over several."""
+    assert c.spec is not None, "it is planned"
+    spec = PartitionSpec(*((axes_of_entry(entry) or (None,))[0] for entry in c.spec))
+    return [] if spec == c.spec else [Constraint(c.expression, spec)]
+
+
+def _line(row: CollectiveRow) -> Line | None:
     cause = row.moved[0].cause
-    file, line = ("", 0) if cause is None else cause.via or cause[:2]
-    at = [e for p, e in by_place.items() if p.file == file and p.line <= line <= max(p.line, p.end_line)]
-    read = [by_place[place] for e in at for place in e.reads if place in by_place]
+    return None if cause is None else (cause.path, cause.line)
+
+
+def _fits(row: CollectiveRow, expression: TracedExpression, devices: int) -> bool:
+    """Whether a collective may move the value of an expression."""
     local = max(math.prod(arrays_of(row.shape)[0].shape), 1)
-    for expression in dict.fromkeys([*at, *read]):
-        parts, rest = divmod(math.prod(expression.shape or ()), local)
-        if expression.shape is not None and not rest and parts and devices % parts == 0:
-            yield expression
+    parts, rest = divmod(math.prod(expression.shape or ()), local)
+    return expression.spec is None and not rest and parts > 0 and devices % parts == 0
 
 
-def _specs(expression: TracedExpression, sizes: Mapping[str, int], planned: Planned) -> Iterator[PartitionSpec | None]:
-    """The shardings to try for a value, each once: the planned one first; None removes a constraint."""
-    now, shape, place = expression.spec, expression.shape, expression.place
-    if now is not None:
-        yield None
-    if shape is not None:
-        yield from specs_to_try(shape, sizes, now, planned.get((place.file, place.line, shape)))
+def _spec(expression: TracedExpression, sizes: Mapping[str, int], planned: Planned) -> PartitionSpec | None:
+    """The planned sharding of a value, if a constraint can say it."""
+    shape = expression.shape or ()
+    if (spec := planned.specs.get((expression.place, shape))) is None:
+        return None
+    axes = [axes_of_entry(entry) for entry in spec]
+    is_said = all(a in sizes for names in axes for a in names)
+    is_even = all(n % math.prod(sizes.get(a, 1) for a in names) == 0 for n, names in zip(shape, axes, strict=False))
+    return spec if is_said and is_even else None

@@ -42,7 +42,7 @@ from gshard.explanation.rows import (
     spent_by,
 )
 from gshard.explanation.trials import Instead, instead
-from gshard.explanation.tried_changes import SECONDS, Tried
+from gshard.explanation.tried_changes import SECONDS, Advice
 from gshard.explanation.verdict import Verdict
 
 _Kind = TypeVar("_Kind", PlanSource, CompiledSource)
@@ -220,7 +220,7 @@ class Explanation(InNotebooks):
         self,
         machine: Machine | str | None = None,
         seconds: float = TRIAL_SECONDS,
-        tried: Sequence[Tried] = (),
+        tried: Sequence[Advice] = (),
     ) -> dict[str, Any]:
         """Everything the HTML report shows, as JSON can hold it.
 
@@ -228,7 +228,7 @@ class Explanation(InNotebooks):
             machine: as for ``cost``; if nothing tells what a program was compiled for, all times are 0, and ``machine``
                 of the data is None.
             seconds: as for ``verdict``.
-            tried: what ``try_shardings`` and ``try_constraints`` found, to be shown with the rest.
+            tried: what ``advise`` found, to be shown with the rest.
         """
         on = self._on(machine)
         if on is None:
@@ -365,50 +365,33 @@ class Explanation(InNotebooks):
             before | {"name": f"{self.name} by XLA's partitioner"}, after | {"name": f"{self.name} by gshard"}
         )
 
-    def try_shardings(self, seconds: float = SECONDS) -> Tried:
-        """Compiles the function with other shardings of its arguments, and tells which lower bytes, memory or time.
+    @with_tables
+    def advise(self, seconds: float = SECONDS, progress: bool | Callable[[str], object] | None = False) -> Advice:
+        """What to write so that XLA sends less: a few sharding constraints, or other shardings of arguments.
 
-        Each dimension of an argument that causes traffic, or that every device holds whole, is split over each axis of
-        the mesh. A change is kept if it lowers what each device sends, the peak of its memory or the modelled time, and
-        raises none of them.
+        gshard plans the same function. Where XLA moves what the plan does not, the values get the shardings of the plan
+        as ``jax.lax.with_sharding_constraint`` in the traced function, as if you had written them there: all together
+        first, then fewer and fewer, as long as nearly all of the saving stays. Then it tries to remove
+        constraints of yours, and to split arguments otherwise. All is proved by compiling.
+
+        A constraint helps if it lowers the modelled time, or the bytes sent at no more time, and raises the peak of
+        memory by 5 % at most; without a machine, if it lowers the bytes sent, and at most 2 % more is computed.
+        Another sharding of arguments helps if it lowers bytes, memory or time, and raises none of them.
 
         Args:
-            seconds: how long to go on, about: each change is one compilation.
+            seconds: how long to go on, about: each program is compiled once. With 0 only gshard plans.
+            progress: False for none, True for a line on stderr for each program, None for such lines after two
+                seconds, or a function that takes each line.
 
         Returns:
-            the changes that help, the best first, each with what the program takes; print it.
+            at most six changes, each with what to write at which line and what it brings alone; what they bring
+            together; and what gshard's partitioner would send. Print it.
 
         Raises:
             ArgumentError: this is a program that was compiled elsewhere: there is no function to compile again; or
                 gshard partitions it.
         """
-        return self._only(CompiledSource, "try_shardings").try_shardings(self.machine, seconds)
-
-    def try_constraints(
-        self, seconds: float = SECONDS, progress: bool | Callable[[str], object] | None = False
-    ) -> Tried:
-        """Compiles the function with sharding constraints on values inside, and tells which lower time or bytes.
-
-        For the values that collectives move, and for the constraints that the function has, a few shardings are tried.
-        Each is put into the traced program as if you had written ``jax.lax.with_sharding_constraint`` there: on the
-        value of the expression, and on its cotangent in the gradient. A constraint helps if it lowers
-        the modelled time, or the bytes sent at no more time, and raises the peak of memory by 5 % at most. Without a
-        machine it helps if it lowers the bytes sent, and at most 2 % more is computed.
-
-        Args:
-            seconds: how long to go on, about: each constraint is one compilation. Planning with gshard, whose shardings
-                are among those that are tried, takes a quarter of it at most.
-            progress: False for none, True for a line on stderr for each constraint, None for such lines after two
-                seconds, or a function that takes each line.
-
-        Returns:
-            the constraints that help, the best first, each with what to write at which line and what the program then
-            takes; and what those that help together take, compiled together. Print it.
-
-        Raises:
-            ArgumentError: as for ``try_shardings``.
-        """
-        return self._only(CompiledSource, "try_constraints").try_constraints(self.machine, seconds, progress)
+        return self._only(CompiledSource, "advise").advise(self.machine, seconds, progress)
 
     def __str__(self) -> str:
         return self.format()

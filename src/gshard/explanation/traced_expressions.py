@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import linecache
 import operator
 import re
@@ -26,7 +27,7 @@ from gshard.core.jax_adapter import (
     is_accumulation,
     is_backward,
     is_of_vmap,
-    user_expression,
+    user_expressions,
 )
 from gshard.core.jax_adapter_retracing import EachJaxpr
 from gshard.core.mark import text_of_spec
@@ -45,8 +46,7 @@ class TracedExpression:
     shape: tuple[int, ...] | None  # of its value; None for a constraint on arrays of several shapes, or in jax.vmap
     dtype: str
     spec: PartitionSpec | None  # what a constraint says that the user wrote here; None for another expression
-    # the expressions whose values it reads, or that a call around it reads, such as a loop
-    reads: frozenset[Expression]
+    values: frozenset[Any]  # the variables
 
     @property
     def type(self) -> str:
@@ -59,18 +59,15 @@ class Constraint:
     """A sharding constraint on the value of an expression."""
 
     expression: TracedExpression
-    # None removes the constraint that the expression is. On such an expression a spec replaces the one that it has.
-    spec: PartitionSpec | None
+    spec: PartitionSpec | None  # None removes the constraint that the expression is
 
     @property
     def text(self) -> str:
         """What to write, and where: ``after train.py:9: x = jax.lax.with_sharding_constraint(x, P("data"))``."""
         place, file = self.expression.place, self.expression.place.file.rpartition("/")[2]
-        new, written = "" if self.spec is None else text_of_spec(self.spec), "jax.lax.with_sharding_constraint"
-        if self.expression.spec is not None:
-            now = text_of_spec(self.expression.spec)
-            change = f"remove the constraint {now}" if self.spec is None else f"{new} instead of {now}"
-            return f"{file}:{place.line}: {change}"
+        if self.spec is None:
+            return f"{file}:{place.line}: remove the constraint {text_of_spec(self.expression.spec or ())}"
+        new, written = text_of_spec(self.spec), "jax.lax.with_sharding_constraint"
         name, text = _source_of(place)
         if name:
             return f"after {file}:{max(place.line, place.end_line)}: {name} = {written}({name}, {new})"
@@ -80,28 +77,49 @@ class Constraint:
 
 
 class TracedProgram:
-    """A traced program, its expressions whose values can be constrained, and how many have no one array as value."""
+    """A traced program, and its expressions whose values can be constrained.
+
+    One line of a helper, such as ``return x @ w``, may make several values. Then the calls of the helper are the
+    expressions, or the calls around these. Of expressions with the same values the innermost one counts.
+    """
 
     def __init__(self, jaxpr: Any):
         self.jaxpr = jaxpr
-        self.bodies = {id(b.body): b for b in _bodies(jaxpr, False, False, frozenset())}
-        places = dict.fromkeys(place for body in self.bodies.values() for place, back in body.at if not back)
-        read = [self._expression(place) for place in places]
-        self.expressions = tuple(e for e in read if e is not None)
-        self.left_out = len(read) - len(self.expressions)
+        self.bodies = {id(b.body): b for b in _bodies(jaxpr, False, False, frozenset(), _common(jaxpr))}
+        counts = collections.Counter[Expression]()  # of equations, as few as possible for the same values
+        for body in self.bodies.values():
+            counts.update({place: sum(map(len, runs)) for (place, is_back), runs in body.runs.items() if not is_back})
+        every = [e for place in counts if (e := self._expression(place)) is not None]
+        inner = {e.values: e for e in sorted(reversed(every), key=lambda e: -counts[e.place])}
+        self.expressions = tuple(e for e in every if inner[e.values] is e)
 
     def _expression(self, place: Expression) -> TracedExpression | None:
-        bodies = [body for body in self.bodies.values() if (place, False) in body.at]
-        own = [(body, i) for body in bodies for i in body.at[place, False]]
+        bodies = [body for body in self.bodies.values() if (place, False) in body.runs]
+        own = [(body, i) for body in bodies for run in body.runs[place, False] for i in run]
         specs = {constraint_of(body.body.eqns[i]) for body, i in own}
-        types = {_type_of(v) for body in bodies for v in body.values(place)}
-        spec, type_of = specs.pop() if len(specs) == 1 else None, next(iter(types), None)
-        is_mapped = any(body.is_mapped[i] for body, i in own)
+        spec = specs.pop() if len(specs) == 1 else None
+        if spec is not None:
+            values = [v for body, i in own for v in body.body.eqns[i].outvars]
+        else:
+            found = [body.evaluations(place) for body in bodies]
+            if None in found:
+                return None
+            values = [v for each in found for v, _ in each or ()]
+        makers = {v: body.is_mapped[body.maker[v]] for body in bodies for v in values if v in body.maker}
+        types, is_mapped = {_type_of(v) for v in values}, any(makers.values())
+        type_of = next(iter(types), None)
         if type_of is None or None in types or (spec is None and (len(types) > 1 or is_mapped)):
             return None
         shape = None if len(types) > 1 or is_mapped else type_of[0]
-        reads = frozenset[Expression]().union(*(body.places_read(i) for body, i in own))
-        return TracedExpression(place, shape, type_of[1], spec, reads - {place})
+        return TracedExpression(place, shape, type_of[1], spec, frozenset(values))
+
+    def values_at(self, file: str, line: int) -> set[Any]:
+        """The variables that the equations of a line make or read, and those that a call around these reads."""
+        found = set[Any]()
+        for body in self.bodies.values():
+            for i in body.at_line.get((file, line), ()):
+                found.update(body.body.eqns[i].outvars, body.inputs[i], body.outer)
+        return found
 
     def with_constraints(self, constraints: Sequence[Constraint], mesh: Mesh) -> Any:
         """The jaxpr as if the user had written constraints."""
@@ -113,55 +131,106 @@ class TracedProgram:
         An addition has no transposed equations: its cotangent is that of a value which it alone reads.
         """
         place, bodies = expression.place, self.bodies.values()
-        if any((place, True) in body.at for body in bodies):
+        if any((place, True) in body.runs for body in bodies):
             return (place,)
-        added = frozenset[Expression]().union(*(body.added(place) for body in bodies if (place, False) in body.at))
+        added = frozenset[Expression]().union(*(body.added(place) for body in bodies if (place, False) in body.runs))
         return tuple(
-            q for q in added if all(body.readers_of(q) <= {place, q} for body in bodies if (q, False) in body.at)
+            q for q in added if all(body.readers_of(q) <= {place, q} for body in bodies if (q, False) in body.runs)
         )
+
+
+def runs_of(chains: Sequence[tuple[Expression, ...]]) -> dict[Expression, list[list[int]]]:
+    """The equations of each expression, of the calls around it too: those of one evaluation follow each other."""
+    found: dict[Expression, list[list[int]]] = {}
+    before: tuple[int, tuple[Expression, ...]] = (-1, ())
+    for i, chain in enumerate(chains):
+        for place in dict.fromkeys(chain):
+            if place in before[1]:
+                found[place][-1].append(i)
+            else:
+                found.setdefault(place, []).append([i])
+        before = (i, chain) if chain else before
+    return found
 
 
 class _Body:
     """One body of the program: its equations by expression, those of the backward half of a gradient apart."""
 
-    def __init__(self, body: Any, is_back: bool, is_mapped: bool, outer: frozenset[Expression]):
+    def __init__(self, body: Any, is_back: bool, is_mapped: bool, outer: frozenset[Any], common: int):
         self.body, self.is_inside_back, self.outer = body, is_back, outer
         self.is_back = [is_backward(e.source_info, is_back) for e in body.eqns]
         self.is_mapped = [is_mapped or is_of_vmap(e.source_info) for e in body.eqns]
-        self.places = [user_expression(e.source_info) for e in body.eqns]
-        self.at: dict[tuple[Expression, bool], list[int]] = {}  # equations of an expression, forward and backward
+        self.chains = [_chain(e, common) for e in body.eqns]
+        self.places = [next(iter(chain), None) for chain in self.chains]
+        self.runs: dict[tuple[Expression, bool], list[list[int]]] = {}  # of an expression, forward and backward
+        for side in (False, True):
+            halves = ((c if back == side else ()) for c, back in zip(self.chains, self.is_back, strict=True))
+            self.runs |= {(place, side): runs for place, runs in runs_of(list(halves)).items()}
         self.maker = {v: i for i, e in enumerate(body.eqns) for v in e.outvars}
         self.inputs = [[v for v in e.invars if isinstance(v, Var)] for e in body.eqns]
         self.readers: dict[Any, list[int]] = collections.defaultdict(list)
-        for i, place in enumerate(self.places):
-            if place is not None:
-                self.at.setdefault((place, self.is_back[i]), []).append(i)
+        self.at_line: dict[tuple[str, int], set[int]] = collections.defaultdict(set)
+        for i, chain in enumerate(self.chains):
+            for place in chain:
+                for line in range(place.line, max(place.line, place.end_line) + 1):
+                    self.at_line[place.file, line].add(i)
             for v in self.inputs[i]:
                 self.readers[v].append(i)
+        self._evaluations: dict[Expression, list[tuple[Any, frozenset[int]]] | None] = {}
 
-    def places_read(self, i: int) -> frozenset[Expression]:
-        """The expressions whose values an equation reads, or a call around it."""
-        made = {self.places[self.maker[v]] for v in self.inputs[i] if v in self.maker}
-        return frozenset(place for place in made if place is not None) | self.outer
+    def evaluations(self, place: Expression) -> list[tuple[Any, frozenset[int]]] | None:
+        """The values of an expression, each with the equations that make it; None if they are not known.
 
-    def are_alike(self, place: Expression) -> bool:
-        """Whether each equation of an expression makes a value of it, as x = x @ w in a Python loop."""
-        own = [self.body.eqns[i] for i in self.at.get((place, False), ())]
-        return len({(e.primitive, *map(_type_of, e.outvars)) for e in own}) == 1 == max(len(e.outvars) for e in own)
+        They are known if the equations of each evaluation have one variable that others read.
+        """
+        if place not in self._evaluations:
+            runs = self.runs.get((place, False), ())
+            found = [self._values(place, run) for run in runs]
+            each = [pair for values in found for pair in values or ()]
+            self._evaluations[place] = None if None in found else each
+        return self._evaluations[place]
 
-    def is_chain(self, place: Expression) -> bool:
-        """Whether an expression may read its own value."""
-        return len(self.at.get((place, False), ())) > 1 and self.are_alike(place)
+    def _values(self, place: Expression, run: Sequence[int]) -> list[tuple[Any, frozenset[int]]] | None:
+        parts = self._repeated(run)
+        is_inner = all(self.places[i] == place for i in run)
+        found = []
+        for part in parts:
+            made = [v for i in part for v in self.body.eqns[i].outvars]
+            # x = x @ w in a Python loop: each equation makes a value of the expression.
+            left = made if is_inner and len(parts) > 1 == len(made) else self._leaving(place, made, run)
+            if len(left) > 1 or (len(parts) > 1 and not left):
+                return None
+            found += [(v, frozenset(part)) for v in left]
+        return found
+
+    def _leaving(self, place: Expression, made: Sequence[Any], run: Sequence[int]) -> list[Any]:
+        """The variables that others read than the equations that make them, and their derivative."""
+        own = {*run, *(i for again in self.runs.get((place, True), ()) for i in again)}
+        read = [v for v in made if not own.issuperset(self.readers[v])]
+        last = set(made)
+        results = [v for v in self.body.outvars if isinstance(v, Var) and v in last]
+        is_inner = all(self.places[i] == place for i in run)
+        return read or (results[:1] if is_inner else results)  # what a derivative reads is behind the results
+
+    def _repeated(self, run: Sequence[int]) -> list[Sequence[int]]:
+        """The equations of several evaluations, in each of which the same equations follow each other."""
+        eqns = [(self.body.eqns[i], self.chains[i]) for i in run]
+        alike = [(e.primitive, *map(_type_of, e.outvars), chain) for e, chain in eqns]
+        sizes = (n for n in range(1, len(run) // 2 + 1) if len(run) % n == 0 and alike[:n] == alike[n : 2 * n])
+        size = next((n for n in sizes if alike == alike[:n] * (len(run) // n)), len(run))
+        return [run[at : at + size] for at in range(0, len(run), size)]
 
     def values(self, place: Expression) -> list[Any]:
-        """The variables that are the values of an expression, without what only its derivative reads."""
-        made = [v for i in self.at.get((place, False), ()) for v in self.body.eqns[i].outvars]
-        if not made or self.are_alike(place):
-            return made
-        read = [v for v in made if any(self.places[i] != place for i in self.readers[v])]
-        results = [v for v in self.body.outvars if v in made]  # what a derivative reads is behind the results
-        kinds = [self.body.eqns[self.maker[v]].primitive for v in results]
-        return read or [v for v, kind in zip(results, kinds, strict=True) if kind is kinds[0]]
+        """The variables that are the values of an expression."""
+        return [v for v, _ in self.evaluations(place) or ()]
+
+    def is_chain(self, place: Expression) -> bool:
+        """Whether an evaluation of an expression reads the value of another one."""
+        return any(
+            i not in part and not self.is_back[i] and place in self.chains[i]
+            for v, part in self.evaluations(place) or ()
+            for i in self.readers[v]
+        )
 
     def readers_of(self, place: Expression) -> set[Expression | None]:
         """The expressions that read the values of an expression in the forward half."""
@@ -176,32 +245,46 @@ class _Body:
     def entering(self, place: Expression, type_of: Type) -> Iterator[tuple[int, Any]]:
         """The cotangents that enter the transposed equations of an expression, with these equations."""
         is_chain = self.is_chain(place)
-        for i in self.at.get((place, True), ()):
-            for v in () if is_accumulation(self.body.eqns[i]) else self.inputs[i]:
-                maker = self.maker.get(v)
-                is_own = maker is not None and self.places[maker] == place and not is_chain
-                is_back = self.is_inside_back if maker is None else self.is_back[maker]
-                if is_back and not is_own and _type_of(v) == type_of:
-                    yield i, v
-                    break
+        for run in self.runs.get((place, True), ()):
+            found, inner = dict[Any, None](), {*run}
+            for i in run:
+                for v in () if is_accumulation(self.body.eqns[i]) else self.inputs[i]:
+                    maker = self.maker.get(v)
+                    is_back = self.is_inside_back if maker is None else self.is_back[maker]
+                    if is_back and (maker not in inner or is_chain) and _type_of(v) == type_of:
+                        found[v] = None
+                        break
+            # The derivative of x + f(x) also adds it to another cotangent.
+            yield from ((i, v) for i in run for v in dict.fromkeys(self.inputs[i]) if v in found)
 
 
-def _bodies(jaxpr: Any, is_back: bool, is_mapped: bool, outer: frozenset[Expression]) -> Iterator[_Body]:
+def _chain(e: Any, common: int) -> tuple[Expression, ...]:
+    """The expressions of an equation, the innermost first, without those that all equations have."""
+    chain = user_expressions(e.source_info)
+    return chain[: max(1, len(chain) - common)]
+
+
+def _common(jaxpr: Any) -> int:
+    """How many calls all equations of a program have around them."""
+    chains = [chain[:0:-1] for e in closed(jaxpr)[0].eqns if (chain := user_expressions(e.source_info))]
+    return sum(1 for _ in itertools.takewhile(lambda calls: len({*calls}) == 1, zip(*chains, strict=False)))
+
+
+def _bodies(jaxpr: Any, is_back: bool, is_mapped: bool, outer: frozenset[Any], common: int) -> Iterator[_Body]:
     """The bodies in which constraints can be written, from outside to inside."""
     body, _ = closed(jaxpr)
-    yield (found := _Body(body, is_back, is_mapped, outer))
+    yield (found := _Body(body, is_back, is_mapped, outer, common))
     for i, e in enumerate(body.eqns):
         for inner in bodies_as_written(e):
-            yield from _bodies(inner, found.is_back[i], found.is_mapped[i], found.places_read(i))
+            yield from _bodies(inner, found.is_back[i], found.is_mapped[i], outer.union(found.inputs[i]), common)
 
 
 class _Constraining(EachJaxpr):
     def __init__(self, program: TracedProgram, constraints: Sequence[Constraint], mesh: Mesh):
         super().__init__()
         self._program, self._mesh = program, mesh
-        self._written = {c.expression.place: c.spec for c in constraints if c.expression.spec is not None}
-        self._added = [c for c in constraints if c.expression.spec is None]
-        self._places = {c.expression.place for c in self._added}
+        self._removed = {c.expression.place for c in constraints if c.spec is None}
+        self._added = [c for c in constraints if c.spec is not None]
         self._cotangents = {c: program.cotangents(c.expression) for c in self._added}
 
     def body(self, body: Any) -> Any:
@@ -210,7 +293,8 @@ class _Constraining(EachJaxpr):
             return body
         everywhere, inside = self._wanted(read)
         # What the derivative of an expression reads is its value without the constraint.
-        own = {v: p for p in self._places for v in read.values(p) if not read.is_chain(p)}
+        places = [c.expression.place for c in self._added]
+        own = {v: place for place in places if not read.is_chain(place) for v in read.values(place)}
         eqns: list[Any] = []
         instead: dict[Any, Any] = {}  # the constrained variable
         once: dict[Any, Any] = {}  # the same for the transposed equations of one expression
@@ -227,19 +311,16 @@ class _Constraining(EachJaxpr):
             if v in everywhere:
                 instead[v] = constrain(v, everywhere[v], body.eqns[0])
         for i, old in enumerate(body.eqns):
-            e, place = self.equation(old), read.places[i]
-            inputs = [v if isinstance(v, Var) and own.get(v, -1) == place else now(v) for v in e.invars]
-            if place in self._written and constraint_of(e) is not None:
-                spec = self._written[place]
-                if spec is None:
-                    instead[e.outvars[0]] = inputs[0]
-                    continue
-                e = e.replace(params=self._constraint(e.outvars[0].aval, spec).params)
+            e = self.equation(old)
+            inputs = [v if isinstance(v, Var) and own.get(v) in read.chains[i] else now(v) for v in e.invars]
+            if constraint_of(e) is not None and not self._removed.isdisjoint(read.chains[i]):
+                instead[e.outvars[0]] = inputs[0]
+                continue
             for v in read.inputs[i]:
                 if (i, v) in inside:
-                    if (place, v) not in once:
-                        once[place, v] = constrain(v, inside[i, v], old)
-                    inputs = [once[place, v] if u is v else new for u, new in zip(e.invars, inputs, strict=True)]
+                    if (key := (v, inside[i, v][0])) not in once:
+                        once[key] = constrain(v, inside[i, v][1], old)
+                    inputs = [once[key] if u is v else new for u, new in zip(e.invars, inputs, strict=True)]
             is_same = all(map(operator.is_, inputs, e.invars))
             eqns.append(e if is_same else e.replace(invars=inputs))
             for v in e.outvars:
@@ -249,18 +330,20 @@ class _Constraining(EachJaxpr):
             return body
         return body.replace(eqns=eqns, outvars=list(map(now, body.outvars)))
 
-    def _wanted(self, read: _Body) -> tuple[dict[Any, PartitionSpec], dict[tuple[int, Any], PartitionSpec]]:
-        """The variables to constrain: for all that read them, and for one equation."""
+    def _wanted(
+        self, read: _Body
+    ) -> tuple[dict[Any, PartitionSpec], dict[tuple[int, Any], tuple[Expression, PartitionSpec]]]:
+        """The variables to constrain: for all that read them, and for one equation, with the expression."""
         everywhere: dict[Any, PartitionSpec] = {}
-        inside: dict[tuple[int, Any], PartitionSpec] = {}
+        inside: dict[tuple[int, Any], tuple[Expression, PartitionSpec]] = {}
         for c in self._added:
             assert c.expression.shape is not None, "it is in no jax.vmap"
-            assert c.spec is not None, "only constraints are removed"
+            assert c.spec is not None, "it is added"
             everywhere |= dict.fromkeys(read.values(c.expression.place), c.spec)
             for place in self._cotangents[c]:
                 found = read.entering(place, (c.expression.shape, c.expression.dtype))
                 if place == c.expression.place:
-                    inside |= dict.fromkeys(found, c.spec)
+                    inside |= dict.fromkeys(found, (place, c.spec))
                 else:
                     everywhere |= dict.fromkeys((v for _, v in found), c.spec)
         return everywhere, inside

@@ -1,7 +1,7 @@
-"""Tried changes: compiles a program with changes, one by one, and puts those together that help, the best first.
+"""Tried changes: compiles a program with changes, all together and fewer and fewer, and advises a handful that help.
 
-A change is another sharding of arguments, equal layers together (``sharding_changes``), or a sharding constraint on a
-value inside. The figures of all together are those of one program that was compiled with them.
+A change is a sharding constraint on a value inside, or another sharding of arguments, equal layers together
+(``sharding_changes``). All figures are those of programs that were compiled with the changes.
 """
 
 from __future__ import annotations
@@ -15,27 +15,25 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gshard.core.errors import LISTED, listed
+from gshard.core.errors import LISTED, counted
 from gshard.core.mark import axes_of_entry, spec_of_axes, text_of_spec
+from gshard.core.program import format_bytes
 from gshard.device.cost import WORTH
 from gshard.explanation.compiled_program import CompiledProgram
 from gshard.explanation.difference import Figures, change_text
 from gshard.explanation.rows import Moved
 from gshard.explanation.traced_expressions import Constraint
-from gshard.solver.moves import improve, tried
 
 SECONDS = 30.0  # how long to try, if nothing else is asked for
 MORE_PEAK = 1.05  # of the peak: what a constraint may take for less time or fewer bytes
 _MORE_FLOPS = 1.02  # of the operations, without a machine: a constraint may move some elementwise work
+NEARLY = 0.95  # of the bytes that all constraints save: what the few that are proposed save
+# Parts of the time: when changes are no more tried alone, left out, and added.
+_ALONE, _FEWER, _MORE = 0.5, 0.65, 0.9
 _SAME = 1.001  # of bytes, memory or seconds: no more is no more
 SPECS = 12  # shardings of one array that are tried
 
 Specs = Mapping[int, PartitionSpec]  # by the number of the argument
-
-
-def _rank(figures: Figures) -> tuple[float, int, int]:
-    """Orders figures, the better first: by time, where it is known, then by bytes and memory."""
-    return figures.seconds, figures.sent, figures.peak
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,8 +44,12 @@ class Change:
     spec: PartitionSpec | None  # the other sharding; None removes a constraint
     arguments: tuple[int, ...] = ()  # the numbers of the arguments that have it
     constraint: Constraint | None = None  # None for arguments
-    # what the program takes with it; None before it is compiled, and if JAX or XLA refuses it
+    # what the program takes with it alone; None if it is not compiled
     figures: Figures | None = None
+
+    def helps(self, now: Figures, then: Figures, peak: int) -> bool:
+        """Whether a program that takes ``now`` is better than one that takes ``then``; ``peak`` is without changes."""
+        return sharding_helps(now, then) if self.constraint is None else constraint_helps(now, then, peak)
 
     @property
     def about(self) -> frozenset[Hashable]:
@@ -56,77 +58,125 @@ class Change:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tried:
-    """What became of changes; print it."""
+class Advice:
+    """A handful of changes of a program that help together; print it."""
 
     before: Figures  # what the unchanged program takes
-    what: str  # what the changes are, as text
-    helping: tuple[Change, ...]  # the changes that help by themselves, of each value the best one, the best first
-    together: tuple[tuple[Change, ...], Figures]  # those of them that help together, and what the program then takes
-    tried: int  # tried, changes: how many changes were compiled, of how many
-    changes: int
+    planned: int | None  # bytes that each device sends if gshard partitions it; None if it could not plan it in time
+    changes: tuple[Change, ...]  # the changes, each with what the program takes with it alone
+    after: Figures  # what the program takes with all of them
+    compiled: int  # how many programs were compiled
     refused: int  # at how many of these JAX or XLA failed, or ``jax.jit``, which may have been given ``in_shardings``
     seconds: float  # that this took
+    is_cut: bool  # whether more would be tried in more time
     notes: tuple[str, ...] = ()  # further lines
 
     @property
     def lines(self) -> tuple[str, list[str]]:
         """The result as a title and lines below it."""
-        of = f"{self.tried} of {self.changes}" if self.tried < self.changes else f"all {self.changes}"
-        how = f"ompiled with {of} in {self.seconds:.0f} s"
-        if self.helping:
-            title = f"{self.what[0].upper()}{self.what[1:]} that help, c{how}"
-        else:
-            title = f"C{how}, {self.what}: none helps" if self.changes else f"No {self.what} to try"
+        how = f"{counted(self.compiled, 'program')} compiled in {self.seconds:.0f} s"
+        title = f"Changes that help, of {how}" if self.changes else f"No change helps, of {how}"
         rows: list[str] = []
-        for change in self.helping[:LISTED]:
-            assert change.figures is not None, "it helps"
-            rows += [change.text, f"  {change_text(self.before, change.figures)}"]
-        rows += listed([change.text for change in self.helping])[LISTED:]
-        kept, after = self.together
-        if len(kept) > 1:
-            numbers = " ".join(f"({self.helping.index(change) + 1})" for change in kept)
-            rows += [f"together {numbers}", f"  {change_text(self.before, after)}"]
-        rows += [f"JAX or XLA refused {self.refused} of them"] * bool(self.refused)
-        return title, [*rows, *self.notes, *["with more seconds, more are tried"] * (self.tried < self.changes)]
+        for change in self.changes:
+            rows += [change.text, *([f"  {change_text(self.before, change.figures)}"] if change.figures else [])]
+        if len(self.changes) > 1:
+            rows += ["together", f"  {change_text(self.before, self.after)}"]
+        if self.planned is not None:
+            ratio = self.planned / self.before.sent if self.before.sent else 1.0
+            of = f"{format_bytes(self.planned)}, {ratio:.2f} of this program's {format_bytes(self.before.sent)}"
+            rows.append(f"gshard's partitioner would send {of}")
+        rows += [f"JAX or XLA refused {self.refused} of the programs"] * bool(self.refused)
+        return title, [*rows, *self.notes, *["with more seconds, more are tried"] * self.is_cut]
 
     def __str__(self) -> str:
         title, rows = self.lines
         return "\n".join([f"{title}{':' if rows else '.'}", *(f"  {row}" for row in rows)])
 
 
-def try_changes(
-    before: Figures,
-    what: str,
-    changes: Sequence[Change],
-    compiled: Callable[[Sequence[Change]], Figures | None],
-    helps: Callable[[Figures, Figures], bool],
-    seconds: float,
-    notes: Sequence[str] = (),
-) -> Tried:
-    """Compiles a program with changes."""
-    began = time.monotonic()
-    # Many changes may be about one value: then there is time to put the best of each together.
-    alone = list(tried(changes, lambda change: compiled([change]), seconds / (1 + any(c.constraint for c in changes))))
-    best: dict[Hashable, Change] = {}
-    helping = [(change, made) for change, made in alone if made is not None and helps(made, before)]
-    for change, made in sorted(helping, key=lambda pair: _rank(pair[1])):
-        key = change.about if change.constraint else change
-        best.setdefault(key, dataclasses.replace(change, figures=made))
+class Trials:
+    """Compiles a program with changes, each set of them once, until the time is over.
 
-    def together(some: Sequence[Change]) -> Figures | None:
-        *earlier, last = some
-        if not earlier:
-            return last.figures
-        is_over = time.monotonic() - began > seconds
-        return None if is_over or any(last.about & other.about for other in earlier) else compiled(some)
+    Args:
+        before: what the unchanged program takes.
+        compiled: compiles the program with changes, and tells what it takes; None if JAX or XLA refuses it.
+        seconds: how long to go on, about. With any time at all one program is compiled.
+    """
 
-    ranked = iter(best.values())
-    kept = improve(before, lambda _: ranked, together, helps)
-    return Tried(
-        before, what, tuple(best.values()), (tuple(c for c, _ in kept), kept[-1][1] if kept else before), len(alone),
-        len(changes), sum(made is None for _, made in alone), time.monotonic() - began, tuple(notes),
-    )  # fmt: skip
+    def __init__(self, before: Figures, compiled: Callable[[Sequence[Change]], Figures | None], seconds: float):
+        self.before, self.seconds, self.is_cut = before, seconds, False
+        self.made: dict[frozenset[Change], Figures | None] = {}
+        self._compiled, self._began, self._longest = compiled, time.monotonic(), 0.0
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self._began
+
+    def figures(self, some: Sequence[Change], share: float = 1.0) -> Figures | None:
+        """What the program takes with changes; None if it is refused, or if a share of the time is over."""
+        if (key := frozenset(some)) not in self.made:
+            began = self.spent
+            if self.seconds <= 0 or (self.made and began + self._longest > share * self.seconds):
+                self.is_cut = True
+                return None
+            self.made[key] = self._compiled(some)
+            self._longest = max(self._longest, self.spent - began)
+        return self.made[key]
+
+    def helping(self, some: Sequence[Change], share: float, best: Figures | None = None) -> Figures | None:
+        """What the program takes with changes, if the last of them helps against the best program so far."""
+        found = self.figures(some, share) if some else None
+        then = self.before if best is None else best
+        return found if found is not None and some[-1].helps(found, then, self.before.peak) else None
+
+    def fewest(self, changes: Sequence[Change], share: float) -> Sequence[Change]:
+        """The changes without those, the last ones first, without which nearly as much is saved."""
+        some, size = changes, len(changes)
+        saved = 0.0
+        while size > 1:
+            size = -(-size // 2)
+            for start in range((len(some) - 1) // size * size, -1, -size):
+                rest = [*some[:start], *some[start + size :]]
+                now, then = self.helping(rest, share), self.figures(some)
+                saved = max(saved, self.before.sent - then.sent if then is not None else 0)
+                some = rest if now is not None and self.before.sent - now.sent >= NEARLY * saved else some
+        return some
+
+
+def advised(
+    trials: Trials, constraints: Sequence[Change], others: Sequence[Change], planned: int | None, notes: Sequence[str]
+) -> Advice:
+    """A few constraints that help together, and then other changes that help besides.
+
+    Each is tried alone, and all added ones together. From the best program changes are left out, and then others are
+    added one after the other, those first that help most alone.
+    """
+    before = trials.before
+    enough = before.sent - NEARLY * (before.sent - (planned or 0))
+    planned_specs = {change.about: change for change in reversed(constraints) if change.spec is not None}
+    added = list(reversed(planned_specs.values()))
+    helping: list[tuple[int, Sequence[Change]]] = []
+    for some in (constraints[:1], added, *([change] for change in constraints[1:])):
+        if not any(sent <= enough for sent, _ in helping) and (now := trials.helping(some, _ALONE)) is not None:
+            helping.append((now.sent, some))
+    ranked = [some for _, some in sorted(helping, key=lambda pair: (pair[0], len(pair[1])))]
+    single = [some for some in ranked if len(some) == 1]
+    few = [trials.fewest(ranked[0], _FEWER)[:LISTED]] if ranked else []
+    kept = next((list(some) for some in (*few, *single) if trials.helping(some, 1.0) is not None), [])
+    best = (kept and trials.figures(kept)) or before
+    for change in (*itertools.chain(*single), *constraints, *others):
+        rest = [one for one in kept if not change.about & one.about]
+        if len(rest) == LISTED or change in kept or (best.sent <= enough and change.constraint is not None):
+            continue
+        if (now := trials.helping([*rest, change], _MORE, best)) is not None:
+            kept, best = [*rest, change], now
+            for one in rest:  # without which the program may take no more
+                others_of = [other for other in kept if other is not one]
+                if (now := trials.figures(others_of)) is not None and _is_no_more(now, best):
+                    kept, best = others_of, now
+    changes = tuple(dataclasses.replace(change, figures=trials.figures([change])) for change in kept)
+    refused = sum(made is None for made in trials.made.values())
+    return Advice(before, planned, changes, best, len(trials.made), refused, trials.spent, trials.is_cut, tuple(notes))
 
 
 def constraint_helps(now: Figures, then: Figures, peak: int) -> bool:
@@ -141,8 +191,15 @@ def constraint_helps(now: Figures, then: Figures, peak: int) -> bool:
 
 def sharding_helps(now: Figures, then: Figures) -> bool:
     """Whether something is lower than before, and nothing higher."""
-    pairs = [(now.sent, then.sent), (now.peak, then.peak), (now.seconds, then.seconds)]
-    return all(after <= _SAME * before for after, before in pairs) and any(a < WORTH * b for a, b in pairs)
+    return _is_no_more(now, then) and any(a < WORTH * b for a, b in _pairs(now, then))
+
+
+def _is_no_more(now: Figures, then: Figures) -> bool:
+    return all(after <= _SAME * before for after, before in _pairs(now, then))
+
+
+def _pairs(now: Figures, then: Figures) -> list[tuple[float, float]]:
+    return [(now.sent, then.sent), (now.peak, then.peak), (now.seconds, then.seconds)]
 
 
 def sharding_changes(program: CompiledProgram, moved: Sequence[Moved], leaves: Sequence[Any]) -> Iterator[Change]:
@@ -173,27 +230,16 @@ def sharding_changes(program: CompiledProgram, moved: Sequence[Moved], leaves: S
                 yield Change(text, spec, tuple(members))
 
 
-def specs_to_try(
-    shape: Sequence[int], sizes: Mapping[str, int], now: PartitionSpec | None, first: PartitionSpec | None = None
-) -> Iterator[PartitionSpec]:
-    """Other shardings of an array over axes of these sizes, each once.
-
-    After the first one those with one axis on one dimension, then none, and those with more axes.
-    """
-    seen = [] if now is None else [_dims(now, len(shape))]
+def specs_to_try(shape: Sequence[int], sizes: Mapping[str, int], now: PartitionSpec) -> Iterator[PartitionSpec]:
+    """Other shardings of an array over axes of these sizes: one axis on one dimension, none, and then more axes."""
+    own = [axes_of_entry(entry) for entry in (*now, *[None] * (len(shape) - len(now)))]
     every = itertools.product([*range(len(shape)), None], repeat=len(sizes))
     by_count = sorted(every, key=lambda places: abs(len(sizes) - places.count(None) - 1))
     others = (
         [tuple(axis for axis, place in zip(sizes, places, strict=True) if place == d) for d in range(len(shape))]
         for places in by_count
     )
-    for dims in (*([] if first is None else [_dims(first, len(shape))]), *others):
-        if dims in seen or not all(axis in sizes for axes in dims for axis in axes):
-            continue
-        seen.append(dims)
-        if all(n % math.prod(sizes[a] for a in axes) == 0 for n, axes in zip(shape, dims, strict=True)):
+    for dims in others:
+        even = (n % math.prod(sizes[a] for a in axes) == 0 for n, axes in zip(shape, dims, strict=True))
+        if dims != own and all(even):
             yield spec_of_axes(dims)
-
-
-def _dims(spec: PartitionSpec, rank: int) -> list[tuple[str, ...]]:
-    return [axes_of_entry(entry) for entry in (*spec, *[None] * (rank - len(spec)))]
