@@ -68,23 +68,21 @@ def test_jax_jit_runs_it_with_the_shardings_of_the_plan_and_sends_what_is_told(e
     for _ in range(3):
         close(jitted(*given), jax.jit(step)(*given))
     sent = sum(c.total_bytes for c in collectives(jitted.lower(*given).compile().as_text()))
-    assert sent == exported.tried["shardings alone"]
-    assert exported.ratio == exported.compiled.total_bytes / exported.planned
+    assert sent >= exported.compiled.total_bytes  # which is counted as GPUs and TPUs send it
+    assert exported.ratio == exported.sent / exported.planned
 
 
 def test_a_plan_that_xla_follows_needs_no_constraint():
     found = gshard.search(lambda w, x: x @ w, f32(2048, 2048), f32(8, 2048), mesh=DATA, machine="h100:1x8")
     plan = gshard.stages.export_plan(found)
     assert plan.follows_plan
-    assert (plan.constraints, list(plan.tried)) == ((), ["shardings alone"])
+    assert plan.advice is None
     assert "times the plan's" in str(plan)
     assert "in_shardings = (P(None, 'data'), P(None, None))" in str(plan)
 
 
 def test_constraints_are_tried_where_xla_sends_more_and_the_lines_are_named(exported):
     """The activations are split over both axes inside, which no argument or result tells."""
-    alone = exported.tried["shardings alone"]
-    assert (alone > 1.05 * exported.planned) == (len(exported.tried) > 1)
 
     def inside(params, x):
         h = gshard.shard(jnp.tanh(x @ params["up"]), P("data", "model"))
@@ -93,7 +91,9 @@ def test_constraints_are_tried_where_xla_sends_more_and_the_lines_are_named(expo
 
     other = gshard.stages.export_plan(gshard.search(inside, *arguments(), mesh=BOTH, machine="h100:1x8"))
     for plan in (exported, other):
-        assert plan.compiled.total_bytes == min(plan.tried.values())
+        assert (plan.advice is None) == (max(plan.compiled.total_bytes / plan.planned, plan.products) <= 1.05)
+        assert plan.sent <= plan.compiled.total_bytes
+        assert plan.advice is None or plan.advice.planned == plan.planned
     for row in other.worse:
         assert row.after.sent > row.before.sent
         assert row.place.startswith("test_exported_plan.py:")
@@ -182,10 +182,7 @@ def test_the_function_is_compiled_as_written():
     given = f32(64, 512), f32(64, 64), jax.ShapeDtypeStruct((64,), "int32")
     plan = quick(jax.grad(loss), *given)
     compiled = in_jax(jax.grad(loss), plan, mesh_of(DATA))[0].lower(*given).compile()
-    assert plan.tried["shardings alone"] == gshard.explain(compiled).total_bytes
-    has_rewrites = "compiled with rewrites of gshard's, without which jax.jit may send more" in str(plan)
-    assert has_rewrites == bool(plan.constraints)
-    assert not (has_rewrites and plan.follows_plan)
+    assert plan.compiled.total_bytes == gshard.explain(compiled).total_bytes
 
 
 def test_a_result_that_is_empty_and_none_among_arguments():

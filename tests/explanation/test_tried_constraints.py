@@ -69,8 +69,6 @@ def test_a_lost_batch_is_found(tmp_path):
     ratio = f"{plan.total_bytes / before.sent:.2f} of this program's"
     assert re.search(rf"gshard's partitioner would send .*, {ratio}", text)
     assert "(float32[64,64,256])\n    sent " in text
-    others, collectives = map(int, re.search(r"(\d+) of (\d+) collectives", text).groups())
-    assert 0 < others < collectives == sum(row.times for row in found.collectives)
     assert ("tried", title, rows) in found.data(tried=[advice])["lists"]
     page = found.html(tmp_path / "page.html", tried=[advice]).read_text("utf-8")
     assert best.text.partition(": ")[2] in page

@@ -28,15 +28,16 @@ def shapes(mesh, tree, dtype="float32"):
     return jax.tree.map(made, tree, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def jitted(loss):
-    """A step of gradient descent with momentum."""
+def jitted(loss, params):
+    """A step of gradient descent with momentum; its state stays as it is split."""
 
     def step(params, momentum, *batch):
         value, gradients = jax.value_and_grad(loss)(params, *batch)
         momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, gradients)
         return jax.tree.map(lambda w, m: w - RATE * m, params, momentum), momentum, value
 
-    return jax.jit(step, donate_argnums=(0, 1))
+    state = jax.tree.map(lambda w: w.sharding, params)
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=(state, state, None))
 
 
 def norm(x, scale):
@@ -92,7 +93,7 @@ def maxtext():
         },
     }  # fmt: skip
     weights = shapes(mesh, params)
-    return jitted(loss), (weights, weights, shapes(mesh, ((16, 64), P("fsdp")), "int32"))
+    return jitted(loss, weights), (weights, weights, shapes(mesh, ((16, 64), P("fsdp")), "int32"))
 
 
 def graphcast():
@@ -130,7 +131,7 @@ def graphcast():
         ((nodes, batch, 32), P("data")), ((edges, 8), P("data")), ((nodes, batch, 32), P("data")),
     ])  # fmt: skip
     ends = shapes(mesh, ((edges,), P("data")), "int32")
-    return jitted(loss), (params, params, grid, displacement, ends, ends, target)
+    return jitted(loss, params), (params, params, grid, displacement, ends, ends, target)
 
 
 def wan():
@@ -168,26 +169,26 @@ def wan():
         x = patches(video * (1 - mix) + noise * mix) @ params["embed"]
         time = jax.nn.silu(jnp.sin(at[:, None] * jnp.arange(model)) @ params["time"])
         text = text @ params["text"]
-        for w in params["layers"]:
-            x = jax.checkpoint(block)(x, w, text, time)
+        x, _ = jax.lax.scan(jax.checkpoint(lambda x, w: (block(x, w, text, time), None)), x, params["layers"])
         return jnp.mean((norm(x, params["norm"]) @ params["head"] - patches(noise - video)) ** 2)
 
-    square, scale = ((model, model), P("fsdp", "context")), ((model,), P())
+    square, scale = ((layers, model, model), P(None, "fsdp")), ((layers, model), P())
     attention = dict.fromkeys("qkvo", square)
     layer = {
         "self": attention, "cross": attention, "norm1": scale, "norm2": scale, "norm3": scale,
-        "modulation": ((model, 6 * model), P("fsdp", "context")), "up": ((model, hidden), P("fsdp", "context")),
-        "down": ((hidden, model), P("context", "fsdp")),
+        "modulation": ((layers, model, 6 * model), P(None, "fsdp")), "up": ((layers, model, hidden), P(None, "fsdp")),
+        "down": ((layers, hidden, model), P(None, None, "fsdp")),
     }  # fmt: skip
     values = 4 * patch * patch
     params = shapes(mesh, {
-        "embed": ((values, model), P(None, "fsdp")), "time": square, "text": ((32, model), P(None, "fsdp")),
-        "norm": scale, "head": ((model, values), P("fsdp")), "layers": [layer] * layers,
+        "embed": ((values, model), P(None, "fsdp")), "time": ((model, model), P("fsdp")),
+        "text": ((32, model), P(None, "fsdp")), "norm": ((model,), P()), "head": ((model, values), P("fsdp")),
+        "layers": layer,
     })  # fmt: skip
     video, text, at = shapes(mesh, [
-        ((4, 8, 16, 16, 4), P(("data", "fsdp"), None, "context")), ((4, texts, 32), P(("data", "fsdp"))), ((4,), P()),
+        ((8, 8, 16, 16, 4), P(("data", "fsdp"), None, "context")), ((8, texts, 32), P(("data", "fsdp"))), ((8,), P()),
     ])  # fmt: skip
-    return jitted(loss), (params, params, video, video, text, at)
+    return jitted(loss, params), (params, params, video, video, text, at)
 
 
 CODEBASES = {"maxtext": maxtext, "graphcast": graphcast, "wan": wan}

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+
+from gshard.api.explained import explain
+from gshard.api.function_again import advice_by
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
-from gshard.explanation.exported_plan import ExportedPlan, exported_plan
+from gshard.core.memory_kinds import shape_in_memory
+from gshard.core.planning_tables import with_tables
+from gshard.explanation.exported_plan import ExportedPlan, shardings_on
 from gshard.explanation.search_result import SearchResult
+from gshard.explanation.tried_changes import SECONDS
+from gshard.language.mark_primitive import mark_p
+from gshard.xla.described import described_mesh
+from gshard.xla.peer import xla_function
 
 
 @without_our_frames
-def export_plan(found: SearchResult) -> ExportedPlan:
+@with_tables
+def export_plan(found: SearchResult, seconds: float = SECONDS) -> ExportedPlan:
     """Writes a plan as shardings and sharding constraints for ``jax.jit``, and compiles the program to check them.
 
     XLA's partitioner decides what these leave open, and it may send more than the plan. So the program is compiled with
-    them, and what XLA sends is compared with the plan, in all and line by line.
+    them, and what XLA sends is compared with the plan, in all and line by line. If XLA does not follow the plan,
+    constraints on values inside are sought, as by ``advise`` of an explanation.
 
     Args:
         found: what ``gshard.search`` returned.
+        seconds: how long to seek constraints, about; with 0 none are sought.
 
     Returns:
         ``in_shardings`` and ``out_shardings`` as ``PartitionSpec``, the constraints that XLA needs besides, and the
@@ -42,4 +59,25 @@ def export_plan(found: SearchResult) -> ExportedPlan:
             hint="Write gshard.stages.export_plan(gshard.search(f, x, mesh=8, machine='h100:1x8')).",
         )
     found.refuse_framework()
-    return exported_plan(found)
+    program, mesh, machine = found.plan.program, found.plan.mesh, found.cost.machine
+    if program.references:
+        raise ArgumentError(
+            "jax.jit has no shardings for references (jax.Ref) that a function writes, so its plan is not exported.",
+            user_line(),
+            hint="Run it by gshard.jit(f, mesh=found.mesh, plan=found.plan), or return the new values instead.",
+        )
+    on = described_mesh(machine) if mesh.devices is None and machine.topology else mesh.on_first_devices()
+    devices: Any = dataclasses.replace(mesh, devices=on.devices, made_from=None)
+    if found.function is None:
+        marks = {v for e in program.block.walk() if e.primitive is mark_p for v in e.outputs}
+        function, first = xla_function(program, devices, ignored=marks), 0
+    else:
+        function, first = jaxpr_as_fun(found.function.jaxpr()), len(program.captured)
+    spmd = found.explain().spmd
+    entering, leaving = shardings_on(devices.user_jax_mesh, program, spmd)
+    takes = [shape_in_memory(v.shape, v.dtype, on_host=v.on_host) for v in program.block.inputs[first:]]
+    jitted = jax.jit(function, in_shardings=entering[first:], out_shardings=leaving)
+    made = ExportedPlan(found, spmd, explain(jitted, *takes, partitioner="xla"))
+    if made.follows_plan:
+        return made
+    return dataclasses.replace(made, advice=advice_by(made.compiled, found.plan, spmd, seconds))

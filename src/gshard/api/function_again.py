@@ -27,7 +27,6 @@ from gshard.core.jax_adapter import (
     no_mesh_set,
     user_expressions,
     user_line,
-    user_place,
 )
 from gshard.core.jax_adapter_jit import (
     Jitted,
@@ -41,11 +40,14 @@ from gshard.core.jax_adapter_retracing import OnDevices
 from gshard.core.memory_kinds import in_memory, shape_of_type
 from gshard.core.mesh import Mesh
 from gshard.core.paths import leaf_names
+from gshard.core.plan import Plan
+from gshard.core.spmd import SpmdProgram
 from gshard.device.machine import Machine, kind_of_devices
 from gshard.explanation.compiled_source import CompiledAgain, CompiledSource, source_of
 from gshard.explanation.constraint_candidates import Planned
+from gshard.explanation.explain import Explanation
 from gshard.explanation.traced_expressions import runs_of
-from gshard.explanation.tried_changes import Specs
+from gshard.explanation.tried_changes import Advice, Specs
 from gshard.planning.added_marks import spec_of_cut
 from gshard.tracing.by_jax import name_of
 from gshard.xla.described import described_mesh
@@ -190,9 +192,22 @@ def _planned(call: Any, operands: Sequence[Any], mesh: Mesh, seconds: float) -> 
     try:
         with until(time.monotonic() + seconds):
             lowered = f.lower(*operands)
-            plan, collectives = lowered.plan, lowered.spmd.collectives
+            return planned_by(lowered.plan, lowered.spmd)
     except (GShardError, OutOfTime):
         return None
+
+
+def advice_by(found: Explanation, plan: Plan, spmd: SpmdProgram, seconds: float) -> Advice:
+    """Advice on a program that XLA compiled, from a plan of the same function."""
+    source = found.source
+    assert isinstance(source, CompiledSource), "XLA compiled it"
+    assert source.again is not None, "it was compiled here"
+    again = dataclasses.replace(source.again, planned=lambda _: planned_by(plan, spmd))
+    return dataclasses.replace(source, again=again).advise(found.machine, seconds, False)
+
+
+def planned_by(plan: Plan, spmd: SpmdProgram) -> Planned:
+    """What a plan sends at each line, and the shardings of values of expressions, where these are always the same."""
     own = [e for e in plan.program.block.walk() if not is_transposed(e.source_info)]
     specs: dict[tuple[Expression, tuple[int, ...]], set[PartitionSpec | None]] = {}
     for place, runs in runs_of([user_expressions(e.source_info) for e in own]).items():
@@ -201,9 +216,10 @@ def _planned(call: Any, operands: Sequence[Any], mesh: Mesh, seconds: float) -> 
             for shape, sharding in last.items():
                 spec = None if sharding.unreduced else spec_of_cut(sharding, plan.mesh)
                 specs.setdefault((place, shape), set()).add(spec)
-    lines = Counter[tuple[str, int] | None]()
-    for c in collectives:
-        lines[user_place((c.cause or c.emitted).source_info)] += c.total_bytes
-    return Planned(
-        sum(c.total_bytes for c in collectives), lines, {at: next(iter(s)) for at, s in specs.items() if len(s) == 1}
-    )
+    lines = Counter[tuple[str, int]]()
+    for c in spmd.collectives:
+        if (cause := c.cause or c.emitted) is not None:
+            calls = {(place.file, place.line) for place in user_expressions(cause.source_info)}
+            lines.update(dict.fromkeys(calls, c.total_bytes))
+    sent = sum(c.total_bytes for c in spmd.collectives)
+    return Planned(sent, lines, {at: next(iter(s)) for at, s in specs.items() if len(s) == 1})

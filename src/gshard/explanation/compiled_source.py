@@ -50,7 +50,6 @@ from gshard.explanation.rows import (
     Listed,
     Moved,
     TimedKernel,
-    collective_rows,
 )
 from gshard.explanation.traced_expressions import Constraint, TracedProgram
 from gshard.explanation.tried_changes import (
@@ -360,10 +359,9 @@ class CompiledSource:
         shown = dataclasses.replace(Progress.of(progress), name="gshard.explain")
         shown.step("planning with gshard")
         planned = again.planned(max(seconds, SECONDS) / 4)
-        constraints, notes = list[Constraint](), ["gshard could not plan this function in the time"]
-        if planned is not None:
-            constraints, notes = constraints_to_try(collective_rows(self.moved, {}), program, mesh, planned)
-            constraints = constraints if planned.sent < WORTH * before.sent else []
+        constraints = list[Constraint]()
+        if planned is not None and planned.sent < WORTH * before.sent:
+            constraints = constraints_to_try(self.moved, program, mesh, planned)
         removed = [Constraint(e, None) for e in program.expressions if e.spec is not None and before.sent]
 
         def compiled(some: Sequence[Change]) -> Figures | None:
@@ -377,7 +375,7 @@ class CompiledSource:
         inside = [Change(f"{c.text}  ({c.expression.type})", c.spec, constraint=c) for c in (*constraints, *removed)]
         others = sharding_changes(self.program, self.moved, again.leaves)
         trials = Trials(before, compiled, min(seconds, max(seconds - time.monotonic() + began, 1e-3)))
-        return advised(trials, inside, [*others], None if planned is None else planned.sent, notes)
+        return advised(trials, inside, [*others], None if planned is None else planned.sent)
 
     def figures(self, machine: Machine | None) -> Figures:
         """What the program takes; without a machine its operations and no time."""

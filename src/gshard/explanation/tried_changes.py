@@ -28,6 +28,7 @@ SECONDS = 30.0  # how long to try, if nothing else is asked for
 MORE_PEAK = 1.05  # of the peak: what a constraint may take for less time or fewer bytes
 _MORE_FLOPS = 1.02  # of the operations, without a machine: a constraint may move some elementwise work
 NEARLY = 0.95  # of the bytes that all constraints save: what the few that are proposed save
+_ONE = 0.6  # of what all constraints save: then the search begins with one
 # Parts of the time: when changes are no more tried alone, left out, and added.
 _ALONE, _FEWER, _MORE = 0.5, 0.65, 0.9
 _SAME = 1.001  # of bytes, memory or seconds: no more is no more
@@ -69,7 +70,6 @@ class Advice:
     refused: int  # at how many of these JAX or XLA failed, or ``jax.jit``, which may have been given ``in_shardings``
     seconds: float  # that this took
     is_cut: bool  # whether more would be tried in more time
-    notes: tuple[str, ...] = ()  # further lines
 
     @property
     def lines(self) -> tuple[str, list[str]]:
@@ -81,12 +81,14 @@ class Advice:
             rows += [change.text, *([f"  {change_text(self.before, change.figures)}"] if change.figures else [])]
         if len(self.changes) > 1:
             rows += ["together", f"  {change_text(self.before, self.after)}"]
-        if self.planned is not None:
+        if self.planned is None:
+            rows.append("gshard could not plan this function in the time, so that no constraints were tried")
+        else:
             ratio = self.planned / self.before.sent if self.before.sent else 1.0
             of = f"{format_bytes(self.planned)}, {ratio:.2f} of this program's {format_bytes(self.before.sent)}"
             rows.append(f"gshard's partitioner would send {of}")
         rows += [f"JAX or XLA refused {self.refused} of the programs"] * bool(self.refused)
-        return title, [*rows, *self.notes, *["with more seconds, more are tried"] * self.is_cut]
+        return title, [*rows, *["with more seconds, more are tried"] * self.is_cut]
 
     def __str__(self) -> str:
         title, rows = self.lines
@@ -143,9 +145,7 @@ class Trials:
         return some
 
 
-def advised(
-    trials: Trials, constraints: Sequence[Change], others: Sequence[Change], planned: int | None, notes: Sequence[str]
-) -> Advice:
+def advised(trials: Trials, constraints: Sequence[Change], others: Sequence[Change], planned: int | None) -> Advice:
     """A few constraints that help together, and then other changes that help besides.
 
     Each is tried alone, and all added ones together. From the best program changes are left out, and then others are
@@ -159,9 +159,10 @@ def advised(
     for some in (constraints[:1], added, *([change] for change in constraints[1:])):
         if not any(sent <= enough for sent, _ in helping) and (now := trials.helping(some, _ALONE)) is not None:
             helping.append((now.sent, some))
-    ranked = [some for _, some in sorted(helping, key=lambda pair: (pair[0], len(pair[1])))]
-    single = [some for some in ranked if len(some) == 1]
-    few = [trials.fewest(ranked[0], _FEWER)[:LISTED]] if ranked else []
+    ranked = [(before.sent - sent, some) for sent, some in sorted(helping, key=lambda pair: (pair[0], len(pair[1])))]
+    single = [some for _, some in ranked if len(some) == 1]
+    few = single[:1] if any(len(some) == 1 and saved >= _ONE * ranked[0][0] for saved, some in ranked) else []
+    few = few or [trials.fewest(some, _FEWER)[:LISTED] for _, some in ranked[:1]]
     kept = next((list(some) for some in (*few, *single) if trials.helping(some, 1.0) is not None), [])
     best = (kept and trials.figures(kept)) or before
     for change in (*itertools.chain(*single), *constraints, *others):
@@ -176,7 +177,7 @@ def advised(
                     kept, best = others_of, now
     changes = tuple(dataclasses.replace(change, figures=trials.figures([change])) for change in kept)
     refused = sum(made is None for made in trials.made.values())
-    return Advice(before, planned, changes, best, len(trials.made), refused, trials.spent, trials.is_cut, tuple(notes))
+    return Advice(before, planned, changes, best, len(trials.made), refused, trials.spent, trials.is_cut)
 
 
 def constraint_helps(now: Figures, then: Figures, peak: int) -> bool:

@@ -37,7 +37,6 @@ class Rewrite:
     names: frozenset[str]  # primitive names. Blocks without equations of these names are skipped.
     # returns the replaced equations of a graph with their replacements; empty if the rewrite does not fire
     others: Callable[[Graph], Others]
-    helps_xla: bool = True  # whether XLA's partitioner sends less after it
 
 
 OfEquation = Callable[[Graph, Equation], Sequence[Equation] | Others | None]
@@ -48,7 +47,7 @@ def over(*names: str) -> Callable[[Callable[[Graph], Others]], Rewrite]:
     return lambda function: Rewrite(function.__name__, frozenset(names), function)
 
 
-def at(*names: str, helps_xla: bool = True) -> Callable[[OfEquation], Rewrite]:
+def at(*names: str) -> Callable[[OfEquation], Rewrite]:
     """A decorator for a rewrite of single equations of these names. Marks are skipped.
 
     The function returns the equations that replace this one, or a mapping that replaces several equations.
@@ -65,7 +64,7 @@ def at(*names: str, helps_xla: bool = True) -> Callable[[OfEquation], Rewrite]:
                     replacements |= new if isinstance(new, Mapping) else {e: new}
             return replacements
 
-        return Rewrite(function.__name__, frozenset(names), others, helps_xla)
+        return Rewrite(function.__name__, frozenset(names), others)
 
     return decorate
 

@@ -97,7 +97,7 @@ def _valid(places: Any, updates: Any, size: int, mode: Any) -> Any:
 # Folds a transpose of a product into the product, by swapping its operands.
 
 
-@at("transpose", helps_xla=False)
+@at("transpose")
 def transpose_of_dot(graph: Graph, e: Equation) -> Others | None:
     """Replaces ``transpose(dot_general(a, b))`` by ``dot_general(b, a)``, if nothing else reads the product."""
     dot = graph.producer(e.inputs[0], "dot_general")
@@ -127,7 +127,7 @@ def _swapped(dot: Equation, transpose: Equation) -> dict[str, Any] | None:
 _MOST = 8  # largest number of joined arrays: more products (of a stack of rows) would start more kernels than they save
 
 
-@at("dot_general", helps_xla=False)
+@at("dot_general")
 def dots_of_parts(graph: Graph, e: Equation) -> Sequence[Equation] | None:
     """Replaces a product of joined arrays by products of these: by their sum, or if each reader takes one part."""
     (summed, batch), out = e.params["dimension_numbers"], e.outputs[0]
