@@ -9,18 +9,17 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from gshard.api.explained import explain
-from gshard.api.function_again import advice_by
+from gshard.api.function_again import planned_by
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.memory_kinds import shape_in_memory
 from gshard.core.planning_tables import with_tables
+from gshard.explanation.compiled_source import CompiledSource
 from gshard.explanation.exported_plan import ExportedPlan, shardings_on
 from gshard.explanation.search_result import SearchResult
 from gshard.explanation.tried_changes import SECONDS
-from gshard.language.mark_primitive import mark_p
 from gshard.xla.described import described_mesh
-from gshard.xla.peer import xla_function
 
 
 @without_our_frames
@@ -68,16 +67,14 @@ def export_plan(found: SearchResult, seconds: float = SECONDS) -> ExportedPlan:
         )
     on = described_mesh(machine) if mesh.devices is None and machine.topology else mesh.on_first_devices()
     devices: Any = dataclasses.replace(mesh, devices=on.devices, made_from=None)
-    if found.function is None:
-        marks = {v for e in program.block.walk() if e.primitive is mark_p for v in e.outputs}
-        function, first = xla_function(program, devices, ignored=marks), 0
-    else:
-        function, first = jaxpr_as_fun(found.function.jaxpr()), len(program.captured)
-    spmd = found.explain().spmd
+    assert found.function is not None, "no framework jits it"
+    function, first, spmd = jaxpr_as_fun(found.function.jaxpr()), len(program.captured), found.explain().spmd
     entering, leaving = shardings_on(devices.user_jax_mesh, program, spmd)
     takes = [shape_in_memory(v.shape, v.dtype, on_host=v.on_host) for v in program.block.inputs[first:]]
     jitted = jax.jit(function, in_shardings=entering[first:], out_shardings=leaving)
-    made = ExportedPlan(found, spmd, explain(jitted, *takes, partitioner="xla"))
-    if made.follows_plan:
+    compiled = explain(jitted, *takes, partitioner="xla")
+    made = ExportedPlan(found, spmd, compiled)
+    if made.follows_plan or not isinstance(compiled.source, CompiledSource):
         return made
-    return dataclasses.replace(made, advice=advice_by(made.compiled, found.plan, spmd, seconds))
+    advice = compiled.source.advise(compiled.machine, seconds, False, planned_by(found.plan, spmd))
+    return dataclasses.replace(made, advice=advice)

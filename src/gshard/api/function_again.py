@@ -45,9 +45,8 @@ from gshard.core.spmd import SpmdProgram
 from gshard.device.machine import Machine, kind_of_devices
 from gshard.explanation.compiled_source import CompiledAgain, CompiledSource, source_of
 from gshard.explanation.constraint_candidates import Planned
-from gshard.explanation.explain import Explanation
 from gshard.explanation.traced_expressions import runs_of
-from gshard.explanation.tried_changes import Advice, Specs
+from gshard.explanation.tried_changes import Specs
 from gshard.planning.added_marks import spec_of_cut
 from gshard.tracing.by_jax import name_of
 from gshard.xla.described import described_mesh
@@ -195,15 +194,6 @@ def _planned(call: Any, operands: Sequence[Any], mesh: Mesh, seconds: float) -> 
             return planned_by(lowered.plan, lowered.spmd)
     except (GShardError, OutOfTime):
         return None
-
-
-def advice_by(found: Explanation, plan: Plan, spmd: SpmdProgram, seconds: float) -> Advice:
-    """Advice on a program that XLA compiled, from a plan of the same function."""
-    source = found.source
-    assert isinstance(source, CompiledSource), "XLA compiled it"
-    assert source.again is not None, "it was compiled here"
-    again = dataclasses.replace(source.again, planned=lambda _: planned_by(plan, spmd))
-    return dataclasses.replace(source, again=again).advise(found.machine, seconds, False)
 
 
 def planned_by(plan: Plan, spmd: SpmdProgram) -> Planned:

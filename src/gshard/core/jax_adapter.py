@@ -126,15 +126,11 @@ class Expression(NamedTuple):
     end_column: int
 
 
-@tabulated(4096)
-def _user_expressions(traceback: Any) -> tuple[Expression, ...]:
-    frames = (f for f in _source_info_util.user_frames(traceback) if not is_of_library(f.file_name))
-    return tuple(Expression(f.file_name, f.start_line, f.start_column, f.end_line, f.end_column) for f in frames)
-
-
 def user_expressions(source_info: Any) -> tuple[Expression, ...]:
     """The user's expressions that perform an equation: the innermost one, and the calls around it, outwards."""
-    return () if source_info is None else _user_expressions(source_info.traceback)
+    frames = [] if source_info is None else _user_frames(source_info.traceback)
+    own = (f for f in frames if not is_of_library(f.file_name))
+    return tuple(Expression(f.file_name, f.start_line, f.start_column, f.end_line, f.end_column) for f in own)
 
 
 def in_scopes_of(source_info: Any, call: Any) -> Any:

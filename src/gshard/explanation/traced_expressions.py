@@ -101,10 +101,9 @@ class TracedProgram:
         if spec is not None:
             values = [v for body, i in own for v in body.body.eqns[i].outvars]
         else:
-            found = [body.evaluations(place) for body in bodies]
-            if None in found:
+            if None in [body.evaluations[place] for body in bodies]:
                 return None
-            values = [v for each in found for v, _ in each or ()]
+            values = [v for body in bodies for v in body.values(place)]
         makers = {v: body.is_mapped[body.maker[v]] for body in bodies for v in values if v in body.maker}
         types, is_mapped = {_type_of(v) for v in values}, any(makers.values())
         type_of = next(iter(types), None)
@@ -142,14 +141,12 @@ class TracedProgram:
 def runs_of(chains: Sequence[tuple[Expression, ...]]) -> dict[Expression, list[list[int]]]:
     """The equations of each expression, of the calls around it too: those of one evaluation follow each other."""
     found: dict[Expression, list[list[int]]] = {}
-    before: tuple[int, tuple[Expression, ...]] = (-1, ())
+    before: tuple[Expression, ...] = ()
     for i, chain in enumerate(chains):
         for place in dict.fromkeys(chain):
-            if place in before[1]:
-                found[place][-1].append(i)
-            else:
-                found.setdefault(place, []).append([i])
-        before = (i, chain) if chain else before
+            runs = found.setdefault(place, [])
+            runs[-1].append(i) if place in before else runs.append([i])
+        before = chain or before
     return found
 
 
@@ -176,41 +173,28 @@ class _Body:
                     self.at_line[place.file, line].add(i)
             for v in self.inputs[i]:
                 self.readers[v].append(i)
-        self._evaluations: dict[Expression, list[tuple[Any, frozenset[int]]] | None] = {}
+        forward = {place: runs for (place, is_back), runs in self.runs.items() if not is_back}
+        # The values of an expression, each with the equations that make it; None if they are not known.
+        self.evaluations = {place: self._evaluations(place, runs) for place, runs in forward.items()}
 
-    def evaluations(self, place: Expression) -> list[tuple[Any, frozenset[int]]] | None:
-        """The values of an expression, each with the equations that make it; None if they are not known.
-
-        They are known if the equations of each evaluation have one variable that others read.
-        """
-        if place not in self._evaluations:
-            runs = self.runs.get((place, False), ())
-            found = [self._values(place, run) for run in runs]
-            each = [pair for values in found for pair in values or ()]
-            self._evaluations[place] = None if None in found else each
-        return self._evaluations[place]
-
-    def _values(self, place: Expression, run: Sequence[int]) -> list[tuple[Any, frozenset[int]]] | None:
-        parts = self._repeated(run)
-        is_inner = all(self.places[i] == place for i in run)
+    def _evaluations(self, place: Expression, runs: Sequence[Sequence[int]]) -> list[tuple[Any, frozenset[int]]] | None:
+        """They are known if the equations of each evaluation have one variable that others read."""
         found = []
-        for part in parts:
-            made = [v for i in part for v in self.body.eqns[i].outvars]
-            # x = x @ w in a Python loop: each equation makes a value of the expression.
-            left = made if is_inner and len(parts) > 1 == len(made) else self._leaving(place, made, run)
-            if len(left) > 1 or (len(parts) > 1 and not left):
-                return None
-            found += [(v, frozenset(part)) for v in left]
+        for run in runs:
+            parts, is_inner = self._repeated(run), all(self.places[i] == place for i in run)
+            # Who reads it besides: not these equations and their derivative.
+            own = {*run, *(i for again in self.runs.get((place, True), ()) for i in again)}
+            for part in parts:
+                made = dict.fromkeys(v for i in part for v in self.body.eqns[i].outvars)
+                read = [v for v in made if not own.issuperset(self.readers[v])]
+                results = [v for v in self.body.outvars if isinstance(v, Var) and v in made]
+                left = read or (results[:1] if is_inner else results)  # what a derivative reads is behind the results
+                if is_inner and len(parts) > 1 == len(made):  # x = x @ w in a Python loop
+                    left = list(made)
+                if len(left) > 1 or (len(parts) > 1 and not left):
+                    return None
+                found += [(v, frozenset(part)) for v in left]
         return found
-
-    def _leaving(self, place: Expression, made: Sequence[Any], run: Sequence[int]) -> list[Any]:
-        """The variables that others read than the equations that make them, and their derivative."""
-        own = {*run, *(i for again in self.runs.get((place, True), ()) for i in again)}
-        read = [v for v in made if not own.issuperset(self.readers[v])]
-        last = set(made)
-        results = [v for v in self.body.outvars if isinstance(v, Var) and v in last]
-        is_inner = all(self.places[i] == place for i in run)
-        return read or (results[:1] if is_inner else results)  # what a derivative reads is behind the results
 
     def _repeated(self, run: Sequence[int]) -> list[Sequence[int]]:
         """The equations of several evaluations, in each of which the same equations follow each other."""
@@ -222,13 +206,13 @@ class _Body:
 
     def values(self, place: Expression) -> list[Any]:
         """The variables that are the values of an expression."""
-        return [v for v, _ in self.evaluations(place) or ()]
+        return [v for v, _ in self.evaluations.get(place) or ()]
 
     def is_chain(self, place: Expression) -> bool:
         """Whether an evaluation of an expression reads the value of another one."""
         return any(
             i not in part and not self.is_back[i] and place in self.chains[i]
-            for v, part in self.evaluations(place) or ()
+            for v, part in self.evaluations.get(place) or ()
             for i in self.readers[v]
         )
 

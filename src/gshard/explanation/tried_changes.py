@@ -131,41 +131,38 @@ class Trials:
         then = self.before if best is None else best
         return found if found is not None and some[-1].helps(found, then, self.before.peak) else None
 
-    def fewest(self, changes: Sequence[Change], share: float) -> Sequence[Change]:
-        """The changes without those, the last ones first, without which nearly as much is saved."""
-        some, size = changes, len(changes)
-        saved = 0.0
-        while size > 1:
-            size = -(-size // 2)
-            for start in range((len(some) - 1) // size * size, -1, -size):
-                rest = [*some[:start], *some[start + size :]]
-                now, then = self.helping(rest, share), self.figures(some)
-                saved = max(saved, self.before.sent - then.sent if then is not None else 0)
-                some = rest if now is not None and self.before.sent - now.sent >= NEARLY * saved else some
-        return some
+    def fewest(self, some: Sequence[Change], share: float) -> Sequence[Change]:
+        """The first half of changes, and half of these, while nearly as much is saved; none if many are needed."""
+        then = self.figures(some)
+        while then is not None and (now := self.helping(some[: len(some) // 2], share)) is not None:
+            if self.before.sent - now.sent < NEARLY * (self.before.sent - then.sent):
+                break
+            some = some[: len(some) // 2]
+        return some if len(some) <= LISTED else ()
 
 
 def advised(trials: Trials, constraints: Sequence[Change], others: Sequence[Change], planned: int | None) -> Advice:
     """A few constraints that help together, and then other changes that help besides.
 
-    Each is tried alone, and all added ones together. From the best program changes are left out, and then others are
-    added one after the other, those first that help most alone.
+    Constraints are tried alone, and all added ones together. To the one that helps most, or to a few if these save much
+    more, others are added one by one, those first that help most alone.
     """
     before = trials.before
     enough = before.sent - NEARLY * (before.sent - (planned or 0))
-    planned_specs = {change.about: change for change in reversed(constraints) if change.spec is not None}
-    added = list(reversed(planned_specs.values()))
+    added = {change.about: change for change in reversed(constraints) if change.spec is not None}
     helping: list[tuple[int, Sequence[Change]]] = []
-    for some in (constraints[:1], added, *([change] for change in constraints[1:])):
+    for some in (constraints[:1], [*added.values()][::-1], *([change] for change in constraints[1:])):
         if not any(sent <= enough for sent, _ in helping) and (now := trials.helping(some, _ALONE)) is not None:
             helping.append((now.sent, some))
-    ranked = [(before.sent - sent, some) for sent, some in sorted(helping, key=lambda pair: (pair[0], len(pair[1])))]
-    single = [some for _, some in ranked if len(some) == 1]
-    few = single[:1] if any(len(some) == 1 and saved >= _ONE * ranked[0][0] for saved, some in ranked) else []
-    few = few or [trials.fewest(some, _FEWER)[:LISTED] for _, some in ranked[:1]]
-    kept = next((list(some) for some in (*few, *single) if trials.helping(some, 1.0) is not None), [])
+    helping.sort(key=lambda pair: pair[0])
+    single = [(sent, some[0]) for sent, some in helping if len(some) == 1]
+    kept: list[Change] = []
+    if single and before.sent - single[0][0] >= _ONE * (before.sent - helping[0][0]):
+        kept = [single[0][1]]
+    elif helping:
+        kept = [*trials.fewest(helping[0][1], _FEWER)]
     best = (kept and trials.figures(kept)) or before
-    for change in (*itertools.chain(*single), *constraints, *others):
+    for change in (*(change for _, change in single), *constraints, *others):
         rest = [one for one in kept if not change.about & one.about]
         if len(rest) == LISTED or change in kept or (best.sent <= enough and change.constraint is not None):
             continue
@@ -192,15 +189,13 @@ def constraint_helps(now: Figures, then: Figures, peak: int) -> bool:
 
 def sharding_helps(now: Figures, then: Figures) -> bool:
     """Whether something is lower than before, and nothing higher."""
-    return _is_no_more(now, then) and any(a < WORTH * b for a, b in _pairs(now, then))
+    is_less = now.sent < WORTH * then.sent or now.peak < WORTH * then.peak or now.seconds < WORTH * then.seconds
+    return is_less and _is_no_more(now, then)
 
 
 def _is_no_more(now: Figures, then: Figures) -> bool:
-    return all(after <= _SAME * before for after, before in _pairs(now, then))
-
-
-def _pairs(now: Figures, then: Figures) -> list[tuple[float, float]]:
-    return [(now.sent, then.sent), (now.peak, then.peak), (now.seconds, then.seconds)]
+    pairs = (now.sent, then.sent), (now.peak, then.peak), (now.seconds, then.seconds)
+    return all(after <= _SAME * before for after, before in pairs)
 
 
 def sharding_changes(program: CompiledProgram, moved: Sequence[Moved], leaves: Sequence[Any]) -> Iterator[Change]:

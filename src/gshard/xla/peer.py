@@ -7,7 +7,7 @@ hands the rest to GSPMD or Shardy.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,17 +16,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gshard.core.errors import PlanError
 from gshard.core.mark import resolve
 from gshard.core.mesh import Mesh
-from gshard.core.program import Equation, Program, Value
-from gshard.language.mark_primitive import mark_p
+from gshard.core.program import Equation, Program
 from gshard.language.region import Interpreter
 
 
-def xla_function(
-    program: Program,
-    mesh: Mesh,
-    *,
-    ignored: Collection[Value] = (),
-) -> Callable[..., list[Any]]:
+def xla_function(program: Program, mesh: Mesh) -> Callable[..., list[Any]]:
     """A function of the program's flat inputs (captured arrays first) that XLA's partitioner can be given."""
     inside = [e for e in program.block.walk() if e.rule is not None and e.rule.manual is not None]
     if inside:
@@ -35,7 +29,7 @@ def xla_function(
             next((e.line for e in inside if e.line), None),
             hint="Compile the function itself: jax.jit(f).lower(...).compile().",
         )
-    replay = Marked(mesh, ignored)
+    replay = Marked(mesh)
     return lambda *arrays: replay.run(program.block, arrays)
 
 
@@ -44,12 +38,9 @@ class Marked(Interpreter):
     """Runs blocks on whole arrays; marks are constraints."""
 
     mesh: Mesh
-    ignored: Collection[Value] = ()
 
     def equation(self, e: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
         """Runs an equation; a mark is a constraint."""
-        if e.primitive is mark_p and e.outputs[0] in self.ignored:
-            return [inputs[0]]
         if e.mark is None:
             return super().equation(e, inputs)
         demand = resolve(e.mark, self.mesh, e.outputs[0].shape, e.line)
