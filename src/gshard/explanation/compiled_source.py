@@ -363,9 +363,8 @@ class CompiledSource:
         shown = dataclasses.replace(Progress.of(progress), name="gshard.explain")
         shown.step("planning with gshard")
         planned = planned or again.planned(max(seconds, SECONDS) / 4)
-        constraints = list[Constraint]()
-        if planned is not None and planned.sent < WORTH * before.sent:
-            constraints = constraints_to_try(self.moved, program, mesh, planned)
+        is_worth = planned is not None and planned.sent < WORTH * before.sent
+        constraints = constraints_to_try(self.moved, program, mesh, planned) if planned and is_worth else []
         removed = [Constraint(e, None) for e in program.expressions if e.spec is not None and before.sent]
 
         def compiled(some: Sequence[Change]) -> Figures | None:

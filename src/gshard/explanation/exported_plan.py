@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,10 +64,6 @@ class ExportedPlan(InNotebooks):
         return self.plan.program
 
     @functools.cached_property
-    def _ends(self) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
-        return ends_of(self.spmd)
-
-    @functools.cached_property
     def _given(self) -> tuple[Any, Any]:
         """Specs of the positional arguments, and of those by keyword."""
         specs = [argument.spec for argument in self.arguments]
@@ -81,7 +78,7 @@ class ExportedPlan(InNotebooks):
     @property
     def out_shardings(self) -> Any:
         """The same for the results."""
-        return jax.tree.unflatten(self.program.out_tree, self._ends[1])
+        return jax.tree.unflatten(self.program.out_tree, ends_of(self.spmd)[1])
 
     @property
     def keywords(self) -> Mapping[str, Any]:
@@ -98,7 +95,7 @@ class ExportedPlan(InNotebooks):
         program, names = self.program, self.found.names.arguments
         rows = [
             ExportedArgument(names[v].text, v, spec, program.input_memory(i))
-            for i, (v, spec) in enumerate(zip(program.block.inputs, self._ends[0], strict=True))
+            for i, (v, spec) in enumerate(zip(program.block.inputs, ends_of(self.spmd)[0], strict=True))
         ]
         return tuple(rows[len(program.captured) :])
 
@@ -113,7 +110,7 @@ class ExportedPlan(InNotebooks):
         paths = [path_inside(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(results)]
         names = [*program.names, *(f"result {path}".strip() for path in paths)]
         arrays = (*program.block.inputs, *program.block.outputs)
-        for name, v, spec in zip(names, arrays, (*self._ends[0], *self._ends[1]), strict=False):
+        for name, v, spec in zip(names, arrays, itertools.chain(*ends_of(self.spmd)), strict=False):
             if not isinstance(v, Value):
                 continue
             planned = Sharding(self.plan.shardings[v].dims)

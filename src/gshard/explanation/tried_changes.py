@@ -107,22 +107,17 @@ class Trials:
     def __init__(self, before: Figures, compiled: Callable[[Sequence[Change]], Figures | None], seconds: float):
         self.before, self.seconds, self.is_cut = before, seconds, False
         self.made: dict[frozenset[Change], Figures | None] = {}
-        self._compiled, self._began, self._longest = compiled, time.monotonic(), 0.0
-
-    @property
-    def spent(self) -> float:
-        """Seconds since the beginning."""
-        return time.monotonic() - self._began
+        self._compiled, self.began, self._longest = compiled, time.monotonic(), 0.0
 
     def figures(self, some: Sequence[Change], share: float = 1.0) -> Figures | None:
         """What the program takes with changes; None if it is refused, or if a share of the time is over."""
         if (key := frozenset(some)) not in self.made:
-            began = self.spent
-            if self.seconds <= 0 or (self.made and began + self._longest > share * self.seconds):
+            began = time.monotonic()
+            if self.seconds <= 0 or (self.made and began - self.began + self._longest > share * self.seconds):
                 self.is_cut = True
                 return None
             self.made[key] = self._compiled(some)
-            self._longest = max(self._longest, self.spent - began)
+            self._longest = max(self._longest, time.monotonic() - began)
         return self.made[key]
 
     def helping(self, some: Sequence[Change], share: float, best: Figures | None = None) -> Figures | None:
@@ -174,7 +169,8 @@ def advised(trials: Trials, constraints: Sequence[Change], others: Sequence[Chan
                     kept, best = others_of, now
     changes = tuple(dataclasses.replace(change, figures=trials.figures([change])) for change in kept)
     refused = sum(made is None for made in trials.made.values())
-    return Advice(before, planned, changes, best, len(trials.made), refused, trials.spent, trials.is_cut)
+    took = time.monotonic() - trials.began
+    return Advice(before, planned, changes, best, len(trials.made), refused, took, trials.is_cut)
 
 
 def constraint_helps(now: Figures, then: Figures, peak: int) -> bool:
