@@ -259,7 +259,6 @@ WINGS = {
         device.machine: KINDS Machine
         device.memory: MemoryTotals
         device.roofline: roofline
-        language.mark_primitive: mark_p
         language.region: Interpreter
     """,
     "moe": """

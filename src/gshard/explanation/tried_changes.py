@@ -167,10 +167,9 @@ def advised(trials: Trials, constraints: Sequence[Change], others: Sequence[Chan
                 others_of = [other for other in kept if other is not one]
                 if (now := trials.figures(others_of)) is not None and _is_no_more(now, best):
                     kept, best = others_of, now
-    changes = tuple(dataclasses.replace(change, figures=trials.figures([change])) for change in kept)
-    refused = sum(made is None for made in trials.made.values())
-    took = time.monotonic() - trials.began
-    return Advice(before, planned, changes, best, len(trials.made), refused, took, trials.is_cut)
+    alone = tuple(dataclasses.replace(change, figures=trials.figures([change])) for change in kept)
+    took, refused = time.monotonic() - trials.began, sum(made is None for made in trials.made.values())
+    return Advice(before, planned, alone, best, len(trials.made), refused, took, trials.is_cut)
 
 
 def constraint_helps(now: Figures, then: Figures, peak: int) -> bool:
