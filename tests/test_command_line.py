@@ -349,12 +349,6 @@ def test_a_program_that_gathers_more_is_told_by_kind_array_and_line(capsys):
         run(f"explain fewer.txt {more}", 0, words, capsys)
 
 
-@pytest.mark.one_in(2)
-def test_search_exports_the_plan(capsys):
-    command = "search model.py:example --mesh data=4 --machine h100:1x4 --budget-seconds 1 --export"
-    assert "in_shardings = " in run(command, 0, [], capsys).out
-
-
 # The target and options of explain, and the message.
 MISTAKES = [
     ("model.py:absent", "has no 'absent'"),

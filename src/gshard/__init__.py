@@ -16,8 +16,7 @@ Besides::
     put_rows, take_rows         rows that move to places of their own, as tokens do to experts (ragged all-to-all)
     kernel                      a fast function (Pallas, cuDNN, ...) that is partitioned as a plain one
     rule                        register a rule of an operator; rules: its parts (RuleMaker, Call, Shards, Rule)
-    stages                      what jit does, verb by verb, and the classes of what gshard returns; export_plan (a plan
-                                as shardings for jax.jit), kinds of errors
+    stages                      what jit does, verb by verb, the classes of what gshard returns, and kinds of errors
     testing                     check a rule; limits and baselines of what a jitted function sends, for your tests
     GShardError                 the base of all errors raised on purpose
 """

@@ -113,7 +113,6 @@ def _add_search(command: argparse.ArgumentParser) -> None:
     _why(command)
     add("--marks", action="store_true", help="say the plan in few marks, each tried; takes a while")
     add("--html", type=Path, help="write the report of the plan as one page")
-    add("--export", action="store_true", help="print the plan as shardings and constraints for jax.jit")
     add("--save", type=Path, metavar="plan.json", help="write the plan, for gshard.jit(plan=...)")
 
 

@@ -28,7 +28,6 @@ from gshard.api.compiled_programs import GSHARD, STAGES, XLA, is_from_jax_jit
 from gshard.api.configuration import Configuration
 from gshard.api.configure import configure
 from gshard.api.explained import Planned, explain
-from gshard.api.export import export_plan
 from gshard.api.function_again import with_bound_arguments
 from gshard.api.jit import Jitted, jit
 from gshard.api.search import search
@@ -494,8 +493,6 @@ def _search(options: argparse.Namespace) -> None:
         print(reason)
     if options.html:
         print(f"wrote {found.html(options.html)}")
-    if options.export:
-        print(f"\n{export_plan(found)}")
     if options.save:
         save_plan(found, options.save)
     end_search(found.stopped, found.cost.peak, found.best.limit)

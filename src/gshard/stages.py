@@ -8,7 +8,6 @@
 
 from gshard.api.configuration import Configuration as Configuration
 from gshard.api.configuration import Configurations as Configurations
-from gshard.api.export import export_plan as export_plan
 from gshard.api.jit import Jitted as Jitted
 from gshard.api.kernel_function import KernelFunction as KernelFunction
 from gshard.api.lowered import Compiled as Compiled
@@ -23,7 +22,6 @@ from gshard.emit.compile import Executable as Executable
 from gshard.emit.compile import compile as compile
 from gshard.emit.partition import partition as partition
 from gshard.explanation.explain import Explanation as Explanation
-from gshard.explanation.exported_plan import ExportedPlan as ExportedPlan
 from gshard.explanation.search_result import SearchResult as SearchResult
 from gshard.planning.collective_matmuls import CollectiveMatmul as CollectiveMatmul
 from gshard.planning.propagate import propagate as propagate
@@ -38,7 +36,6 @@ __all__ = [
     "Cost",
     "Executable",
     "Explanation",
-    "ExportedPlan",
     "Jitted",
     "KernelFunction",
     "Lowered",
@@ -50,7 +47,6 @@ __all__ = [
     "Sharding",
     "SpmdProgram",
     "compile",
-    "export_plan",
     "partition",
     "propagate",
     "trace",

@@ -191,12 +191,12 @@ def _planned(call: Any, operands: Sequence[Any], mesh: Mesh, seconds: float) -> 
     try:
         with until(time.monotonic() + seconds):
             lowered = f.lower(*operands)
-            return planned_by(lowered.plan, lowered.spmd)
+            return _planned_by(lowered.plan, lowered.spmd)
     except (GShardError, OutOfTime):
         return None
 
 
-def planned_by(plan: Plan, spmd: SpmdProgram) -> Planned:
+def _planned_by(plan: Plan, spmd: SpmdProgram) -> Planned:
     """What a plan sends at each line, and the shardings of values of expressions, where these are always the same."""
     own = [e for e in plan.program.block.walk() if not is_transposed(e.source_info)]
     specs: dict[tuple[Expression, tuple[int, ...]], set[PartitionSpec | None]] = {}

@@ -345,11 +345,7 @@ class CompiledSource:
     # Compiles the function again with changes.
 
     def advise(
-        self,
-        machine: Machine | None,
-        seconds: float,
-        progress: bool | Callable[[str], object] | None,
-        planned: Planned | None = None,
+        self, machine: Machine | None, seconds: float, progress: bool | Callable[[str], object] | None
     ) -> Advice:
         """Compiles the function with constraints and with other shardings of its arguments, and tells which help."""
         if (again := self.again) is None:
@@ -362,7 +358,7 @@ class CompiledSource:
         program = TracedProgram(again.traced())
         shown = dataclasses.replace(Progress.of(progress), name="gshard.explain")
         shown.step("planning with gshard")
-        planned = planned or again.planned(max(seconds, SECONDS) / 4)
+        planned = again.planned(max(seconds, SECONDS) / 4)
         is_worth = planned is not None and planned.sent < WORTH * before.sent
         constraints = constraints_to_try(self.moved, program, mesh, planned) if planned and is_worth else []
         removed = [Constraint(e, None) for e in program.expressions if e.spec is not None and before.sent]

@@ -23,7 +23,7 @@ from gshard.core.program import format_bytes
 from gshard.core.spmd import SpmdProgram
 from gshard.core.time_budget import TRIAL_SECONDS
 from gshard.device.cost import CallTotals
-from gshard.device.machine import Machine, kind_of_devices, machine_of
+from gshard.device.machine import Machine, MachineError, kind_of_devices, machine_of
 from gshard.explanation.compiled_source import CompiledSource, source_of
 from gshard.explanation.difference import Difference, difference
 from gshard.explanation.plan_source import PlanSource
@@ -270,6 +270,12 @@ class Explanation(InNotebooks):
         if against is not None:
             data["difference"] = difference(_data_of(against, machine), data).data()
         return _write(path, page(data))
+
+    def _page_data(self) -> dict[str, Any] | None:
+        try:
+            return self.data()
+        except MachineError:  # there is no model of the devices
+            return None
 
     @with_tables
     def format(

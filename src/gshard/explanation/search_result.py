@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
+from gshard.core.memory_kinds import in_memory
 from gshard.core.mesh import Mesh
 from gshard.core.number_text import format_ms
 from gshard.core.plan import Boundary, Plan
 from gshard.core.program import Program, format_bytes
+from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.core.time_budget import TimeBudget
 from gshard.device.cost import Cost
@@ -33,6 +36,7 @@ from gshard.explanation.warnings import idle_devices
 from gshard.lowering.pipeline import Planned
 from gshard.naming.array_names import ArrayNames
 from gshard.planning.added_marks import spec_of_cut
+from gshard.planning.demands import by_axes
 from gshard.planning.propagate import propagate
 from gshard.planning.saved_plan import SavedPlan
 from gshard.search.as_marks import Marks, marks_of, statements_of
@@ -171,6 +175,36 @@ class SearchResult(InNotebooks):
         arguments = program.block.inputs[len(program.captured) :]
         specs = [spec_of_cut(self.plan.shardings[v], self.plan.mesh) for v in arguments]
         return jax.tree.unflatten(self.in_tree, specs)[0]
+
+    def named(self, mesh: jax.sharding.Mesh) -> tuple[Any, Any]:
+        """The shardings of the plan for ``jax.jit(in_shardings=..., out_shardings=...)``, on a mesh with Auto axes.
+
+        They are even and over whole axes, as ``jax.jit`` takes them: what the plan splits further is split inside.
+        Those of arrays in the memory of the host have its memory kind. Arguments by keyword have none in ``jax.jit``.
+
+        Returns:
+            the shardings of the positional arguments, and of the results.
+
+        Raises:
+            ArgumentError: a framework jits the function, or it writes references (``jax.Ref``).
+        """
+        self.refuse_framework()
+        program, spmd = self.plan.program, self.explain().spmd
+        if program.references:
+            raise ArgumentError(
+                "jax.jit has no shardings for references (jax.Ref) that a function writes.",
+                user_line(),
+                hint="Run gshard.jit(f, mesh=found.mesh, plan=found.plan), or return the new values instead.",
+            )
+
+        def on_mesh(end: Sequence[Sharding], memory: Callable[[int], str]) -> list[NamedSharding]:
+            specs = (spec_of_cut(by_axes(Sharding(s.dims), spmd.mesh), spmd.mesh) or PartitionSpec() for s in end)
+            return [in_memory(NamedSharding(mesh, spec), memory(i)) for i, spec in enumerate(specs)]
+
+        entering = on_mesh(spmd.in_shardings, program.input_memory)
+        leaving = on_mesh(spmd.out_shardings, program.output_memory)
+        positional, _ = jax.tree.unflatten(self.in_tree, entering[len(program.captured) :])
+        return positional, jax.tree.unflatten(program.out_tree, leaving)
 
     @property
     def bound(self) -> float:
