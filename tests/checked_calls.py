@@ -8,6 +8,7 @@
 import contextlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -26,6 +27,30 @@ def assert_same(got, want, where=""):
         different = np.flatnonzero((a != b).reshape(-1))
         assert not different.size, f"{where}: result {i}: {different.size} of {a.size} elements are wrong:\n{a}\n{b}"
         assert a.tobytes() == b.tobytes(), f"{where}: result {i}: the signs of zeros"
+
+
+def near(got, want, rtol=1e-5, atol=None):
+    """Compares two pytrees: integers exactly, other numbers up to a relative and an absolute tolerance, if None alike.
+
+    Also the dtypes, if what is wanted is an array of JAX's.
+    """
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.shape(a) == np.shape(b)
+        assert not isinstance(b, jax.Array) or a.dtype == b.dtype
+        if not jnp.issubdtype(jnp.result_type(a, b), jnp.inexact):
+            np.testing.assert_array_equal(a, b)
+            continue
+        wide = np.complex128 if jnp.iscomplexobj(b) else np.float64
+        np.testing.assert_allclose(np.asarray(a, wide), np.asarray(b, wide), rtol, rtol if atol is None else atol)
+
+
+def near_largest(got, want, tolerance=1e-5):
+    """Compares two pytrees up to a part of the largest number of each array: sums in another order round it away."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        wide = np.complex128 if jnp.iscomplexobj(b) else np.float64
+        near(a, b, 0, tolerance * float(np.abs(np.asarray(b, wide)).max(initial=0)))
 
 
 def assert_sharded(got, said, where=""):

@@ -23,8 +23,9 @@ Place = Callable[[np.ndarray, jax.sharding.Mesh], Any]
 
 
 def mesh_of(*, explicit=False, order=range(8), **axes):
-    """A mesh of the devices that ``order`` names, axis types Auto or Explicit."""
-    devices = np.array([jax.devices()[i] for i in order]).reshape(tuple(axes.values()))
+    """A mesh of the first devices that ``order`` names, as many as there are, axis types Auto or Explicit."""
+    ids = list(order)[: math.prod(axes.values())]
+    devices = np.array([jax.devices()[i] for i in ids]).reshape(tuple(axes.values()))
     return jax.sharding.Mesh(
         devices, tuple(axes), axis_types=(AxisType.Explicit if explicit else AxisType.Auto,) * len(axes)
     )
@@ -36,7 +37,12 @@ def cut(x, mesh, *dims):
     for (axis, parts), d in zip(mesh.shape.items(), dims, strict=False):
         if d is not None and d < x.ndim and x.shape[d] % (parts * math.prod(mesh.shape[a] for a in entries[d])) == 0:
             entries[d] = (*entries[d], axis)
-    return jax.device_put(x, NamedSharding(mesh, P(*entries)))
+    return put(x, mesh, *entries)
+
+
+def put(x, mesh, *spec):
+    """The array over a mesh, as a PartitionSpec says."""
+    return jax.device_put(x, NamedSharding(mesh, P(*spec)))
 
 
 def turned(mesh):

@@ -10,19 +10,15 @@ import numpy as np
 import pytest
 from jax import export
 from jax.experimental import checkify
-from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import gshard
+from checked_calls import near
+from placed import mesh_of
 
 X = np.linspace(-1, 1, 12 * 8, dtype=np.float32).reshape(12, 8)
 W = np.linspace(-2, 2, 8 * 8, dtype=np.float32).reshape(8, 8)
-MESHES = {"8": ((8,), ("a",)), "2x4": ((2, 4), ("a", "b")), "3": ((3,), ("a",))}
-
-
-def mesh_of(name, kind=AxisType.Auto):
-    shape, names = MESHES[name]
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=jax.devices()[: int(np.prod(shape))])
 
 
 def is_partitioned(f, *args, **kwargs):
@@ -49,17 +45,10 @@ def called(name, x, w):
     return CASES[name](x, w, 3) if name == "static" else CASES[name](x, w)
 
 
-def assert_same(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        exact = jnp.issubdtype(a.dtype, jnp.integer)
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0 if exact else 1e-5, atol=0 if exact else 1e-5)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_before_in_and_after(name):
     """Arguments come from the host, from one device, and placed; a block is entered twice; each result is the same."""
-    mesh = mesh_of("2x4")
+    mesh = mesh_of(a=2, b=4)
     placed = tuple(jax.device_put(x, NamedSharding(mesh, P("b"))) for x in (X, W))
     calls = [(X, W), (jnp.asarray(X), jnp.asarray(W)), placed]
     plain = [called(name, *arguments) for arguments in calls]
@@ -67,36 +56,36 @@ def test_before_in_and_after(name):
         with gshard.instead_of_jit(mesh=mesh):
             inside = [called(name, *arguments) for arguments in (*calls, calls[0])]
         for found, expected in zip(inside, [*plain, plain[0]], strict=True):
-            assert_same(found, expected)
+            near(found, expected)
             assert all(len(x.sharding.device_set) == 8 for x in jax.tree.leaves(found))
         after = called(name, *calls[1])
-        assert_same(after, plain[1])
+        near(after, plain[1])
         assert all(len(x.sharding.device_set) == 1 for x in jax.tree.leaves(after))
 
 
-@pytest.mark.parametrize(("name", "kind"), [("2x4", AxisType.Explicit), ("3", AxisType.Auto)])
-def test_meshes(name, kind):
+@pytest.mark.parametrize("axes", [{"a": 2, "b": 4, "explicit": True}, {"a": 3}])
+def test_meshes(axes):
     """With the mesh that is set or that is given, and sizes that do not divide."""
-    mesh, f = mesh_of(name, kind), jax.jit(lambda x, w: jnp.tanh(x @ w))
+    mesh, f = mesh_of(**axes), jax.jit(lambda x, w: jnp.tanh(x @ w))
     x, expected = X[:7], np.tanh(X[:7] @ W)
     for given in (mesh, None):
         with jax.set_mesh(mesh) if given is None else contextlib.nullcontext(), gshard.instead_of_jit(given):
             for _ in range(3):
-                assert_same(f(x, W), expected)
+                near(f(x, W), expected)
             assert is_partitioned(f, x, W)
 
 
 def test_calls_in_the_block_are_dispatched_without_python(monkeypatch):
-    mesh, f = mesh_of("8"), jax.jit(lambda x: 2 * x)
+    mesh, f = mesh_of(a=8), jax.jit(lambda x: 2 * x)
     x = jax.device_put(np.arange(8.0), NamedSharding(mesh, P("a")))
     with gshard.instead_of_jit(mesh=mesh):
         f(x)
         monkeypatch.setattr("gshard.api.instead_of_jit.Partitioner.run", None)
-        assert_same(f(x), 2 * np.arange(8.0))
+        near(f(x), 2 * np.arange(8.0))
 
 
 def test_what_a_function_was_jitted_with_is_kept():
-    mesh = mesh_of("2x4")
+    mesh = mesh_of(a=2, b=4)
 
     def of(*spec):
         return NamedSharding(mesh, P(*spec))
@@ -111,14 +100,14 @@ def test_what_a_function_was_jitted_with_is_kept():
             y, total = f(x, W)
             assert x.is_deleted()
             assert y.sharding.spec == P("b")
-            assert_same((y, total), (X @ W, X.sum()))
+            near((y, total), (X @ W, X.sum()))
         with pytest.raises(RuntimeError, match=r"has overwritten|has been deleted"):
             f(x, W)
         x = jax.device_put(X, of("b"))
         lowered = f.lower(x, W)
         assert lowered.plan.program.names == ("x", "w")
         assert lowered.donate_argnums == (0,)
-        assert_same(lowered.compile()(x, W)[0], X @ W)
+        near(lowered.compile()(x, W)[0], X @ W)
         same = jax.jit(lambda a, b: (a + b, a - b), donate_argnums=(0, 1))
         x = jax.device_put(X, of())
         with pytest.raises(RuntimeError, match="twice"):
@@ -127,12 +116,12 @@ def test_what_a_function_was_jitted_with_is_kept():
 
 def test_shardings_over_an_abstract_mesh():
     """They name no devices: results and arguments are split as on the mesh, also in shapes that are lowered."""
-    mesh = mesh_of("2x4")
+    mesh = mesh_of(a=2, b=4)
     rows, columns = (NamedSharding(mesh.abstract_mesh, P(*spec)) for spec in ("a", (None, "b")))
     f = jax.jit(lambda x: x * 2, in_shardings=rows, out_shardings=columns)
     with jax.set_mesh(mesh), gshard.instead_of_jit(mesh):
         for x in (X, jnp.asarray(X), jax.device_put(X, NamedSharding(mesh, P("a")))):
-            assert_same(f(x), 2 * X)
+            near(f(x), 2 * X)
             assert f(x).sharding == NamedSharding(mesh, P(None, "b"))
         assert is_partitioned(f, jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=rows))
 
@@ -140,22 +129,22 @@ def test_shardings_over_an_abstract_mesh():
 def test_a_function_that_is_lowered_first_is_compiled_once():
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(listener := lambda name, *_, **__: compiled.append(name))
-    f, mesh = jax.jit(lambda x: {"y": (gshard.split(x, 0, "a"), x.sum())}), mesh_of("8")
+    f, mesh = jax.jit(lambda x: {"y": (gshard.split(x, 0, "a"), x.sum())}), mesh_of(a=8)
     x = jax.device_put(np.arange(8.0), NamedSharding(mesh, P("a")))
     with gshard.instead_of_jit(mesh, memory_limit="1GiB"):
         lowered = f.lower(x)
         assert gshard.explain(lowered).total_bytes > 0
         assert "/jax/core/compile/backend_compile_duration" not in compiled
-        assert_same([lowered.compile()(x)] + [f(x) for _ in range(3)], [{"y": (np.arange(8.0), 28.0)}] * 4)
+        near([lowered.compile()(x)] + [f(x) for _ in range(3)], [{"y": (np.arange(8.0), 28.0)}] * 4)
         with_options = lowered.compile({"xla_cpu_enable_fast_min_max": True})
-        assert_same(with_options(x)["y"][0], np.arange(8.0))
+        near(with_options(x)["y"][0], np.arange(8.0))
     jax.monitoring.unregister_event_duration_listener(listener)
     assert compiled.count("/jax/core/compile/backend_compile_duration") == 2
 
 
 def test_left_to_jax():
     """JAX's own functions, and what says that it runs elsewhere."""
-    mesh = mesh_of("3")  # devices 0, 1, 2
+    mesh = mesh_of(a=3)  # devices 0, 1, 2
     elsewhere = jax.devices()[5]
     f = jax.jit(lambda x: x + 1)
     there = jax.jit(lambda x: x + 1, out_shardings=SingleDeviceSharding(elsewhere))
@@ -181,7 +170,7 @@ def test_functions_that_jax_made_of_yours():
         with gshard.instead_of_jit(mesh=8):
             error, found = jax.jit(g)(X)
         error.throw()
-        assert_same(found, np.tanh(X))
+        near(found, np.tanh(X))
         assert len(found.sharding.device_set) == devices
 
 
@@ -261,7 +250,7 @@ def test_one_program_for_blocks_of_equal_options():
         traced.append(1)
         return gshard.split(x, 0, 8) * 2
 
-    mesh = mesh_of("8")
+    mesh = mesh_of(a=8)
     x = jax.device_put(np.arange(8.0), NamedSharding(mesh, P("a")))
     for _ in range(3):
         with gshard.instead_of_jit(mesh=mesh):
@@ -271,7 +260,7 @@ def test_one_program_for_blocks_of_equal_options():
         f(x)
     jax.clear_caches()
     with gshard.instead_of_jit(mesh=mesh):
-        assert_same(f(x), 16 * np.arange(8.0))
+        near(f(x), 16 * np.arange(8.0))
 
 
 def test_a_partitioned_function_in_the_block():
@@ -287,9 +276,9 @@ def test_a_partitioned_function_in_the_block():
     assert len(traced) == 1
     with gshard.instead_of_jit(mesh=8):
         assert len(ours(X).sharding.device_set) == 4
-        assert_same(jax.jit(lambda x: gshard.jit(f, mesh=8)(x) * 2)(X), (X + 1) * 2)
+        near(jax.jit(lambda x: gshard.jit(f, mesh=8)(x) * 2)(X), (X + 1) * 2)
         with jax.disable_jit():
-            assert_same(jax.jit(lambda x: x + 1)(X), X + 1)
+            near(jax.jit(lambda x: x + 1)(X), X + 1)
 
 
 def test_settings_of_jax():

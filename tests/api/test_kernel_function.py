@@ -10,6 +10,7 @@ import pytest
 from jax.experimental import pallas
 
 import gshard
+from checked_calls import near
 
 
 def plain_attention(q, k, v, *, causal=False):
@@ -58,15 +59,10 @@ def qkv(rng, batch=8):
     return arrays(rng, (batch, 16, 4, 8), (batch, 16, 2, 8), (batch, 16, 2, 8))
 
 
-def agree(got, want):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), got, want)
-
-
 def three_calls(f, want, *args):
     """Calls with arrays of NumPy, on one device and on the last one."""
-    agree(f(*args), want)
-    agree(f(*map(jnp.asarray, args)), want)
-    agree(f(*(jax.device_put(x, jax.devices()[-1]) for x in args)), want)
+    for place in (np.asarray, jnp.asarray, lambda x: jax.device_put(x, jax.devices()[-1])):
+        near(f(*map(place, args)), want, 2e-5)
 
 
 @pytest.mark.parametrize(("mesh", "marks", "causal"), [
@@ -155,9 +151,9 @@ def test_outside_of_gshard_the_fast_function_runs(rng):
     marked = gshard.kernel(lambda x: 2 * x, like=lambda x: 3 * x)  # not the same, on purpose
     assert marked(2.0) == 4.0
     assert jax.jit(marked)(2.0) == 4.0
-    agree(jax.vmap(product, (0, None))(jnp.stack([x, -x]), w), np.stack([x @ w, -x @ w]))
-    agree(jax.jvp(marked, (2.0,), (1.0,)), (4.0, 2.0))
-    agree(jax.hessian(gshard.kernel(jnp.sin, like=jnp.sin))(0.3), -np.sin(0.3))
+    near(jax.vmap(product, (0, None))(jnp.stack([x, -x]), w), np.stack([x @ w, -x @ w]), 2e-5)
+    near(jax.jvp(marked, (2.0,), (1.0,)), (4.0, 2.0), 2e-5)
+    near(jax.hessian(gshard.kernel(jnp.sin, like=jnp.sin))(0.3), -np.sin(0.3), 2e-5)
 
 
 def test_the_plain_function_runs_on_other_platforms():

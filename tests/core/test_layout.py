@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gshard
+from checked_calls import near_largest
 from gshard import Layout, name
 from gshard.core.errors import PlanError, ShardingError
 from gshard.core.layout import Names
@@ -53,13 +54,6 @@ def said(lowered):
     return [e.mark.source_text for e in lowered.program.block.walk() if e.mark is not None and e.mark.source_text]
 
 
-def close(found, expected, tolerance=1e-5):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        # What sums in another order round away is a part of the largest of them, not of what is left of them.
-        largest = float(np.abs(np.asarray(b)).max(initial=1.0))
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance * largest)
-
-
 def test_a_layout_is_the_marks_it_stands_for(arguments):
     named = gshard.jit(named_mlp, mesh=MESH, layout=LAYOUT)
     marked = gshard.jit(marked_mlp, mesh=MESH)
@@ -69,15 +63,15 @@ def test_a_layout_is_the_marks_it_stands_for(arguments):
     assert sent[0] == sent[1]
     assert ours.argument_shardings == theirs.argument_shardings
     assert np.asarray(named(*arguments)).tobytes() == np.asarray(marked(*arguments)).tobytes()
-    close(named(*arguments), mlp(*arguments))
+    near_largest(named(*arguments), mlp(*arguments))
 
 
 def test_it_is_the_identity_outside(arguments):
     params, x = arguments
     assert name(x, "batch embed").tobytes() == x.tobytes()
     plain = np.sin(x @ params["w1"]) @ params["w2"]
-    close([mlp(*arguments), jax.jit(mlp)(*arguments)], [plain, plain])
-    close(jax.vmap(mlp, (None, 0))(params, x[None]), plain[None])
+    near_largest([mlp(*arguments), jax.jit(mlp)(*arguments)], [plain, plain])
+    near_largest(jax.vmap(mlp, (None, 0))(params, x[None]), plain[None])
 
 
 def test_without_a_layout_names_are_nothing(arguments):
@@ -128,7 +122,7 @@ def test_a_derivative_from_outside_is_split_as_the_layout_says(rng):
     step = gshard.jit(loss, mesh=mesh, layout=layout, strict=True)
     gradient = jax.grad(step)(w, x)
     assert gradient.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "model")), 2)
-    close(gradient, jax.grad(loss)(w, x), 1e-4)
+    near_largest(gradient, jax.grad(loss)(w, x), 1e-4)
 
 
 def test_a_layout_under_vmap_leaves_the_new_dimension_open(arguments):
@@ -140,7 +134,7 @@ def test_a_layout_under_vmap_leaves_the_new_dimension_open(arguments):
     of_marks = [lowered.plan.sharding(e.outputs[0]).dims for e in lowered.program.block.walk() if e.mark is not None]
     assert all(dims.count(data) == 1 and len(dims) == 3 for dims in of_marks)
     around = jax.vmap(gshard.jit(named_mlp, mesh=MESH, layout=LAYOUT), (None, 0))
-    close(around(params, xs), jax.vmap(mlp, (None, 0))(params, xs))
+    near_largest(around(params, xs), jax.vmap(mlp, (None, 0))(params, xs))
 
 
 def test_a_function_inside_keeps_its_own_layout(arguments):
@@ -254,9 +248,9 @@ def test_what_is_not_used_is_told_and_refused(arguments):
     with pytest.raises(PlanError, match=r"(?s)does not use all of its layout.*nothing is called 'vocabulary'"):
         gshard.jit(named_mlp, mesh=MESH, layout=layout, strict=True).lower(*arguments).plan  # noqa: B018
     strict = gshard.jit(named_mlp, mesh=MESH, layout=LAYOUT, strict=True)
-    close(strict(*arguments), mlp(*arguments))
+    near_largest(strict(*arguments), mlp(*arguments))
     loss = gshard.jit(lambda params, x: named_mlp(params, x).sum(), mesh=MESH, layout=LAYOUT, strict=True)
-    close(jax.grad(loss)(*arguments), jax.grad(lambda p, x: mlp(p, x).sum())(*arguments))
+    near_largest(jax.grad(loss)(*arguments), jax.grad(lambda p, x: mlp(p, x).sum())(*arguments))
     assert not gshard.explain(mlp, *arguments, mesh=MESH).lists["layout"]
 
 

@@ -21,13 +21,9 @@ from gshard.core.jax_adapter_context import context_of, in_context
 from gshard.core.program import NO_CONTEXT, Context
 from gshard.device.cost import cost
 from gshard.device.machine import Machine
+from placed import mesh_of
 
 W = jnp.arange(64.0).reshape(8, 8) % 3
-
-
-def mesh_of(*sizes, kind=jax.sharding.AxisType.Auto):
-    names = ("a", "b", "c")[: len(sizes)]
-    return jax.make_mesh(sizes, names, (kind,) * len(sizes), devices=jax.devices()[: np.prod(sizes)])
 
 
 def placed(mesh, shape=(24, 8)):
@@ -123,14 +119,14 @@ def attributes(jitted, *arguments):
 
 @pytest.mark.parametrize("f", ALL, ids=lambda f: f.__name__)
 def test_operations_have_the_attributes_that_jax_gives_them(f):
-    mesh = mesh_of(8)
+    mesh = mesh_of(a=8)
     ours, theirs = (attributes(jit(f), placed(mesh)) for jit in (lambda f: gshard.jit(f, mesh=mesh), jax.jit))
     assert ours
     assert ours == theirs
 
 
 def test_numbers_and_attributes_on_another_mesh():
-    mesh = mesh_of(2, 4)
+    mesh = mesh_of(a=2, b=4)
 
     def f(x):
         return in_remat(in_scan(x)) + straight(three_times(in_cond(x)))
@@ -145,7 +141,7 @@ def test_numbers_and_attributes_on_another_mesh():
 
 
 def test_equal_equations_in_other_contexts_are_others():
-    program = gshard.jit(three_times, mesh=mesh_of(8)).lower(placed(mesh_of(8))).program
+    program = gshard.jit(three_times, mesh=mesh_of(a=8)).lower(placed(mesh_of(a=8))).program
     found = [e.context for e in program.block.walk() if e.name == "sin"]
     assert found == [Context(metadata=(("tag", 1),)), Context(metadata=(("tag", 2),)), NO_CONTEXT]
     assert "sin{tag=2}" in str(program)
@@ -161,7 +157,7 @@ def test_nothing_is_rewritten_across_contexts():
         with set_xla_metadata(tag=1):
             return jnp.pad(y, ((0, 1), (0, 0)))
 
-    mesh = mesh_of(8)
+    mesh = mesh_of(a=8)
     one, two = (gshard.jit(lambda x, i=i: shifted(x, i), mesh=mesh).lower(placed(mesh)).program for i in (False, True))
     names = [[(e.name, bool(e.context)) for e in p.block.walk() if e.name in ("slice", "pad")] for p in (one, two)]
     assert names == [[("pad", False)], [("slice", False), ("pad", True)]]
@@ -191,7 +187,7 @@ def test_collectives_that_gshard_adds_have_no_context(name):
         with set_xla_metadata(tag=1):
             return SENDING[name](x)
 
-    spmd = gshard.jit(f, mesh=mesh_of(8)).lower(placed(mesh_of(8))).spmd
+    spmd = gshard.jit(f, mesh=mesh_of(a=8)).lower(placed(mesh_of(a=8))).spmd
     every = equations(spmd.jaxpr)
     sent = [e for e in every if e.primitive.name in KINDS]
     assert sent
@@ -200,7 +196,7 @@ def test_collectives_that_gshard_adds_have_no_context(name):
 
 
 def test_collectives_of_the_user_keep_their_context():
-    mesh = mesh_of(2, 4)
+    mesh = mesh_of(a=2, b=4)
 
     def part(x):
         with set_xla_metadata(_scheduling_group_id=5):
@@ -216,7 +212,7 @@ def test_collectives_of_the_user_keep_their_context():
 
 
 def test_a_context_around_the_call_is_that_of_the_program_and_of_its_key():
-    mesh = mesh_of(8)
+    mesh = mesh_of(a=8)
     x = placed(mesh)
     partitioned = gshard.jit(lambda x: jnp.sin(x.T @ x).sum(), mesh=mesh)
     expected = partitioned(x)
@@ -235,7 +231,7 @@ def test_a_function_is_called_with_metadata():
     def f(x):
         return xla_metadata_call(tag="g")(lambda x: jnp.sin(x) @ W)(x) + 1
 
-    found = attributes(gshard.jit(f, mesh=mesh_of(8), strict=True), placed(mesh_of(8)))
+    found = attributes(gshard.jit(f, mesh=mesh_of(a=8), strict=True), placed(mesh_of(a=8)))
     assert found == {("sine", 'tag = "g"'): 1, ("dot_general", 'tag = "g"'): 1}
 
 
@@ -248,7 +244,7 @@ def test_results_of_compute_on_are_put_where_it_says():
         (y,) = compute_on_p.bind(x, jaxpr=body, compute_type="device_host", **spaces)
         return y
 
-    program = gshard.jit(f, mesh=mesh_of(8)).lower(placed(mesh_of(8))).program
+    program = gshard.jit(f, mesh=mesh_of(a=8)).lower(placed(mesh_of(a=8))).program
     assert [(e.name, e.context.compute_type) for e in program.block.walk()] == [
         ("sin", "device_host"),
         ("device_put", None),
@@ -286,7 +282,7 @@ def test_random_bits_are_those_of_the_setting_that_they_are_drawn_in(where):
         return x + a + jax.random.normal(key, x.shape)
 
     f = {"straight": drawn, "jit": jax.jit(drawn)}[where]
-    mesh = mesh_of(8)
+    mesh = mesh_of(a=8)
     x = placed(mesh)
     expected = jax.jit(f)(np.asarray(x))
     np.testing.assert_allclose(gshard.jit(f, mesh=mesh)(x), expected, rtol=1e-6)
@@ -301,7 +297,7 @@ def test_a_part_of_a_function_in_64_bits(where):
             return ((y - 2.0) * 1e3).astype(jnp.float32)
 
     f = straight if where == "straight" else lambda x: lax.scan(lambda c, _: (straight(c), None), x, None, length=2)[0]
-    mesh = mesh_of(2, 4)
+    mesh = mesh_of(a=2, b=4)
     x, partitioned = placed(mesh), gshard.jit(f, mesh=mesh)
     for y in (x, jax.device_put(x, NamedSharding(mesh, P())), np.asarray(x)):
         np.testing.assert_allclose(partitioned(y), jax.jit(f)(np.asarray(x)), rtol=1e-6)
@@ -312,7 +308,7 @@ def test_precision_and_named_scopes_inside_of_bodies():
         with jax.default_matmul_precision("float32"), jax.named_scope("deep"):
             return c @ W, None
 
-    mesh = mesh_of(2, 4)
+    mesh = mesh_of(a=2, b=4)
     spmd = gshard.jit(lambda x: lax.scan(body, x, None, length=2)[0], mesh=mesh).lower(placed(mesh)).spmd
     (product,) = (e for e in equations(spmd.jaxpr) if e.primitive.name == "dot_general")
     assert product.params["precision"] == (lax.Precision.HIGHEST,) * 2

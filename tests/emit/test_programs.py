@@ -13,7 +13,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gshard
+from checked_calls import near
 from gshard import replicate, shard, split
+from harness import normal
 from invented import invented
 from placed import mesh_of, three_calls
 
@@ -27,11 +29,6 @@ class Case:
     arguments: tuple[Any, ...]
     kinds: set[str] | None = None
     gathered: tuple[str, ...] = ()
-
-
-def normal(*shape):
-    """Values that vary in sign, different for each shape, the same in every run."""
-    return np.random.default_rng([*shape, 7]).standard_normal(shape).astype(np.float32)
 
 
 def without_rule(x):
@@ -129,15 +126,7 @@ def test_equals_the_program_on_one_device(case, mesh_2x4):
     jitted = gshard.jit(case.function, mesh=mesh_2x4)
     results = jitted(*case.arguments)
     expected = jax.jit(case.function)(*case.arguments)
-    assert jax.tree.structure(results) == jax.tree.structure(expected)
-    for got, want in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
-        assert (got.shape, got.dtype) == (want.shape, want.dtype)
-        if jnp.issubdtype(want.dtype, jnp.inexact):
-            # Sums in another order: a few units in the last place of the largest term.
-            wide = np.complex128 if jnp.issubdtype(want.dtype, jnp.complexfloating) else np.float64
-            np.testing.assert_allclose(np.asarray(got, wide), np.asarray(want, wide), rtol=2e-5, atol=1e-5)
-        else:
-            np.testing.assert_array_equal(got, want)
+    near(results, expected, 2e-5, 1e-5)  # sums in another order: a few units in the last place of the largest term
     lowered = jitted.lower(*case.arguments)
     assert {e.name for e in lowered.plan.gathered} == set(case.gathered)
     if case.kinds is not None:
@@ -171,7 +160,7 @@ def test_of_the_branches_by_platform_one_is_compiled(inside):
     }[inside]
     x, jitted = normal(8, 8), gshard.jit(around(f), mesh=8, strict=True)
     for got in three_calls(jitted, mesh_of(d=8), x):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, around(jnp.sin)(x))
+        near(got, around(jnp.sin)(x), 1e-6, 0)
     assert not gshard.explain(jitted, x).bytes_by_kind
     text = gshard.jit(around(f), mesh=8).trace(x).lower(lowering_platforms=("tpu",)).as_text()
     assert "tpu_custom_call" in text or inside == "grad"

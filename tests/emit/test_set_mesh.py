@@ -9,20 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax, random
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard import shard, split
 from gshard.xla.hlo_collectives import collectives
+from placed import mesh_of
 from sampled import crossed
 
-KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-
-
-def mesh_of(kind, shape=(4, 2), names=("a", "b")):
-    """A mesh with all axes of a type."""
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
+KINDS = pytest.mark.parametrize("explicit", [False, True])
+GRID = {"a": 4, "b": 2}
 
 
 def own(x):
@@ -46,12 +43,12 @@ REDUCED = {
 }
 
 
-@pytest.mark.parametrize("name, n, kind", crossed(list(REDUCED), [8, 13], [AxisType.Auto, AxisType.Explicit], one_in=4))
+@pytest.mark.parametrize("name, n, explicit", crossed(list(REDUCED), [8, 13], [False, True], one_in=4))
 @pytest.mark.one_in(2)
-def test_reductions_by_a_computation_of_ones_own(name, n, kind):
+def test_reductions_by_a_computation_of_ones_own(name, n, explicit):
     f, x = REDUCED[name], np.arange(-3, n - 3, dtype=np.int32)
     want = jax.tree.map(np.asarray, jax.jit(f)(x))
-    mesh = mesh_of(kind)
+    mesh = mesh_of(**GRID, explicit=explicit)
     with jax.set_mesh(mesh):
         step = gshard.jit(f)
         for given in (x, jnp.asarray(x), jax.device_put(x, NamedSharding(mesh, P()))):
@@ -60,11 +57,11 @@ def test_reductions_by_a_computation_of_ones_own(name, n, kind):
 
 @KINDS
 @pytest.mark.parametrize("name", ["own", "two", "scan", "window"])
-def test_reductions_are_priced(name, kind):
+def test_reductions_are_priced(name, explicit):
     """With a machine each way to split an equation is traced alone, and the program is read back."""
     f, x = REDUCED[name], np.arange(-4, 4, dtype=np.int32)
     want = jax.tree.map(np.asarray, jax.jit(f)(x))
-    with jax.set_mesh(mesh_of(kind)):
+    with jax.set_mesh(mesh_of(**GRID, explicit=explicit)):
         step = gshard.jit(f, machine="cpu:8")
         for _ in range(3):
             jax.tree.map(np.testing.assert_array_equal, step(x), want)
@@ -90,16 +87,16 @@ KEYS = {
 
 
 @pytest.mark.parametrize(
-    "name, impl, kind",
-    crossed(list(KEYS), ["rbg", "unsafe_rbg", "threefry2x32"], [AxisType.Auto, AxisType.Explicit], one_in=6),
+    "name, impl, explicit",
+    crossed(list(KEYS), ["rbg", "unsafe_rbg", "threefry2x32"], [False, True], one_in=6),
 )
 @pytest.mark.one_in(3)
-def test_random_keys(name, impl, kind):
+def test_random_keys(name, impl, explicit):
     def f(x):
         return KEYS[name](random.key(7, impl=impl), x)
 
     x = np.arange(-3, 13, dtype=np.int32)
-    with jax.set_mesh(mesh_of(kind)):
+    with jax.set_mesh(mesh_of(**GRID, explicit=explicit)):
         want, step = np.asarray(jax.jit(f)(x)), gshard.jit(f)
         for given in (x, jnp.asarray(x), jnp.array(x)):
             if want.dtype == np.float32:  # what is made of the bits, XLA may round otherwise where it fuses otherwise
@@ -109,8 +106,8 @@ def test_random_keys(name, impl, kind):
 
 
 @KINDS
-def test_captured_arrays_of_the_users_mesh(kind):
-    mesh = mesh_of(kind)
+def test_captured_arrays_of_the_users_mesh(explicit):
+    mesh = mesh_of(**GRID, explicit=explicit)
     x = np.arange(-8, 8, dtype=np.int32)
     with jax.set_mesh(mesh):
         c = jax.device_put(x * 3, NamedSharding(mesh, P("a")))
@@ -127,9 +124,9 @@ def test_captured_arrays_of_the_users_mesh(kind):
 
 @KINDS
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_mesh_of_another_size_may_be_set(size, kind):
+def test_a_mesh_of_another_size_may_be_set(size, explicit):
     x = np.arange(-8, 8, dtype=np.int32)
-    with jax.set_mesh(mesh_of(kind, (size,), ("other",))):
+    with jax.set_mesh(mesh_of(other=size, explicit=explicit)):
         step = gshard.jit(lambda x: (own(split(x, 0, 8)), split(x, 0, 8) * 2), mesh=8)
         for _ in range(3):
             total, twice = step(x)
@@ -163,7 +160,7 @@ def test_nothing_of_gshards_is_traced_on_the_users_mesh(monkeypatch):
         noise = jax.vmap(lambda i: random.normal(random.fold_in(random.key(0, impl="rbg"), i)))(at)
         return jnp.sum(h * noise) + jnp.sum(rest)
 
-    with jax.set_mesh(mesh_of(AxisType.Explicit)):
+    with jax.set_mesh(mesh_of(**GRID, explicit=True)):
         calls = itertools.count()
         for options in ({"machine": "cpu:8"}, {"collective_matmul": True, "memory_limit": 4000}):
             step = gshard.jit(lambda w, x: jax.value_and_grad(loss)(w, x * next(calls)), **options)

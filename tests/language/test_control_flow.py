@@ -12,9 +12,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import gshard
+from checked_calls import near
 from emitted import emitted, reported
 from gshard import split
 from gshard.testing import rule_checks
+from harness import normal
+from placed import mesh_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +33,6 @@ class Case:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     silent: bool | None = None
-
-
-def normal(*shape):
-    return np.random.default_rng([7, *shape]).standard_normal(shape).astype(np.float32)
 
 
 def integers(*shape, high=9):
@@ -128,27 +127,11 @@ def specs(arguments):
     return tuple(P("x") if np.ndim(a) else None for a in arguments)
 
 
-def mesh(**axes):
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
-
-
-def check_same(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        if jnp.issubdtype(y.dtype, jnp.inexact):
-            # A sum in another order, or the same one compiled otherwise.
-            wide = np.complex128 if jnp.iscomplexobj(y) else np.float64
-            np.testing.assert_allclose(np.asarray(x, wide), np.asarray(y, wide), rtol=1e-6, atol=1e-6)
-        else:
-            np.testing.assert_array_equal(x, y)
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.one_in(2)
 def test_equals_jax_jit(case):
-    jitted = gshard.jit(case.function, mesh=mesh(x=8), in_shardings=specs(case.arguments))
-    check_same(jitted(*case.arguments), jax.jit(case.function)(*case.arguments))
+    jitted = gshard.jit(case.function, mesh=mesh_of(x=8), in_shardings=specs(case.arguments))
+    near(jitted(*case.arguments), jax.jit(case.function)(*case.arguments), 1e-6)
     lowered = jitted.lower(*case.arguments)
     assert lowered.plan.gathered == ()
     assert emitted(lowered.spmd.jaxpr, lowered.spmd.mesh.atom_sizes) == reported(lowered.spmd.collectives)
@@ -168,7 +151,7 @@ def test_simulated_devices_never_wait_in_vain(name):
         split = [d for d, atoms in enumerate(plan.sharding(v).dims) if atoms]
         whole = [np.take(np.concatenate(parts, axis=d), range(v.shape[d]), axis=d) for d in split] or parts
         for part in whole:
-            check_same(np.asarray(part), np.asarray(want))
+            near(np.asarray(part), np.asarray(want), 1e-6)
 
 
 def test_what_somebody_notices_happens_equally_often():
@@ -180,7 +163,7 @@ def test_what_somebody_notices_happens_equally_often():
         return jax.vmap(lambda x, n: lax.fori_loop(0, n, lambda i, c: (tell(c), c + 1)[1], x))(x, n)
 
     counts = []
-    for g in (jax.jit(f), gshard.jit(f, mesh=mesh(x=8), in_shardings=(P("x"), P("x")))):
+    for g in (jax.jit(f), gshard.jit(f, mesh=mesh_of(x=8), in_shardings=(P("x"), P("x")))):
         called.clear()
         jax.block_until_ready(g(X[:, 0], N))
         jax.effects_barrier()

@@ -10,11 +10,8 @@ import gshard
 from emitted import emitted, reported
 from gshard import shard, split
 from gshard.xla import hlo_collectives
+from harness import normal
 from placed import in_every_way
-
-
-def normal(*shape):
-    return np.random.default_rng([*shape]).standard_normal(shape).astype(np.float32)
 
 
 def contraction(x, w):

@@ -17,12 +17,9 @@ from gshard.emit.partition import partition
 from gshard.planning.propagate import propagate
 from gshard.testing.rule_checks import parts_of, run_on_all
 from gshard.tracing.trace import trace
+from harness import normal
 
 MESH = Mesh.abstract(data=2, model=3)
-
-
-def normal(*shape):
-    return np.random.default_rng([*shape, 3]).standard_normal(shape).astype(np.float32)
 
 
 def layers(mark, x, weights):

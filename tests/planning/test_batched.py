@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import gshard
+from checked_calls import near
 from gshard.core.mesh import Mesh
 from gshard.planning.batched import batched
 from gshard.planning.settled import settled
@@ -70,11 +71,6 @@ def batches_of(program):
     return [fired.rewrite for fired in program.fired].count(NAME)
 
 
-def assert_near(got, wanted):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize(("count", "axes"), [(2, {"data": 8}), (5, {"data": 8}), (9, {"data": 2, "model": 4})])
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.one_in(3)
@@ -92,7 +88,7 @@ def test_numbers_of_the_batched_program_in_every_call(name, count, axes):
     f = gshard.jit(update, mesh=jax_mesh, plan=gshard.stages.propagate(changed, mesh))
     wanted = jax.jit(update)(*trees)
     for got in three_calls(f, jax_mesh, *trees):
-        assert_near(got, wanted)
+        near(got, wanted, 1e-3)
 
 
 def test_integers_and_what_is_not_finite():
@@ -174,7 +170,7 @@ def test_a_training_step_with_muon():
     for _ in range(3):
         *ours, our_loss = f(*ours, x)
         *theirs, their_loss = g(*theirs, x)
-        assert_near((our_loss, ours), (their_loss, theirs))
+        near((our_loss, ours), (their_loss, theirs), 1e-3)
 
 
 def test_steps_in_a_loop():
@@ -192,7 +188,7 @@ def test_steps_in_a_loop():
     assert batches_of(program) == 1
     f = gshard.jit(steps, mesh=mesh, plan=gshard.stages.propagate(program, Mesh.of(mesh)))
     for got in three_calls(f, mesh, weights, gradients):
-        assert_near(got, jax.jit(steps)(weights, gradients))
+        near(got, jax.jit(steps)(weights, gradients), 1e-3)
 
 
 def test_a_plan_with_batches_is_saved_and_loaded(tmp_path):
@@ -205,7 +201,7 @@ def test_a_plan_with_batches_is_saved_and_loaded(tmp_path):
     saved = gshard.SavedPlan.load(tmp_path / "plan.json")
     f, wanted = gshard.jit(update, mesh=mesh, plan=saved), jax.jit(update)(*trees)
     for got in three_calls(f, mesh, *trees):
-        assert_near(got, wanted)
+        near(got, wanted, 1e-3)
     other = [tree[:7] for tree in trees]
     with pytest.raises(gshard.PlanError, match="not the program that the plan was made for"):
         gshard.jit(update, mesh=mesh, plan=saved)(*other)
@@ -225,4 +221,4 @@ def test_search_deals_matrices_out_without_marks():
     assert "stack" in str(marked)
     f, wanted = gshard.jit(update, mesh=mesh, plan=found.plan), jax.jit(update)(*trees)
     for got in three_calls(f, mesh, *trees):
-        assert_near(got, wanted)
+        near(got, wanted, 1e-3)

@@ -14,10 +14,7 @@ from gshard.core.mesh import Mesh
 from gshard.core.rule import is_valid, operand_sharding, result_sharding
 from gshard.tracing.permitted import permitted
 from gshard.tracing.trace import trace
-
-
-def normal(*shape):
-    return np.random.default_rng([*shape, 9]).standard_normal(shape).astype(np.float32)
+from harness import normal
 
 
 def difference_of_choices(x, v, w):

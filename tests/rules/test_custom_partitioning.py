@@ -8,22 +8,15 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental.custom_partitioning import BATCHING, ArrayMapping, SdyShardingRule, custom_partitioning
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gshard
+from checked_calls import near
 from gshard.core.errors import PlanError, RuleError
 from gshard.testing import check_rule
-
-
-def mesh_of(shape, kind=AxisType.Auto):
-    names = "abc"[: len(shape)]
-    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
-    return Mesh(devices, tuple(names), axis_types=(kind,) * len(shape))
-
-
-def put(x, mesh, *spec):
-    return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+from harness import normal
+from placed import mesh_of, put
 
 
 def as_it_comes(function, **details):
@@ -124,14 +117,6 @@ def _rule_of_scaled(scale, mesh, operands, results):
 scaled_and_summed.def_partition(partition=_partition_scaled, sharding_rule=_rule_of_scaled)
 
 
-def normal(*shape, seed=0):
-    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
-
-
-def same(got, want, tolerance=1e-5):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, want)
-
-
 SIN = {
     "object": {"sharding_rule": SdyShardingRule((ArrayMapping(BATCHING, "j"),), (ArrayMapping(BATCHING, "j"),))},
     "function": {"sharding_rule": lambda mesh, operands, results: "i j -> i j"},
@@ -163,10 +148,10 @@ def test_a_program_of_one_device_adds_its_parts(details):
     found = check_rule(op, normal(4, 8), normal(8, 4), mesh={"a": 2, "b": 2}, tolerance=1e-5)
     assert any("b@a" in x for x in found)
     assert any(x.startswith("a@") for x in found)
-    mesh = mesh_of((2, 4))
+    mesh = mesh_of(a=2, b=4)
     partitioned = gshard.jit(op, mesh=mesh)
     x, y = put(normal(16, 24), mesh, None, "b"), normal(24, 8)
-    same(partitioned(x, y), np.asarray(x) @ y)
+    near(partitioned(x, y), np.asarray(x) @ y)
     assert {c.kind for c in partitioned.lower(x, y).spmd.collectives} == {"all_reduce"}
 
 
@@ -203,11 +188,11 @@ def identity(x):
 @pytest.mark.one_in(2)
 def test_results_that_a_program_combines(op, expected):
     check_rule(op, normal(4, 8), mesh={"a": 2, "b": 2}, tolerance=1e-5)
-    mesh = mesh_of((8,))
+    mesh = mesh_of(a=8)
     run = gshard.jit(lambda x: gshard.split(op(x), 0, "a"), mesh=mesh)
     x = normal(16, 24)
     for spec in ((None, "a"), (), ("a",), (None, "a")):
-        same(run(put(x, mesh, *spec)), np.asarray(jax.jit(op)(x)))
+        near(run(put(x, mesh, *spec)), np.asarray(jax.jit(op)(x)))
     assert {c.kind for c in run.lower(put(x, mesh, None, "a")).spmd.collectives} == expected
 
 
@@ -220,9 +205,9 @@ def test_what_is_declared_as_reduced_and_is_not_added_stays_whole():
 
     op = custom_partitioning(lambda x: x.sum(1))
     op.def_partition(partition=partition, sharding_rule="i k -> i", reduction_factors=("k",))
-    mesh = mesh_of((8,))
+    mesh = mesh_of(a=8)
     x = put(normal(6, 16), mesh, None, "a")
-    same(gshard.jit(op, mesh=mesh)(x), np.asarray(x).sum(1))
+    near(gshard.jit(op, mesh=mesh)(x), np.asarray(x).sum(1))
 
 
 def test_programs_that_permute_and_trees_and_static_arguments():
@@ -241,17 +226,17 @@ def test_partition_may_demand_shardings():
     op = custom_partitioning(lambda x, y: x + y.T)
     op.def_partition(partition=partition, sharding_rule="i j, k l -> i j")
     assert check_rule(op, normal(4, 8), normal(8, 4), mesh={"a": 2, "b": 2}) == ("a@a b@b",)
-    mesh = mesh_of((2, 4))
+    mesh = mesh_of(a=2, b=4)
     x, y = put(normal(16, 8), mesh, "b"), normal(8, 16)
     np.testing.assert_array_equal(gshard.jit(op, mesh=mesh)(x, y), np.asarray(x) + y.T)
 
 
 def test_without_a_sharding_rule_every_device_computes_the_whole():
     op = as_it_comes(jnp.sin)
-    mesh = mesh_of((2, 4))
+    mesh = mesh_of(a=2, b=4)
     partitioned = gshard.jit(op, mesh=mesh)
     for x in (put(normal(16, 8), mesh, "a", "b"), normal(16, 8), put(normal(16, 8), mesh, None, "b")):
-        same(partitioned(x), np.sin(np.asarray(x)))
+        near(partitioned(x), np.sin(np.asarray(x)))
     assert "has no sharding_rule" in str(gshard.explain(partitioned, put(normal(16, 8), mesh, "a", "b")))
 
 
@@ -266,10 +251,10 @@ INSIDE = {
 def test_inside_of_loops_and_derivatives(name):
     x, f = normal(16, 8), INSIDE[name]
     want = jax.jit(f)(x)
-    mesh = mesh_of((2, 4))
+    mesh = mesh_of(a=2, b=4)
     partitioned = gshard.jit(f, mesh=mesh)
     for spec in ((("a", "b"),), ("b", "a"), ()):  # a history: arguments come otherwise at each call
-        same(partitioned(put(x, mesh, *spec)), want)
+        near(partitioned(put(x, mesh, *spec)), want)
     split = put(x, mesh, "a")
     sent = [c for c in partitioned.lower(split).spmd.collectives if c.kind != "all_reduce"]  # a predicate is summed
     assert not sent, "rows are split for nothing"
@@ -286,22 +271,22 @@ def test_a_program_that_names_the_axis_takes_no_part_of_it():
 
     op = custom_partitioning(lambda x: x + 0.0)
     op.def_partition(partition=partition, sharding_rule="i j -> i j")
-    same(gshard.jit(lambda x: op(gshard.split(x, 0, 4)), mesh=mesh_of((8,)))(x), x)
-    same(gshard.jit(lambda x: op(x @ y), mesh=mesh_of((8,)))(put(x, mesh_of((8,)), "a")), x @ y)
+    near(gshard.jit(lambda x: op(gshard.split(x, 0, 4)), mesh=mesh_of(a=8))(x), x)
+    near(gshard.jit(lambda x: op(x @ y), mesh=mesh_of(a=8))(put(x, mesh_of(a=8), "a")), x @ y)
 
 
 def test_uneven_arrays_are_whole_and_told():
     op = as_it_comes(jnp.sin, sharding_rule="i j -> i j")
     x = normal(9, 5)
-    partitioned = gshard.jit(lambda x: op(gshard.split(x, 0, 8)), mesh=mesh_of((8,)))
-    same(partitioned(x), np.sin(x))
+    partitioned = gshard.jit(lambda x: op(gshard.split(x, 0, 8)), mesh=mesh_of(a=8))
+    near(partitioned(x), np.sin(x))
     (told,) = gshard.explain(partitioned, x).lists["gathered"]
     assert "no axis of the mesh divides a dimension of it" in told
-    some = gshard.jit(lambda x: op(gshard.split(x, 0, 8)), mesh=mesh_of((8,)))
-    same(some(normal(12, 5)), np.sin(normal(12, 5)))  # four of eight devices could
-    even = gshard.jit(lambda x: op(x), mesh=mesh_of((3,)))
-    split = put(x, mesh_of((3,)), "a")
-    same(even(split), np.sin(x))
+    some = gshard.jit(lambda x: op(gshard.split(x, 0, 8)), mesh=mesh_of(a=8))
+    near(some(normal(12, 5)), np.sin(normal(12, 5)))  # four of eight devices could
+    even = gshard.jit(lambda x: op(x), mesh=mesh_of(a=3))
+    split = put(x, mesh_of(a=3), "a")
+    near(even(split), np.sin(x))
     assert not even.lower(split).spmd.collectives
 
 
@@ -311,13 +296,13 @@ def test_a_refusal_is_told_with_its_reason():
 
     op = custom_partitioning(jnp.sin)
     op.def_partition(partition=partition, sharding_rule="i j -> i j")
-    mesh = mesh_of((8,))
+    mesh = mesh_of(a=8)
     x = put(normal(16, 8), mesh, "a")
 
     def f(x):
         return op(x) * 2
 
-    same(gshard.jit(f, mesh=mesh)(x), np.sin(np.asarray(x)) * 2)
+    near(gshard.jit(f, mesh=mesh)(x), np.sin(np.asarray(x)) * 2)
     (told,) = gshard.explain(gshard.jit(f, mesh=mesh), x).lists["gathered"]
     assert "partition raises NotImplementedError: on one device only" in told
     assert "test_custom_partitioning.py" in told
@@ -348,7 +333,7 @@ def test_mistakes_have_the_line_of_the_call(details, message):
     rule = details.get("sharding_rule", "i j -> i j")
     sizes = {k: v for k, v in details.items() if k not in ("returns", "sharding_rule")}
     op.def_partition(partition=lambda mesh, x, y: returns(mesh, x[0].sharding), sharding_rule=rule, **sizes)
-    mesh = mesh_of((8,))
+    mesh = mesh_of(a=8)
     with pytest.raises(RuleError, match=message) as caught:
         gshard.jit(lambda x: op(x) + 1, mesh=mesh)(put(normal(16, 8), mesh, "a"))
     assert caught.value.where
@@ -357,7 +342,7 @@ def test_mistakes_have_the_line_of_the_call(details, message):
 
 @pytest.mark.parametrize("shape", [(2, 3), (6, 1), (3, 2)])
 def test_a_mesh_that_cuts_the_devices_otherwise_is_refused(shape):
-    other, mesh = mesh_of(shape), mesh_of((2, 3))
+    other, mesh = mesh_of(a=shape[0], b=shape[1]), mesh_of(a=2, b=3)
     own = NamedSharding(other, P("a", "b"))
     op = custom_partitioning(lambda x: x)
     op.def_partition(
@@ -370,15 +355,15 @@ def test_a_mesh_that_cuts_the_devices_otherwise_is_refused(shape):
             jitted(x)
     else:
         at = np.indices((6, 6)) // (6 // np.array(shape)).reshape(2, 1, 1)
-        same(jitted(x) - x, 10 * at[0] + at[1])
+        near(jitted(x) - x, 10 * at[0] + at[1])
 
 
 def test_in_a_shard_map_it_is_its_function():
-    mesh = mesh_of((2, 4))
+    mesh = mesh_of(a=2, b=4)
     mapped = jax.shard_map(softmax, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False)
     x = put(normal(16, 8), mesh, "a")
     partitioned = gshard.jit(lambda x: mapped(x) + 1, mesh=mesh)
-    same(partitioned(x), jax.nn.softmax(np.asarray(x), -1) + 1)
+    near(partitioned(x), jax.nn.softmax(np.asarray(x), -1) + 1)
     assert not partitioned.lower(x).spmd.collectives
 
 
@@ -394,7 +379,7 @@ def test_attention_of_cudnn(monkeypatch, bias, heads):
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91300)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
     monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda capability: False)
-    mesh = mesh_of((2, 4))
+    mesh = mesh_of(a=2, b=4)
 
     def given(shape, *spec):
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))

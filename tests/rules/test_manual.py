@@ -8,13 +8,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import gshard
+from checked_calls import near
 from emitted import emitted, reported
 from gshard.core.mesh import Mesh
+from placed import mesh_of
 from sampled import crossed
-
-
-def close(got, want):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, want)
 
 
 def talking(x, w):
@@ -26,10 +24,6 @@ def talking(x, w):
     return jnp.where(lax.axis_index("b") == 1, z, -z)
 
 
-def user_mesh():
-    return jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-
 @pytest.mark.parametrize(
     ("mesh", "some_axes", "check_vma"), crossed(["the same", 8], [False, True], [True, False], one_in=3)
 )
@@ -38,7 +32,7 @@ def test_a_shard_map_inside(mesh, some_axes, check_vma, rng):
     rows = None if some_axes else "a"
     region = jax.shard_map(
         talking,
-        mesh=user_mesh(),
+        mesh=mesh_of(a=2, b=4),
         in_specs=(P(rows, "b"), P("b")),
         out_specs=P(rows, "b"),
         check_vma=check_vma,
@@ -48,15 +42,15 @@ def test_a_shard_map_inside(mesh, some_axes, check_vma, rng):
     def f(x, w):
         return jnp.sin(region(jnp.cos(x), w))
 
-    partitioned = gshard.jit(f, mesh=user_mesh() if mesh == "the same" else mesh)
-    close(partitioned(x, w), jax.jit(f)(x, w))
+    partitioned = gshard.jit(f, mesh=mesh_of(a=2, b=4) if mesh == "the same" else mesh)
+    near(partitioned(x, w), jax.jit(f)(x, w), 2e-5)
     spmd = partitioned.lower(x, w).spmd
     assert emitted(spmd.jaxpr, spmd.mesh.atom_sizes) == reported(spmd.collectives)
 
     def loss(x, w):
         return jnp.sum(f(x, w) ** 2)
 
-    close(gshard.jit(jax.grad(loss, argnums=(0, 1)), mesh=8)(x, w), jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w))
+    near(gshard.jit(jax.grad(loss, argnums=(0, 1)), mesh=8)(x, w), jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w), 2e-5)
 
 
 def test_planned_for_a_mesh_without_devices():

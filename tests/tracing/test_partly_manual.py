@@ -5,39 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gshard
+from checked_calls import near
 from emitted import emitted, reported
 from gshard.core.errors import PlanError, RuleError, ShardingError
-
-
-def mesh_of(kind=AxisType.Auto, **axes):
-    n = int(np.prod(list(axes.values())))
-    kinds = (kind,) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=jax.devices()[:n])
-
-
-def put(mesh, x, *spec):
-    return jax.device_put(x, NamedSharding(mesh, P(*spec)))
-
-
-def normal(*shape):
-    return np.random.default_rng(sum(shape)).standard_normal(shape, np.float32)
+from harness import normal
+from placed import mesh_of, put
 
 
 def manual(f, mesh, specs, out, names, check=True):
     return jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out, axis_names=set(names), check_vma=check)
-
-
-def whole(tree):
-    return [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
-
-
-def agree(got, want):
-    for a, b in zip(whole(got), whole(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=3e-5, atol=3e-5)
 
 
 def flops(f, args):
@@ -93,14 +73,14 @@ def total(f):
 
 
 def cases():
-    square = put(WIDE, normal(8, 8), "a", "c")
-    tall, weights = put(CUBE, normal(8, 16), "a", "c"), put(CUBE, normal(16, 16), None, "c")
+    square = put(normal(8, 8), WIDE, "a", "c")
+    tall, weights = put(normal(8, 16), CUBE, "a", "c"), put(normal(16, 16), CUBE, None, "c")
     constrained = manual(
         lambda x, w: lax.psum(lax.with_sharding_constraint(jnp.tanh(x @ w), P(None, "c")), "a"),
         CUBE, (P("a"), P()), P(), "a",
     )  # fmt: skip
     nested = manual(in_the_other, CUBE, (P("a"), P()), P("a"), "a", False)
-    stacked = (put(WIDE, normal(8, 8), "c"), put(WIDE, normal(3, 8, 8), None, "a", "c"))
+    stacked = (put(normal(8, 8), WIDE, "c"), put(normal(3, 8, 8), WIDE, None, "a", "c"))
     uneven = manual(
         lambda x: (lax.psum(jnp.cumsum(gshard.split(x, 1, 4), 1), "a"), lax.all_gather(x, "a", axis=1, tiled=True)),
         WIDE, P("a"), P(), "a", False,
@@ -123,7 +103,7 @@ CASES = cases()
 def test_the_same_numbers_and_what_is_counted_is_emitted(name):
     mesh, f, args = CASES[name]
     lowered = gshard.jit(f, mesh=mesh).lower(*args)
-    agree(lowered.compile()(*args), jax.jit(f)(*args))
+    near(lowered.compile()(*args), jax.jit(f)(*args), 3e-5)
     spmd = lowered.spmd
     assert emitted(spmd.jaxpr, spmd.mesh.atom_sizes) == reported(spmd.collectives)
 
@@ -133,17 +113,17 @@ def test_the_gradient_of_a_scan_sends_no_more_than_under_xla():
     assert gshard.explain(f, *args, mesh=mesh).total_bytes <= 1512  # XLA's, of JAX 0.10.2
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_automatic_axes_share_the_work_and_split_the_results(kind):
-    mesh = mesh_of(kind, stage=2, fsdp=4)
-    w, x = put(mesh, normal(2, 64, 64), "stage"), put(mesh, normal(2, 64, 64), "stage", "fsdp")
+@pytest.mark.parametrize("explicit", [False, True])
+def test_automatic_axes_share_the_work_and_split_the_results(explicit):
+    mesh = mesh_of(stage=2, fsdp=4, explicit=explicit)
+    w, x = put(normal(2, 64, 64), mesh, "stage"), put(normal(2, 64, 64), mesh, "stage", "fsdp")
 
     def stage(w, x):
         return lax.ppermute(jnp.tanh(x[0] @ w[0]), "stage", [(0, 1), (1, 0)])[None]
 
     f = manual(stage, mesh, (P("stage"), P("stage")), P("stage"), ["stage"])
     ours, theirs = gshard.jit(f, mesh=mesh), jax.jit(f)
-    agree(ours(w, x), theirs(w, x))
+    near(ours(w, x), theirs(w, x), 3e-5)
     assert ours(w, x).sharding.is_equivalent_to(theirs(w, x).sharding, 3)
     assert ours(w, x).sharding.is_equivalent_to(NamedSharding(mesh, P("stage", "fsdp")), 3)
     assert flops(ours, (w, x)) <= 1.05 * flops(theirs, (w, x))
@@ -158,7 +138,7 @@ def test_marks_inside_say_how_automatic_axes_split():
             lambda w, x: mark(x[0] @ w[0])[None], mesh, (P("stage"), P("stage")), P("stage"), ["stage"]
         )(w, x)  # fmt: skip
 
-    args = put(mesh, normal(2, 64, 64), "stage"), put(mesh, normal(2, 64, 64), "stage")
+    args = put(normal(2, 64, 64), mesh, "stage"), put(normal(2, 64, 64), mesh, "stage")
     marks = (
         lambda y: lax.with_sharding_constraint(y, P(None, "fsdp")),
         lambda y: lax.with_sharding_constraint(y, NamedSharding(jax.sharding.get_abstract_mesh(), P(None, "fsdp"))),
@@ -168,7 +148,7 @@ def test_marks_inside_say_how_automatic_axes_split():
     )
     for mark in marks:
         got = gshard.jit(lambda w, x, mark=mark: f(w, x, mark), mesh=mesh)
-        agree(got(*args), np.asarray(args[1]) @ np.asarray(args[0]))
+        near(got(*args), np.asarray(args[1]) @ np.asarray(args[0]), 3e-5)
         assert got(*args).sharding.spec == P("stage", None, "fsdp")
         assert flops(got, args) <= 1.1 * 2 * 64**3 / 4
 
@@ -200,8 +180,8 @@ def test_where_devices_go_different_ways_nothing_waits_for_those_that_do_not_com
     x = normal(16, 8)
     want = manual(DIVERGING[name], mesh_of(a=2, b=1, c=1), P("a"), P("a"), "a")(x)
     f = manual(DIVERGING[name], CUBE, P("a"), P("a"), "a")
-    lowered = gshard.jit(f, mesh=CUBE).lower(put(CUBE, x, ("a", "b"), "c"))
-    agree(lowered.compile()(put(CUBE, x, ("a", "b"), "c")), want)
+    lowered = gshard.jit(f, mesh=CUBE).lower(put(x, CUBE, ("a", "b"), "c"))
+    near(lowered.compile()(put(x, CUBE, ("a", "b"), "c")), want, 3e-5)
     assert "collective_permute" not in str(lowered.as_text())
     spmd = lowered.spmd
     assert emitted(spmd.jaxpr, spmd.mesh.atom_sizes) == reported(spmd.collectives)
@@ -214,9 +194,9 @@ def test_callbacks_see_what_one_position_along_manual_axes_holds():
         jax.debug.callback(lambda total: seen.append(float(total)), x.sum())
         return lax.psum(jax.pure_callback(lambda v: np.cumsum(v, 1), jax.typeof(x), x), "a")
 
-    x = put(WIDE, np.arange(16, dtype=np.float32).reshape(2, 8), "a", "c")
+    x = put(np.arange(16, dtype=np.float32).reshape(2, 8), WIDE, "a", "c")
     got = gshard.jit(manual(part, WIDE, P("a"), P(), "a", False), mesh=WIDE)(x)
-    agree(got, np.cumsum(np.asarray(x), 1).sum(0, keepdims=True))
+    near(got, np.cumsum(np.asarray(x), 1).sum(0, keepdims=True), 3e-5)
     jax.effects_barrier()
     assert sorted(seen) == [28, 92]
 
@@ -288,6 +268,6 @@ def test_all_of_jaxs_collectives_are_known_or_refused():
 
 
 def test_a_comparison_with_xla_that_cannot_be_made_is_refused():
-    f, x = manual(lambda x: lax.psum(x, "a"), WIDE, P("a"), P(), "a"), put(WIDE, normal(8, 8), "a", "c")
+    f, x = manual(lambda x: lax.psum(x, "a"), WIDE, P("a"), P(), "a"), put(normal(8, 8), WIDE, "a", "c")
     with pytest.raises(PlanError, match=r"(?s)leaves axes automatic.*test_partly_manual\.py:\d+.*jax\.jit"):
         gshard.explain(f, x, mesh=WIDE).against_xla("h100:1x8")
