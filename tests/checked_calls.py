@@ -19,9 +19,8 @@ def unpartitioned(f, arguments):
 
 def assert_same(got, want, where=""):
     """Compares two pytrees bit for bit."""
-    ours, theirs = jax.tree.leaves(got), jax.tree.leaves(want)
-    assert len(ours) == len(theirs)
-    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+    assert jax.tree.structure(got) == jax.tree.structure(want), where
+    for i, (a, b) in enumerate(zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)):
         assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{where}: result {i}"
         a, b = np.asarray(a), np.asarray(b)
         different = np.flatnonzero((a != b).reshape(-1))

@@ -436,6 +436,8 @@ def ordered():
     yield row("sort, long integers", lambda x: lax.sort(x), whole_numbers)
     yield row("sort, two keys", lambda x, y, z: lax.sort((x, y, z), num_keys=2), whole_numbers % 7, whole_numbers,
               long)  # fmt: skip
+    others_ = place - 99, place.astype(np.uint8), long > 0, long.astype(jnp.bfloat16)
+    yield row("sort, beside all types", lambda *xs: lax.sort(xs, num_keys=1), long, *others_)
     yield row("sort, two keys of integers", lambda x, y: lax.sort((x, y), num_keys=2), whole_numbers % 7, place[::-1])
     yield row("sort, booleans and places", lambda x, i: lax.sort((x, i), num_keys=1), whole_numbers > 40, place)
     yield row("sort, columns of little else", lambda x, i: lax.sort((x, i), dimension=0, num_keys=1),

@@ -1,20 +1,16 @@
 """rules/OPERATORS.md says what the rules say."""
 
-import importlib.util
 from pathlib import Path
 
 from gshard.language.registry import known_primitives
+from search.test_statements import loaded
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "src" / "gshard" / "rules" / "OPERATORS.md").read_text(encoding="utf-8")
 
 
 def test_the_page_is_fresh():
-    spec = importlib.util.spec_from_file_location("operators", ROOT / "scripts" / "operators.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = loaded(ROOT / "scripts" / "operators.py", "operators")
     assert script.page() == PAGE, "OPERATORS.md is stale: run make operators"
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import gshard
+from checked_calls import near
 
 SEQUENCE, HEADS = {1: "d"}, {2: "d"}
 
@@ -50,8 +51,7 @@ def test_split_attention_is_attention(name):
     for _ in range(3):
         value, gradient = step(*placed)
         np.testing.assert_allclose(value, want[0], rtol=2e-5)
-        for x, y in zip(gradient, want[1], strict=True):
-            np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+        near(gradient, want[1], 2e-4, 2e-5)
         placed = tuple(x * 0 + y for x, y in zip(gradient, (q, k, v), strict=True))
 
 
@@ -106,8 +106,7 @@ def test_causal_attention_balances_a_long_sequence():
     exchanged = (4 * part + row) + (7 * part + 2 * row)
     assert found.bytes_by_kind["collective_permute"] == 6 * 7 * part + exchanged
     want = gradient(q, k, v)
-    for x, y in zip(jax.tree.leaves(gshard.jit(gradient, mesh={"d": 8})(q, k, v)), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-4)
+    near(gshard.jit(gradient, mesh={"d": 8})(q, k, v), want, 2e-3, 2e-4)
 
 
 def test_decoding_merges_the_parts_of_a_cache():

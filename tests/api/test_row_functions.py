@@ -128,8 +128,7 @@ def test_batches_are_split_beside_their_rows(batches, tokens, size, copies):
     placements = [None, SingleDeviceSharding(jax.devices()[3]), NamedSharding(mesh, P())]
     for placement in placements:
         args = (x, places) if placement is None else jax.device_put((x, places), placement)
-        for got, expected in zip(f(*args), (want, back), strict=True):
-            np.testing.assert_array_equal(got, expected)
+        jax.tree.map(np.testing.assert_array_equal, f(*args), (want, back))
 
 
 def test_rows_of_a_batch_stay_among_its_devices():

@@ -32,31 +32,6 @@ def arguments(rng):
     return w, rng.standard_normal((24, 12), np.float32), rng.standard_normal((3, 24, 12), np.float32)
 
 
-def hessian_vector(f):
-    return lambda w, x, xs: jax.jvp(jax.grad(lambda v: f(w, v)), (x,), (xs[0],))[1]
-
-
-TRANSFORMATIONS = {
-    "jvp": lambda f: lambda w, x, xs: jax.jvp(f, (w, x), (w, x)),
-    "grad of vmap": lambda f: lambda w, x, xs: jax.grad(lambda v: jnp.sum(jax.vmap(f, in_axes=(None, 0))(v, xs)))(w),
-    "checkpoint, outside of jit": lambda f: lambda w, x, xs: jax.grad(lambda v: jax.checkpoint(f)(v, x))(w),
-    "second derivative": hessian_vector,
-    "grad of a norm of grad": lambda f: (
-        lambda w, x, xs: jax.grad(lambda v: jnp.sum(jax.grad(lambda u: f(w, u))(v) ** 2))(x)
-    ),
-    "another gshard.jit": lambda f: lambda w, x, xs: gshard.jit(lambda v: f(w, v) + 1, mesh=8)(x),
-}
-
-
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
-@pytest.mark.one_in(2)
-def test_transformations_of_a_partitioned_function(name, arguments):
-    transform = TRANSFORMATIONS[name]
-    got = transform(gshard.jit(loss, mesh=8))(*arguments)
-    want = transform(loss)(*arguments)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=3e-5, atol=3e-5), got, want)
-
-
 def test_a_series_is_taken_inside(arguments):
     w, x, xs = arguments
     series = lambda f, v: jet.jet(f, (v,), [list(xs[:2])])  # noqa: E731

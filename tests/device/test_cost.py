@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -30,6 +28,7 @@ from gshard.device.roofline import INDICES, copy_seconds, launch_seconds, roofli
 from gshard.lowering.seconds import Seconds
 from gshard.testing.rule_checks import emitted, reported
 from gshard.tracing.trace import trace
+from search.test_statements import loaded
 
 
 def costed(name, machine="cpu:8"):
@@ -374,11 +373,7 @@ NEAR = 0.02  # of the time; a kernel of these programs is at least a twentieth o
 @pytest.fixture(scope="module")
 def seconds():
     """``seconds`` of the benchmark."""
-    spec = importlib.util.spec_from_file_location("priced_hlo", PRICED)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["priced_hlo"] = module
-    spec.loader.exec_module(module)
-    return module.seconds
+    return loaded(PRICED, "priced_hlo").seconds
 
 
 def convolution(x, w):

@@ -1,7 +1,6 @@
 """Machines: what the paper says of a torus (section 5.3), grids of any size, and errors."""
 
 import dataclasses
-import importlib.util
 import math
 from collections import Counter
 from itertools import pairwise, product
@@ -29,6 +28,7 @@ from gshard.device.network import (
     permuting,
     seconds,
 )
+from search.test_statements import loaded
 
 SIZES = (4, 8, 16, 32)
 DATA = 8 << 20
@@ -240,10 +240,7 @@ RECTANGLES = (16, 64, 256)  # cores of 4x2, 8x4 and 16x8 chips, where no dimensi
 
 @pytest.fixture(scope="module")
 def published():
-    spec = importlib.util.spec_from_file_location("figure9", PUBLISHED)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(PUBLISHED, "figure9")
 
 
 def microseconds(kind, mib, cores):

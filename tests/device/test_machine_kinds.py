@@ -1,7 +1,6 @@
 """Kinds of machines: a name is a label, device kinds are told apart, direct links, the table of the documentation."""
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from gshard.device.cost import cost
 from gshard.device.machine import DEVICE_KINDS, DIRECT, KINDS, Dimension, kind_called
 from gshard.device.network import permutation_seconds, seconds
 from gshard.xla.described import PlanningError, described_mesh
+from search.test_statements import loaded
 
 ROOT = Path(__file__).resolve().parents[2]
 LABEL = "the machine under the desk"
@@ -124,9 +124,7 @@ def test_only_chips_in_a_torus_have_a_topology_of_libtpu():
 
 
 def test_the_documentation_has_the_figures_of_every_kind():
-    spec = importlib.util.spec_from_file_location("machines", ROOT / "scripts" / "machines.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = loaded(ROOT / "scripts" / "machines.py", "machines")
     assert script.page() == script.PAGE.read_text("utf-8"), "docs/machines.md is stale: run make machines"
     rows = script.table().splitlines()[2:]
     assert len(rows) == len(KINDS) > 10

@@ -241,25 +241,3 @@ def test_after_two_marks_a_value_lies_in_the_order_of_the_second():
     first, second = OF_EIGHT[0].reshape(8, 1), OF_EIGHT[1].reshape(8, 1)
     in_its_place(gshard.jit(lambda x: shard(shard(x, first), second), mesh=8)(X), X, second)
     in_its_place(gshard.jit(lambda x: shard(shard(x, first), first), mesh=8)(X), X, first)
-
-
-def test_keys_and_weak_types_leave_in_another_order():
-    """JAX wants the parts of keys in the order of the devices, and forgets weak types of what is made of parts."""
-    turned = jax.sharding.Mesh(np.array(jax.devices()[::-1]).reshape(2, 4), ("p", "q"))
-
-    def f(key, x):
-        keys = jax.random.split(key, 8)
-        return keys, keys[0], x + jax.random.bits(key), 2, jnp.full(8, 2.0)
-
-    x, key = np.arange(16), jax.random.key(3)
-    wanted = jax.jit(f)(key, x)
-    call = gshard.jit(f, mesh=8)
-    for placed in (jax.device_put(key, NamedSharding(turned, P())), key):
-        for _ in range(2):
-            keys, first, *numbers = call(placed, jax.device_put(x, NamedSharding(turned, P("q"))))
-            for ours, theirs in zip((keys, first), wanted[:2], strict=True):
-                np.testing.assert_array_equal(jax.random.key_data(ours), jax.random.key_data(theirs))
-            for ours, theirs in zip(numbers, wanted[2:], strict=True):
-                assert ours.weak_type == theirs.weak_type
-                np.testing.assert_array_equal(ours, theirs)
-        call(first, numbers[0])

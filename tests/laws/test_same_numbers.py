@@ -13,13 +13,15 @@ from jax import lax
 
 import gshard
 from gshard import split
-from placed import in_every_way, mesh_of
+from placed import in_every_way, mesh_of, put
 from sampled import crossed
 
 pytestmark = pytest.mark.optimised
 
+DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 SPECIAL = np.array([-0.0, 0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-39, -2.5], np.float32)
 ZEROS = np.full(8, -0.0, np.float32)
+REVERSED = mesh_of(order=range(7, -1, -1), p=8)  # results leave in its order
 WITHOUT_NAN = np.array([-0.0, 0.0, 3.0, -np.inf, 7.0, 200.0, -1.0, -2.5], np.float32)
 
 
@@ -45,6 +47,7 @@ MOVES = {
     "in another shape": lambda x, i: parts(x).reshape(2, 4).T,
     "copies": lambda x, i: jnp.tile(jnp.repeat(parts(x), 3), 2),
     "carried": lambda x, i: lax.scan(lambda c, a: (a, c), x[0], parts(x)),
+    "to the host and back": lambda x, i: jax.device_put(jax.device_put(parts(x), HOST), DEVICE),
     "uneven": lambda x, i: (split(x[:5], 0, 8)[3], jnp.roll(split(x[:5], 0, 8), 2), split(x[:5], 0, 8)[i]),
 }
 NUMBERS = {
@@ -55,6 +58,7 @@ NUMBERS = {
     "float8": np.array([-0.0, 0.0, 448.0, -448.0, np.nan, 2**-9, -(2**-9), -2.5]).astype(jnp.float8_e4m3fn),
     "complex": np.array([complex(-0.0, b) for b in (-0.0, 0.0, np.inf, 1.5, 1e-40, -2.0, 3.0, -0.0)], np.complex64),
     "int4": np.arange(-4, 4).astype(jnp.int4),
+    "int32": np.array([0, -1, 2**31 - 1, -(2**31)] * 2, np.int32),
     "booleans": np.arange(8) % 3 == 0,
 }
 
@@ -152,6 +156,7 @@ KEYS = {
     "copied": lambda k: (jax.random.clone(k), jax.random.split(k[1]), jax.random.fold_in(k[2], 5)),
     "gamma": lambda k: jax.vmap(lambda k: jax.random.gamma(k, 2.0, (2,)))(k),
     "data": lambda k: jax.random.wrap_key_data(jax.random.key_data(k) + 1, impl=jax.random.key_impl(k)),
+    "to the host and back": lambda k: jax.device_put(jax.device_put(k, HOST), DEVICE),
     "as it is": lambda k: k,
 }  # fmt: skip
 
@@ -171,7 +176,7 @@ def test_keys_pass_every_operator(what, impl):
         return KEYS[what](split(k, 0, 8))
 
     wanted, jitted = as_words(jax.jit(f)(keys)), gshard.jit(f, mesh=8)
-    for place in (keys, jax.device_put(keys, jax.devices()[5]), keys):
+    for place in (keys, jax.device_put(keys, jax.devices()[5]), put(keys, REVERSED), keys):
         for got, want in zip(as_words(jitted(place)), wanted, strict=True):
             if what == "gamma":  # XLA rounds otherwise in arrays of other shapes
                 np.testing.assert_allclose(got, want, rtol=1e-6)
@@ -210,6 +215,7 @@ WEAK = {
         lax.cond(x[0] > 0, lambda a: a * 2, lambda a: a, parts(x)),
     ),
     "a scatter": lambda x: parts(x).at[2].set(1.0),
+    "beside a callback": lambda x: (2, jnp.full(8, 2.0), jax.pure_callback(np.sin, jax.typeof(x), parts(x))),
     "a gradient": lambda x: jax.grad(lambda x: (parts(x) * x).sum())(x),
 }
 
@@ -223,7 +229,7 @@ def test_weak_types_are_those_of_jax(what):
             continue
         f = WEAK[what] if jnp.ndim(x) else lambda s: (s, s * 2, jnp.full(8, s), jnp.asarray(s))
         want, jitted = jax.tree.leaves(jax.jit(f)(x)), gshard.jit(f, mesh=8)
-        for place in (x, jax.device_put(x, jax.devices()[5]) if jnp.ndim(x) else x, x):
+        for place in (x, *((jax.device_put(x, jax.devices()[5]), put(x, REVERSED)) if jnp.ndim(x) else ()), x):
             got = jax.tree.leaves(jitted(place))
             assert [(y.dtype, y.weak_type) for y in got] == [(y.dtype, y.weak_type) for y in want]
             for y, z in zip(got, want, strict=True):

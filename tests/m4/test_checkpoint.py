@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from checked_calls import assert_same
 from gshard import moe
 from gshard_m4 import checkpoint, disk, manifest
 from gshard_m4.checkpoint import CheckpointError
@@ -48,13 +49,6 @@ def random_state(rng):
         "moments": {"row": jnp.asarray(rng.standard_normal((8, 4)), jnp.float32)},
         "step": jnp.int32(7),
     }
-
-
-def assert_same(found, want):
-    assert jax.tree.structure(found) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        assert a.dtype == b.dtype
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
 def test_what_was_saved_comes_back(tmp_path, rng):

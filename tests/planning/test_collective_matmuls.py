@@ -129,8 +129,7 @@ def test_the_numbers_are_those_of_the_unpartitioned_program(sizes, names):
         lowered = step.lower(*arguments)
         assert lowered.plan.rings
         assert {r.order for r in lowered.plan.rings.values()} <= {(), CYCLE}
-        for ours, theirs in zip(jax.tree.leaves(step(*arguments)), jax.tree.leaves(f(*arguments)), strict=True):
-            np.testing.assert_array_equal(ours, theirs)
+        jax.tree.map(np.testing.assert_array_equal, step(*arguments), f(*arguments))
         assert "collective_permute" in reported(lowered.spmd.collectives)
 
 
@@ -168,8 +167,7 @@ def test_the_first_half_of_an_all_reduce_passes_beside_its_product(f, axes, size
         assert {"collective_permute", "all_gather"} <= set(found)
     if sizes[0] == (64, 24):
         assert sum(found.values()) == sum(usual.values())
-    for ours, theirs in zip(jax.tree.leaves(step(*arguments)), jax.tree.leaves(f(*arguments)), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    jax.tree.map(np.testing.assert_array_equal, step(*arguments), f(*arguments))
 
 
 def _slow(dimension):

@@ -64,8 +64,7 @@ def test_the_same_comes_out(n):
 
     expected = jax.jit(every)(W, xs)
     found = gshard.jit(over(every), mesh=8)(W, xs)
-    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(a, b, jax.tree_util.keystr(path))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.mark.parametrize("name", APART)
@@ -89,8 +88,7 @@ def test_rounds_that_need_one_another_stay_in_order(f):
     xs = slices(16)
     run = gshard.jit(over(f), mesh=8)
     assert all(e.rule is None for e in run.lower(W, xs).plan.program.block.walk() if e.name == "scan")
-    for a, b in zip(jax.tree.leaves(run(W, xs)), jax.tree.leaves(jax.jit(f)(W, xs)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    jax.tree.map(np.testing.assert_array_equal, run(W, xs), jax.jit(f)(W, xs))
 
 
 def test_it_prints_from_each_round_once(capfd):

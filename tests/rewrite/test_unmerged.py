@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 import gshard
+from checked_calls import near, near_largest
 from gshard.language.traits import groups_of
 from sampled import crossed
 
@@ -116,9 +117,7 @@ def test_nothing_is_merged_and_nothing_is_sent_but_sums(name):
 @pytest.mark.one_in(3)
 def test_the_same_comes_out(name, dim):
     f = PROGRAMS[name]
-    found = jax.tree.leaves(gshard.jit(split(f, dim), mesh=8)(X, W, LABELS))
-    for one, other in zip(found, jax.tree.leaves(jax.jit(f)(X, W, LABELS)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-4)
+    near(gshard.jit(split(f, dim), mesh=8)(X, W, LABELS), jax.jit(f)(X, W, LABELS), 2e-6, 1e-4)
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in ("loss", "embedded", "in_a_loop", "twice")])
@@ -130,8 +129,7 @@ def test_gradients_are_the_same_and_send_sums_only(name):
         return jax.grad(lambda x, w: sum(jnp.sum(y * y) for y in jax.tree.leaves(f(x, w, labels))), (0, 1))(x, w)
 
     marked = gshard.jit(split(energy, 1), mesh=8)
-    for one, other in zip(marked(X, W, LABELS), jax.jit(energy)(X, W, LABELS), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+    near_largest(marked(X, W, LABELS), jax.jit(energy)(X, W, LABELS))
     kinds = {c.kind for c in marked.lower(X, W, LABELS).spmd.collectives}
     assert kinds <= {"all_reduce", "reduce_scatter"}
 

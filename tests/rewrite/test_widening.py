@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 import gshard
+from checked_calls import near
 from gshard.core.jax_adapter import scan_counts
 from gshard.core.program import Value
 from gshard.language.region import Interpreter
@@ -47,9 +48,8 @@ def fired(program):
 def check(f, *args):
     program = gshard.stages.trace(f, *args)
     want = jax.tree.leaves(f(*args))
-    for got, one in zip(Interpreter().run(program.block, [*program.captured, *args]), want, strict=True):
-        # Sums of 15 terms of up to 400. Where XLA fuses a product and a sum, the product is not rounded (1.5e-5 each).
-        np.testing.assert_allclose(got, one, rtol=1e-6, atol=2e-4)
+    # Sums of 15 terms of up to 400. Where XLA fuses a product and a sum, the product is not rounded (1.5e-5 each).
+    near(list(Interpreter().run(program.block, [*program.captured, *args])), want, 1e-6, 2e-4)
     return program
 
 

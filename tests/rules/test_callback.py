@@ -175,19 +175,3 @@ def test_a_callback_in_a_shard_map_cannot_name_its_device():
     f = jax.shard_map(body, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))
     with pytest.raises(gshard.GShardError, match="inside a shard_map cannot name the device that calls"):
         gshard.jit(f, mesh=mesh)(np.ones((16,), np.float32))
-
-
-def test_results_beside_a_callback_keep_their_weak_types():
-    def f(x):
-        return (
-            2,
-            jnp.full(8, 2.0),
-            jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), gshard.split(x, 0, 8)),
-        )
-
-    x = np.arange(8, dtype=np.float32)
-    call = gshard.jit(f, mesh=8)
-    for _ in range(2):
-        for ours, theirs in zip(call(x), jax.jit(f)(x), strict=True):
-            assert ours.weak_type == theirs.weak_type
-            np.testing.assert_array_equal(ours, theirs)

@@ -1,6 +1,5 @@
 """Lines that are printed: files of one name, and marks whose result nothing reads."""
 
-import importlib.util
 import json
 
 import jax
@@ -10,6 +9,7 @@ import pytest
 
 import gshard
 from placed import in_every_way, mesh_of
+from search.test_statements import loaded
 
 DATA = "import gshard\ndef load(x):\n    return gshard.split(x, 0, 'data')\n"
 MODEL = "import jax.numpy as jnp\ndef layer(x, w):\n    return jnp.sum(jnp.tanh(x @ w))\n"
@@ -22,10 +22,7 @@ def functions(tmp_path):
         path = tmp_path / folder / "utils.py"
         path.parent.mkdir()
         path.write_text(text)
-        spec = importlib.util.spec_from_file_location(f"{folder}_utils", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        found.append(getattr(module, name))
+        found.append(getattr(loaded(path, f"{folder}_utils"), name))
     return found
 
 
