@@ -17,7 +17,7 @@ import pytest
 import gshard
 from explanation.compiled_texts import GPU, TPU
 from gshard.__main__ import main
-from gshard.commands import choices_of_options, mesh_of, shape_of
+from gshard.commands import mesh_of, shape_of
 from gshard.explanation.report.data import NO_MACHINE
 
 MODEL = """
@@ -78,21 +78,8 @@ def by_jax():
     x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=NamedSharding(mesh, P("data")))
     return jax.jit(step).lower(small()[1].update(sharding=NamedSharding(mesh, P())), x)
 """
-BUILDER = """
-import jax, jax.numpy as jnp
-
-def build(micro_batches, wide=False):
-    def step(w, x):
-        rounds = x.reshape(-1, micro_batches, 64).swapaxes(0, 1)
-        one = lambda total, x: (total + jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), None)
-        return w - 0.1 * jax.lax.scan(one, jnp.zeros_like(w), rounds)[0]
-    return step, jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((16, 64), "float32")
-
-def fails(micro_batches):
-    raise ValueError("no such size")
-"""
 FILES = {
-    "model.py": MODEL, "placed.py": PLACED, "builder.py": BUILDER, "step.hlo.txt": GPU, "notes.txt": "nothing",
+    "model.py": MODEL, "placed.py": PLACED, "step.hlo.txt": GPU, "notes.txt": "nothing",
     "more.txt": GPU.replace('{"n":"3"}', '{"n":"4"}'), "before.txt": GPU.replace(" is_scheduled=true,", ""),
 }  # fmt: skip
 
@@ -110,7 +97,6 @@ def folder(tmp_path, monkeypatch):
 
 LOSS = "model.py:loss --arg f32[8,4] --arg f32[4,2]"
 CHAIN = "model.py:chain --arg f32[64,512] --arg f32[512,256] --arg f32[256,2] --machine h100:1x8"
-BUILD = "builder.py:build --machine cpu:8 --mesh data=8"
 TWO_BY_FOUR = "step.hlo.txt --mesh data=2,model=4"
 
 # Commands that run one after the other in one folder: each with its exit status and words that it prints.
@@ -266,18 +252,6 @@ SESSIONS = {
         ),
         ("search placed.py:lowered", 1, ["returned Lowered, not a tuple"]),
     ],
-    "configure": [
-        (
-            f"configure {BUILD} --choice micro_batches=1,2 --save best.json --html page.html", 0,
-            ["wrote best.json: gshard.jit(f, mesh=..., plan=gshard.SavedPlan.load('best.json')) runs it"],
-        ),
-        (f"configure {BUILD} --choice micro_batches=1 --memory-limit 1KiB", 3, ["no configuration fits in 1.0 KiB"]),
-        (f"configure {BUILD}", 1, ["choices are no dictionary from keywords to values"]),
-        (
-            "configure builder.py:fails --machine cpu:8 --choice micro_batches=1", 1,
-            ["no such size", "gshard called fails(micro_batches=1)"],
-        ),
-    ],
 }  # fmt: skip
 
 
@@ -427,12 +401,7 @@ def test_the_version_and_near_names(line, code, told, capsys):
     assert told in "".join(capsys.readouterr())
 
 
-def test_texts_of_shapes_meshes_and_choices():
+def test_texts_of_shapes_and_meshes():
     assert shape_of("pred[]").dtype == jnp.bool_
     assert shape_of("s32[4, 2]").shape == (4, 2)
     assert mesh_of("16").size == 16
-    read = choices_of_options(["a=1,2.5,none", "b=True,None,x", "a=3"])
-    assert read == {"a": [1, 2.5, "none", 3], "b": [True, None, "x"]}
-    for wrong in ("a", "a=", "=1", "a b=1"):
-        with pytest.raises(gshard.ArgumentError, match="is not understood"):
-            choices_of_options([wrong])

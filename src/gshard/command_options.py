@@ -1,4 +1,4 @@
-"""Command options: the options of ``gshard explain``, ``search`` and ``configure``.
+"""Command options: the options of ``gshard explain`` and ``gshard search``.
 
 An option of a command has the name of the argument of ``gshard.jit``, ``explain`` or ``search`` that it is.
 """
@@ -116,24 +116,6 @@ def _add_search(command: argparse.ArgumentParser) -> None:
     add("--save", type=Path, metavar="plan.json", help="write the plan, for gshard.jit(plan=...)")
 
 
-def _add_configure(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    add("target", help="module:builder or file.py:builder: a function of keywords that returns (step, *arguments)")
-    add("--mesh", help="64: any mesh of up to two axes; data=8,model=8: this mesh (default: the devices of --machine)")
-    add("--machine", help=_MACHINES)
-    add(
-        "--choice",
-        action="append",
-        default=[],
-        metavar="KEYWORD=A,B",
-        help="the values of a keyword of the builder to choose from; repeat for each",
-    )
-    add("--memory-limit", metavar="70GiB", help="what a device may hold (default: the machine's memory)")
-    add("--budget-seconds", type=float, help="how long everything may take (default: 300)")
-    add("--html", type=Path, metavar="page.html", help="write the report of the best plan as one page")
-    add("--save", type=Path, metavar="best.json", help="write the best plan, for gshard.jit(plan=...)")
-
-
 _COMMANDS = {
     "explain": (
         _add_explain,
@@ -143,11 +125,6 @@ _COMMANDS = {
     "search": (
         _add_search,
         "the fastest plan that is found for a machine, and how near the best of a simplified model it is",
-        _FITS,
-    ),
-    "configure": (
-        _add_configure,
-        "the fastest configuration of a training step for a machine: micro-batches, recomputation, mesh and plan",
         _FITS,
     ),
 }

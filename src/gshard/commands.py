@@ -1,9 +1,8 @@
-"""The commands ``gshard explain``, ``search`` and ``configure``, and checks against baselines."""
+"""The commands ``gshard explain`` and ``gshard search``, and checks against baselines."""
 
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import dataclasses
 import importlib
@@ -25,8 +24,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from gshard.api.compiled_programs import GSHARD, STAGES, XLA, is_from_jax_jit
-from gshard.api.configuration import Configuration
-from gshard.api.configure import configure
 from gshard.api.explained import Planned, explain
 from gshard.api.function_again import with_bound_arguments
 from gshard.api.jit import Jitted, jit
@@ -41,9 +38,7 @@ from gshard.explanation.difference import Difference, difference
 from gshard.explanation.explain import Explanation
 from gshard.explanation.report.data import NO_MACHINE
 from gshard.explanation.report.page import page
-from gshard.explanation.search_result import SearchResult
 from gshard.planning.saved_plan import SavedPlan
-from gshard.remat.rematerialise import MemoryLimitError
 
 # Named target: what a command line names: a function, its arguments and its mesh.
 #
@@ -275,68 +270,6 @@ def over_baseline(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     return f"{' and '.join(grown)} grew since the baseline.\n{found}" if grown else ""
 
 
-# Configure command: ``gshard configure module:builder``, the configuration of a training step for a machine.
-
-
-def run_configure(options: argparse.Namespace) -> None:
-    """Runs ``gshard configure`` with the options of the command line."""
-    choices = choices_of_options(options.choice)
-    size = _mesh(options.mesh, options.machine).size
-    play_devices(max(8, size))
-    builder = named(options.target)
-    try:
-        found = configure(
-            builder,
-            mesh=mesh_of(options.mesh) if "=" in (options.mesh or "") else size,
-            machine=options.machine,
-            choices=choices,
-            memory_limit=options.memory_limit,
-            budget_seconds=options.budget_seconds,
-            progress=True,
-        )
-    except MemoryLimitError as error:
-        if not error.needed:
-            raise
-        raise CheckFailed("\n  ".join(filter(None, (error.what, error.got, error.hint)))) from error
-    print(found)
-    if options.html:
-        print(f"wrote {found.html(options.html)}")
-    if options.save:
-        save_plan(found.best, options.save)
-    end_search(found.stopped, found.best.cost.peak, found.limit)
-
-
-def save_plan(found: SearchResult | Configuration, path: Path) -> None:
-    """Writes the plan that was found."""
-    found.save(path)
-    print(f"wrote {path}: gshard.jit(f, mesh=..., plan=gshard.SavedPlan.load({str(path)!r})) runs it")
-
-
-def choices_of_options(texts: list[str]) -> dict[str, list[Any]]:
-    """Reads ``keyword=value,value``; numbers, True, False and None are those of Python, the rest is text.
-
-    >>> choices_of_options(["micro_batches=1,4", "recompute=none,full"])
-    {'micro_batches': [1, 4], 'recompute': ['none', 'full']}
-    """
-    found: dict[str, list[Any]] = {}
-    for text in texts:
-        key, equals, values = text.partition("=")
-        if not equals or not key.isidentifier() or not values:
-            raise ArgumentError(
-                f"--choice {text} is not understood.", hint="Write --choice keyword=value,value, once for each keyword."
-            )
-        found.setdefault(key, []).extend(_value(value) for value in values.split(","))
-    return found
-
-
-def _value(text: str) -> Any:
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-    return value if value is None or isinstance(value, bool | int | float) else text
-
-
 FAILED = 3  # exit status
 
 
@@ -494,11 +427,12 @@ def _search(options: argparse.Namespace) -> None:
     if options.html:
         print(f"wrote {found.html(options.html)}")
     if options.save:
-        save_plan(found, options.save)
+        found.save(options.save)
+        print(f"wrote {options.save}: gshard.jit(f, mesh=..., plan=gshard.SavedPlan.load('{options.save}')) runs it")
     end_search(found.stopped, found.cost.peak, found.best.limit)
 
 
-_RUNS = {"explain": _explain, "search": _search, "configure": run_configure}
+_RUNS = {"explain": _explain, "search": _search}
 
 
 def run(options: argparse.Namespace) -> int:
