@@ -87,9 +87,23 @@ def einsum(w, x, mark):
     return mark(jnp.einsum("bi,ij,jk->bk", x, w, w))
 
 
+def residual(w, x):
+    return x + jnp.tanh(x @ w)
+
+
+def called(w, x, mark):
+    return mark(residual(w, residual(w, x))) @ w
+
+
+def called_in_layers(w, x, mark):
+    for _ in range(2):
+        x = mark(residual(w, jnp.sin(residual(w, x)))) * 2
+    return x
+
+
 PROGRAMS = [
     plain, loop, scanned, recomputed, jitted, branch, own_gradient, of_library, with_own_gradient_of_library, einsum,
-    added, biased, normalised, squared,
+    added, biased, normalised, squared, called, called_in_layers,
 ]  # fmt: skip
 
 

@@ -49,7 +49,9 @@ def constraints_to_try(
     stakes = collections.Counter[TracedExpression]()
     for line, size in sent.items():
         if (more := size - planned.lines.get(line, 0)) > 0:
-            stakes.update({expression: more for v in program.values_at(*line) for expression in at[v]})
+            near = {expression for v in program.values_at(*line) for expression in at[v]}
+            # Of the values of a line large ones matter more, though not in proportion.
+            stakes.update({e: round(more * math.sqrt(math.prod(e.shape or ()))) for e in near})
     found = [Constraint(e, spec) for e, _ in stakes.most_common() if (spec := _spec(e, sizes, planned))]
     wider = [(c.expression.values, c.spec) for c in found]
     found = [c for c in found if not any(c.spec == spec and c.expression.values < values for values, spec in wider)]

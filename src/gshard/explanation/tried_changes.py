@@ -139,14 +139,14 @@ class Trials:
 def advised(trials: Trials, constraints: Sequence[Change], others: Sequence[Change], planned: int | None) -> Advice:
     """A few constraints that help together, and then other changes that help besides.
 
-    Constraints are tried alone, and all added ones together. To the one that helps most, or to a few if these save much
-    more, others are added one by one, those first that help most alone.
+    Changes are tried alone, and all added constraints together. To the one that helps most, or to a few if these save
+    much more, others are added one by one, those first that help most alone.
     """
     before = trials.before
     enough = before.sent - NEARLY * (before.sent - (planned or 0))
     added = {change.about: change for change in reversed(constraints) if change.spec is not None}
     helping: list[tuple[int, Sequence[Change]]] = []
-    for some in (constraints[:1], [*added.values()][::-1], *([change] for change in constraints[1:])):
+    for some in (constraints[:1], [*added.values()][::-1], *([change] for change in (*constraints[1:], *others))):
         if not any(sent <= enough for sent, _ in helping) and (now := trials.helping(some, _ALONE)) is not None:
             helping.append((now.sent, some))
     helping.sort(key=lambda pair: pair[0])
