@@ -39,19 +39,17 @@ def constraints_to_try(
     axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
     sizes = {str(name): size for name, size, kind in axes if kind == AxisType.Auto}
     at = collections.defaultdict[Any, list[TracedExpression]](list)
-    for expression in program.expressions:
-        for v in expression.values if expression.spec is None else ():
-            at[v].append(expression)
+    for v, expression in ((v, e) for e in program.expressions if e.spec is None for v in e.values):
+        at[v].append(expression)
     sent = collections.Counter[Line]()
-    for one in moved:
-        if one.cause is not None:
-            sent[one.cause.path, one.cause.line] += one.bytes
+    for one, cause in ((one, one.cause) for one in moved if one.cause is not None):
+        sent[cause.path, cause.line] += one.bytes
     stakes = collections.Counter[TracedExpression]()
     for line, size in sent.items():
         if (more := size - planned.lines.get(line, 0)) > 0:
-            near = {expression for v in program.values_at(*line) for expression in at[v]}
-            # Of the values of a line large ones matter more, though not in proportion.
-            stakes.update({e: round(more * math.sqrt(math.prod(e.shape or ()))) for e in near})
+            # Large ones matter more.
+            roots = {e: math.sqrt(math.prod(e.shape or ())) for v in program.values_at(*line) for e in at[v]}
+            stakes.update({e: round(more * root) for e, root in roots.items()})
     found = [Constraint(e, spec) for e, _ in stakes.most_common() if (spec := _spec(e, sizes, planned))]
     wider = [(c.expression.values, c.spec) for c in found]
     found = [c for c in found if not any(c.spec == spec and c.expression.values < values for values, spec in wider)]
