@@ -15,6 +15,8 @@ import jax.numpy as jnp
 
 import gshard
 from gshard import split
+from gshard.solver.solve import solve
+from random_problems import layered
 
 # The mesh, the machine, and how many programs.
 MESHES = {
@@ -63,12 +65,17 @@ def text_of(lowered):
 
 
 def texts(backwards):
-    """The plans, made in this order."""
+    """The plans, made in this order; a plan that was searched; and what the solver makes of a large problem."""
     found = list(every_chain())
-    return {
+    made = {
         name: text_of(gshard.jit(f, mesh=mesh, machine=machine).lower(*arguments))
         for name, f, mesh, machine, arguments in (reversed(found) if backwards else found)
     }
+    _, f, mesh, machine, arguments = found[3]
+    best = gshard.search(f, *arguments, mesh=mesh, machine=machine, progress=False)
+    solution = solve(layered(0, layers=10, width=4))
+    made["searched"] = f"{best.plan} {best.cost.seconds} {best.bound}"
+    return made | {"solved": f"{solution.states.tolist()} {solution.value} {solution.bound} {solution.steps}"}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 import gshard
 from emitted import emitted, reported
 from families import CASES, SMALL
-from search.test_statements import loaded
+from training_files import loaded
 
 BENCHMARK = Path(__file__).resolve().parent.parent / "benchmarks" / "against_xla_programs.py"
 

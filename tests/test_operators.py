@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from gshard.language.registry import known_primitives
-from search.test_statements import loaded
+from training_files import loaded
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "src" / "gshard" / "rules" / "OPERATORS.md").read_text(encoding="utf-8")

@@ -1,5 +1,8 @@
 """Files as users write them: a training step for one device with AdamW, in plain JAX and in frameworks."""
 
+import importlib.util
+import sys
+
 _COMMON = '''"""A training step."""
 
 import functools
@@ -162,3 +165,11 @@ TRAINING = {
     "NNX": _COMMON.format(imports="from flax import nnx") + _DATA + _NNX,
     "Equinox": _COMMON.format(imports="import equinox as eqx") + _DATA + _EQUINOX,
 }
+
+
+def loaded(path, name):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -28,7 +28,7 @@ from gshard.device.roofline import INDICES, copy_seconds, launch_seconds, roofli
 from gshard.lowering.seconds import Seconds
 from gshard.testing.rule_checks import emitted, reported
 from gshard.tracing.trace import trace
-from search.test_statements import loaded
+from training_files import loaded
 
 
 def costed(name, machine="cpu:8"):

@@ -28,7 +28,7 @@ from gshard.device.network import (
     permuting,
     seconds,
 )
-from search.test_statements import loaded
+from training_files import loaded
 
 SIZES = (4, 8, 16, 32)
 DATA = 8 << 20

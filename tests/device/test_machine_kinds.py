@@ -14,7 +14,7 @@ from gshard.device.cost import cost
 from gshard.device.machine import DEVICE_KINDS, DIRECT, KINDS, Dimension, kind_called
 from gshard.device.network import permutation_seconds, seconds
 from gshard.xla.described import PlanningError, described_mesh
-from search.test_statements import loaded
+from training_files import loaded
 
 ROOT = Path(__file__).resolve().parents[2]
 LABEL = "the machine under the desk"

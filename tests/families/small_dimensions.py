@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from families.case import CUBE, GRID, LINE, Family, Whole
+from families.layers import norm
 
 CASES = Family("small")
 THREE = {"x": 3}
@@ -22,17 +23,13 @@ def put(x, *entries):
     return gshard.shard(x, P(*entries))
 
 
-def norm(x):
-    x = x - x.mean(-1, keepdims=True)
-    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
-
-
 def adam(p, g):
     return jax.tree.map(lambda w, d: w - 1e-3 * d / (jnp.abs(d) + 1e-8), p, g)
 
 
-def trained(loss):
+def trained(loss, **marks):
     """A step of training: new weights, of which the first argument is a pytree."""
+    loss = functools.partial(loss, **marks) if marks else loss
 
     @functools.wraps(loss)
     def step(p, *batch):
@@ -70,13 +67,9 @@ IMAGES = (4, 64, 64, 3)
 CASES.add(LINE, VIT, IMAGES, name="linear_vit")(linear_vit)
 CASES.add(LINE, VIT, IMAGES, Whole((4,), 10), name="linear_vit_step")(trained(linear_vit_loss))
 MODEL = {"batch": None, "heads": "x", "hidden": "x"}
-CASES.add(LINE, VIT, IMAGES, Whole((4,), 10), name="linear_vit_heads_step")(
-    trained(functools.partial(linear_vit_loss, **MODEL))
-)
+CASES.add(LINE, VIT, IMAGES, Whole((4,), 10), name="linear_vit_heads_step")(trained(linear_vit_loss, **MODEL))
 BOTH = {"batch": "x", "heads": "y", "hidden": "y"}
-CASES.add(GRID, VIT, IMAGES, Whole((4,), 10), name="linear_vit_both_step")(
-    trained(functools.partial(linear_vit_loss, **BOTH))
-)
+CASES.add(GRID, VIT, IMAGES, Whole((4,), 10), name="linear_vit_both_step")(trained(linear_vit_loss, **BOTH))
 CASES.add(THREE, VIT, IMAGES, name="linear_vit_on_three")(linear_vit)
 
 
@@ -107,9 +100,7 @@ def neural_operator_loss(p, fields, targets, **marks):
 FIELDS, TARGETS = (4, 64, 64, 3), (4, 64, 64, 1)
 CASES.add(LINE, FNO, FIELDS, name="neural_operator")(neural_operator)
 CASES.add(LINE, FNO, FIELDS, TARGETS, name="neural_operator_step")(trained(neural_operator_loss))
-CASES.add(GRID, FNO, FIELDS, TARGETS, name="neural_operator_both_step")(
-    trained(functools.partial(neural_operator_loss, channels="y"))
-)
+CASES.add(GRID, FNO, FIELDS, TARGETS, name="neural_operator_both_step")(trained(neural_operator_loss, channels="y"))
 CASES.add(THREE, FNO, FIELDS, TARGETS, name="neural_operator_on_three_step")(trained(neural_operator_loss))
 
 
@@ -151,11 +142,9 @@ def protein_loss(p, alignment, residues, **marks):
 ALIGNMENT, RESIDUES = (2, 8, 48, 32), Whole((2, 8, 48), 21)
 CASES.add(LINE, PROTEIN, ALIGNMENT, name="protein")(protein)
 CASES.add(LINE, PROTEIN, ALIGNMENT, RESIDUES, name="protein_step")(trained(protein_loss))
-CASES.add(LINE, PROTEIN, ALIGNMENT, RESIDUES, name="protein_heads_step")(
-    trained(functools.partial(protein_loss, batch=None, heads="x"))
-)
+CASES.add(LINE, PROTEIN, ALIGNMENT, RESIDUES, name="protein_heads_step")(trained(protein_loss, batch=None, heads="x"))
 CASES.add(CUBE, PROTEIN, ALIGNMENT, RESIDUES, name="protein_on_cube_step")(
-    trained(functools.partial(protein_loss, batch=("x", "y"), heads="z"))
+    trained(protein_loss, batch=("x", "y"), heads="z")
 )
 
 
@@ -210,7 +199,7 @@ def unet_loss(p, images, targets, **marks):
 
 CASES.add(LINE, UNET, (4, 32, 32, 3), (4, 32, 32, 1), name="unet_step")(trained(unet_loss))
 CASES.add(GRID, UNET, (4, 32, 32, 3), (4, 32, 32, 1), name="unet_both_step")(
-    trained(functools.partial(unet_loss, batch="x", channels="y"))
+    trained(unet_loss, batch="x", channels="y")
 )
 CASES.add(THREE, UNET, (4, 32, 32, 3), name="unet_on_three")(unet)
 
@@ -235,7 +224,7 @@ def graph_network_loss(p, nodes, edges, **marks):
 
 CASES.add(LINE, GRAPH, (4, 64, 6), Whole((4, 256, 2), 64), name="graphs_step")(trained(graph_network_loss))
 CASES.add(GRID, GRAPH, (3, 64, 6), Whole((3, 256, 2), 64), name="graphs_both_step")(
-    trained(functools.partial(graph_network_loss, batch="x", features="y"))
+    trained(graph_network_loss, batch="x", features="y")
 )
 
 
@@ -263,7 +252,7 @@ def lstm_loss(p, sequences, **marks):
 
 
 CASES.add(LINE, LSTM, (4, 17, 32), name="lstm_step")(trained(lstm_loss))
-CASES.add(GRID, LSTM, (1, 17, 32), name="lstm_both_step")(trained(functools.partial(lstm_loss, batch="x", hidden="y")))
+CASES.add(GRID, LSTM, (1, 17, 32), name="lstm_both_step")(trained(lstm_loss, batch="x", hidden="y"))
 
 
 # A mixture of 3 experts, 4 sequences.
@@ -288,10 +277,8 @@ def experts_loss(p, tokens, **marks):
 
 
 CASES.add(LINE, EXPERTS, (4, 64, 64), name="experts_step")(trained(experts_loss))
-CASES.add(LINE, EXPERTS, (8, 64, 64), name="experts_expert_step")(trained(functools.partial(experts_loss, expert="x")))
-CASES.add(GRID, EXPERTS, (4, 64, 64), name="experts_both_step")(
-    trained(functools.partial(experts_loss, batch="x", expert="y"))
-)
+CASES.add(LINE, EXPERTS, (8, 64, 64), name="experts_expert_step")(trained(experts_loss, expert="x"))
+CASES.add(GRID, EXPERTS, (4, 64, 64), name="experts_both_step")(trained(experts_loss, batch="x", expert="y"))
 
 
 # A diffusion step: noise is predicted by a small Transformer; 4 images.
@@ -329,7 +316,7 @@ def sampled(p, noise, **marks):
 PATCHES = (4, 64, 12)
 CASES.add(LINE, DENOISER, PATCHES, PATCHES, (4,), name="diffusion_step")(trained(diffusion_loss))
 CASES.add(CUBE, DENOISER, PATCHES, PATCHES, (4,), name="diffusion_on_cube_step")(
-    trained(functools.partial(diffusion_loss, batch=("x", "y"), heads="z", hidden="z"))
+    trained(diffusion_loss, batch=("x", "y"), heads="z", hidden="z")
 )
 CASES.add(LINE, DENOISER, (1, 64, 12), name="sampled_batch_1")(sampled)
 CASES.add(GRID, DENOISER, (1, 64, 12), name="sampled_batch_1_both")(

@@ -661,10 +661,12 @@ RAISES = {
     # errors of a user's function
     "truth of a tracer": (errors.TracerBoolConversionError, lambda t: t.jit(lambda x: 1 if x > 0 else 0)(1)),
     "range of a tracer": (errors.TracerIntegerConversionError, lambda t: t.jit(lambda n: sum(range(n)))(3)),
+    "shape of a tracer": (TypeError, lambda t: t.jit(lambda n: jnp.zeros(t.split(n)))(np.arange(8))),
     "numpy of a tracer": (errors.TracerArrayConversionError, lambda t: t.jit(lambda x: np.sin(x))(1.0)),
     "mask as an index": (
         errors.NonConcreteBooleanIndexError, lambda t: t.jit(lambda x: x[x > 1])(jnp.arange(3))
     ),
+    "an operand that is no array": (TypeError, lambda t: t.jit(lambda x: x + "a")(jnp.ones(3))),
     "error of the user": (KeyError, lambda t: t.jit(lambda x: {}["missing"])(1)),
     "error of the user inside": (ZeroDivisionError, lambda t: jax.grad(t.jit(lambda x: x * (1 // 0)))(1.0)),
 }  # fmt: skip

@@ -1,9 +1,12 @@
 """The rule of a kernel: which loops of its plain function are found, and which splits are proven."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+from api.test_kernel_function import plain_attention, plain_rms_norm
 from gshard.core.mesh import Mesh
 from gshard.language.kernel_loops import call_of
 from gshard.language.kernel_primitive import Kernel, kernel_p, kernel_rule
@@ -12,18 +15,7 @@ MESH = Mesh.abstract(a=2, b=3)
 
 
 def attention(causal):
-    def attend(q, k, v):
-        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
-        if causal:
-            scores = jnp.where(jnp.arange(q.shape[1])[:, None] >= jnp.arange(k.shape[1]), scores, -1e30)
-        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), v)
-
-    return attend
-
-
-def norm(x, scale):
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * scale
+    return functools.partial(plain_attention, causal=causal)
 
 
 def scan(x):
@@ -74,7 +66,7 @@ CASES = {
         "a b, b c -> a c; add over b=6",
         "a b, b c, a c -> a b, b c; add over a=4; add over c=8",
     ),
-    "norm": (norm, ((4, 6, 8), (8,)), "a b c, c -> a b c; replicate c",
+    "norm": (plain_rms_norm, ((4, 6, 8), (8,)), "a b c, c -> a b c; replicate c",
              "a b c, c, a b c -> a b c, c; add over a=4; add over b=6; replicate c"),
     "sum": (lambda x: x.sum(0), ((4, 6),), "a b -> b; add over a=4", "a b, b -> a b"),
     "largest": (lambda x: x.max(1), ((4, 6),), "a b -> a; max over b=6", ""),

@@ -13,8 +13,8 @@ from gshard.core.sharding import Sharding
 from gshard.planning.added_marks import spec_of_cut, with_marks
 from gshard.search.as_marks import argument_statements
 from search.test_search import shape
-from search.test_statements import loaded, write_statements
-from training_files import TRAINING
+from search.test_statements import write_statements
+from training_files import TRAINING, loaded
 
 MESH = gshard.Mesh.abstract(data=4, model=2)
 MODEL = MESH.atoms_of["model"]

@@ -7,8 +7,8 @@ import pytest
 import gshard
 from gshard.core.plan import local_bytes
 from gshard.device.cost import cost
-from search.test_statements import loaded, write_statements
-from training_files import TRAINING
+from search.test_statements import write_statements
+from training_files import TRAINING, loaded
 
 MESH = {"data": 8}
 LIMIT = 3 * 2**19  # half of the state: only plans that split the weights fit

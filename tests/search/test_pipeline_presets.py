@@ -13,7 +13,8 @@ import gshard
 from gshard.core.errors import ShardingError
 from gshard.device.machine import Machine
 from gshard.planning.layer_stacks import schedules_of
-from search.test_statements import loaded, write_statements
+from search.test_statements import write_statements
+from training_files import loaded
 
 SOURCE = """
 import jax

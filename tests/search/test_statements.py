@@ -2,8 +2,6 @@
 
 import ast
 import dataclasses
-import importlib.util
-import sys
 
 import jax.numpy as jnp
 import pytest
@@ -13,6 +11,7 @@ from gshard.core.number_text import significant
 from gshard.device.cost import cost
 from gshard.device.machine import Machine
 from search.test_search import shape
+from training_files import loaded
 
 SOURCE = '''"""A model."""
 
@@ -32,14 +31,6 @@ def chosen(x, a, b):
     return net(x, a, b) + jnp.exp(x).sum()
 '''
 MESH = gshard.Mesh.abstract(x=8)
-
-
-def loaded(path, name):
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def write_statements(path, name, marks):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from gshard.solver.solve import solve
-from search.test_statements import loaded
+from training_files import loaded
 
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "search_contest.py"
 

@@ -9,7 +9,7 @@ import pytest
 
 import gshard
 from placed import in_every_way, mesh_of
-from search.test_statements import loaded
+from training_files import loaded
 
 DATA = "import gshard\ndef load(x):\n    return gshard.split(x, 0, 'data')\n"
 MODEL = "import jax.numpy as jnp\ndef layer(x, w):\n    return jnp.sum(jnp.tanh(x @ w))\n"

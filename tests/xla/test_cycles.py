@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from search.test_statements import loaded
+from training_files import loaded
 
 SCHEDULES = Path(__file__).resolve().parents[2] / "benchmarks" / "tpu_schedules.py"
 
