@@ -22,32 +22,6 @@ def test_a_planned_mesh_explains_but_does_not_run():
         gshard.jit(lambda x: x + 1, mesh=mesh)(jnp.ones(3))
 
 
-def test_a_donated_state_comes_as_it_leaves(mesh_2x4, rng):
-    """6 rows over 8 devices leave in halves. So they come, and one program serves all steps, the first too."""
-    traced, mesh, parts = [], mesh_2x4, 8
-
-    def step(state, x):
-        traced.append(1)
-        rows = split(state["rows"], 0, parts)
-        return {"rows": rows * 2 + x.sum(), "kept": state["kept"] + split(x, 0, parts).sum(0)}
-
-    plain = {"rows": rng.standard_normal((6, 3), np.float32), "kept": np.zeros(3, np.float32)}
-    x = rng.standard_normal((8, 3), np.float32)
-    jitted = gshard.jit(step, mesh=mesh, donate_argnums=0)
-    spmd = jitted.lower(plain, x).spmd
-    assert spmd.in_shardings[:2] == spmd.out_shardings
-    assert any(spmd.in_shardings[1].dims), "not whole"
-    whole = gshard.jit(step, mesh=mesh).lower(plain, x).spmd
-    assert not any(whole.in_shardings[1].dims), "what is not donated comes whole, which sends nothing"
-    traced.clear()
-    state = plain
-    for _ in range(3):
-        state, plain = jitted(state, x), jax.jit(step)(plain, x)
-        for name in plain:
-            np.testing.assert_allclose(state[name], plain[name], rtol=1e-5)
-    assert len(traced) <= 1, "by jax.jit; ours was traced before"
-
-
 def test_static_values_that_cannot_be_hashed_are_named():
     with pytest.raises(gshard.ArgumentError, match=r"(?s)Non-hashable static arguments.*\[1, 2\].*test_jit.py"):
         gshard.jit(lambda x, sizes: x, mesh=8, static_argnums=1)(jnp.ones(3), [1, 2])

@@ -43,6 +43,14 @@ def both(x, places, size, axes=("a", "b")):
     return sent, gshard.take_rows(sent, places)
 
 
+def agrees_wherever_they_are(f, arguments, want, spec):
+    """Three calls, with arrays placed differently."""
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    for placement in (None, SingleDeviceSharding(jax.devices()[3]), NamedSharding(mesh, spec)):
+        args = arguments if placement is None else jax.device_put(arguments, placement)
+        jax.tree.map(np.testing.assert_array_equal, f(*args), want)
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("axes", [("a", "b"), ("b", "a"), "b"])
 @pytest.mark.parametrize(
@@ -53,14 +61,7 @@ def test_rows_arrive_and_return(tokens, size, copies, axes):
     x, places, want = case(tokens, size, copies)
     f = gshard.jit(functools.partial(both, size=size, axes=axes), mesh=MESH)
     np.testing.assert_array_equal(gshard.put_rows(x, places, size), want)
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    even = P(("a", "b")) if tokens % 8 == 0 else P()
-    placements = [None, SingleDeviceSharding(jax.devices()[3]), NamedSharding(mesh, even)]
-    for placement in placements:
-        args = (x, places) if placement is None else jax.device_put((x, places), placement)
-        sent, back = f(*args)
-        np.testing.assert_array_equal(sent, want)
-        np.testing.assert_array_equal(back, taken(want, places))
+    agrees_wherever_they_are(f, (x, places), (want, taken(want, places)), P(("a", "b")) if tokens % 8 == 0 else P())
 
 
 def test_bits_stay():
@@ -123,12 +124,7 @@ def test_batches_are_split_beside_their_rows(batches, tokens, size, copies):
         sent = gshard.split(jax.vmap(functools.partial(gshard.put_rows, size=size))(x, places), {0: "a", 1: "b"})
         return sent, jax.vmap(gshard.take_rows)(sent, places)
 
-    f = gshard.jit(both, mesh=MESH)
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    placements = [None, SingleDeviceSharding(jax.devices()[3]), NamedSharding(mesh, P())]
-    for placement in placements:
-        args = (x, places) if placement is None else jax.device_put((x, places), placement)
-        jax.tree.map(np.testing.assert_array_equal, f(*args), (want, back))
+    agrees_wherever_they_are(gshard.jit(both, mesh=MESH), (x, places), (want, back), P())
 
 
 def test_rows_of_a_batch_stay_among_its_devices():

@@ -97,9 +97,9 @@ def check(name, on, most, dtype):
     splits = [{}, *rule_checks.splits_of(e.rule, mesh, 40), *alone.passing(mesh)]
     kinds = {}
     for split in splits:
-        for ring, both_ways in itertools.product(rings_of(e, split, mesh), (False, True)):
-            kind = ring.operand is None, (ring.factor,) in e.rule.results[0]
-            way = dataclasses.replace(ring, both_ways=both_ways, two_steps=both_ways and ring.operand is not None)
+        for ring, both_ways, two_steps in itertools.product(rings_of(e, split, mesh), (False, True), (False, True)):
+            kind = ring.operand is None, (ring.factor,) in e.rule.results[0], two_steps
+            way = dataclasses.replace(ring, both_ways=both_ways, two_steps=two_steps)
             if mesh.size > 4:  # the parts around the ring in an order of their own
                 way = dataclasses.replace(way, order=tuple(random.Random(on).sample(range(n := ring.steps(mesh)), n)))
             kinds.setdefault(kind, []).append((split, way))

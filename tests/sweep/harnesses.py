@@ -17,7 +17,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # JAX's test module imports what JAX itself has deprecated
     from jax._src.internal_test_util import test_harnesses
 
-LIMITED = "JAX does not implement it on CPU"
 NO_OPERAND = "it has no operand that could be split"
 UNDEFINED = "it promises indices in bounds and breaks the promise, so that its result is undefined"
 
