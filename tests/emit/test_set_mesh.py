@@ -76,8 +76,7 @@ KEYS = {
 
 
 @pytest.mark.parametrize(
-    "name, impl, explicit",
-    crossed(list(KEYS), ["rbg", "unsafe_rbg", "threefry2x32"], [False, True], one_in=6),
+    "name, impl, explicit", crossed(list(KEYS), ["rbg", "unsafe_rbg", "threefry2x32"], [False, True], one_in=6)
 )
 @pytest.mark.one_in(3)
 def test_random_keys(name, impl, explicit):

@@ -7,18 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gshard.core.mesh import Mesh
-from gshard.core.rule import (
-    COMMUNICATE,
-    PARALLEL,
-    REDUCE,
-    REPLICATE,
-    Factor,
-    Rule,
-    fits,
-    is_valid,
-    place,
-    project,
-)
+from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Factor, Rule, fits, is_valid, place, project
 
 MESH = Mesh.abstract(a=2, b=3, c=4)
 

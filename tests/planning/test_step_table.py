@@ -7,15 +7,7 @@ import numpy as np
 import pytest
 
 from gshard.comm.reshard import axes_of, step_cost
-from gshard.comm.steps import (
-    ALL_SLICE,
-    ALL_TO_ALL,
-    REDUCE_SCATTER,
-    Step,
-    aligned,
-    is_of_tiles,
-    moved,
-)
+from gshard.comm.steps import ALL_SLICE, ALL_TO_ALL, REDUCE_SCATTER, Step, aligned, is_of_tiles, moved
 from gshard.core.mesh import Mesh
 from gshard.device.machine import Machine
 from gshard.lowering.seconds import seconds_on

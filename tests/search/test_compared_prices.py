@@ -134,10 +134,7 @@ BOUNDED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "machine"),
-    crossed(list(BOUNDED), ["h100:1x8", "v5e:2x4", "cpu:8"], one_in=4),
-)
+@pytest.mark.parametrize(("name", "machine"), crossed(list(BOUNDED), ["h100:1x8", "v5e:2x4", "cpu:8"], one_in=4))
 def test_no_plan_holds_less_than_the_least(name, machine):
     f = BOUNDED[name]
     w, x = ARRAY((256, 256), "float32"), ARRAY((512, 256), "float32")
