@@ -133,16 +133,12 @@ def test_results_leave_in_the_memory_that_out_shardings_names():
 
 
 PLACES = {
-    "numpy": lambda: N,
-    "not committed": lambda: jnp.asarray(N),
-    "one device": lambda: jax.device_put(N, jax.devices()[3]),
-    "one host": lambda: jax.device_put(N, HOST),
-    "as it is": lambda: jax.device_put(N, on(GRID)),
-    "whole": lambda: jax.device_put(N, on(GRID, spec=P())),
-    "host": lambda: on_host(GRID, N),
+    "numpy": lambda: N, "not committed": lambda: jnp.asarray(N), "one host": lambda: jax.device_put(N, HOST),
+    "one device": lambda: jax.device_put(N, jax.devices()[3]), "as it is": lambda: jax.device_put(N, on(GRID)),
+    "whole": lambda: jax.device_put(N, on(GRID, spec=P())), "host": lambda: on_host(GRID, N),
     "host, other cut": lambda: on_host(GRID, N, spec=P("b")),
     "unpinned": lambda: jax.device_put(N, on(GRID, "unpinned_host")),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("asked", [None, P("a"), on(GRID, "pinned_host")], ids=str)
