@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Rule
 from gshard.language.region import REGIONS
-from gshard.language.registry import known_primitives, own_rule
+from gshard.language.registry import own_rules
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "src" / "gshard" / "rules" / "OPERATORS.md"
@@ -90,8 +90,8 @@ def page() -> str:
     """The text of the page."""
     found = seen()
     names: dict[str, list[str]] = {}
-    for name in known_primitives():
-        names.setdefault(own_rule(name).__module__.rpartition(".")[2], []).append(name)
+    for name in own_rules():
+        names.setdefault(own_rules()[name].__module__.rpartition(".")[2], []).append(name)
     lines = [HEAD]
     for family in sorted(names, key=lambda f: (FIRST.index(f) if f in FIRST else len(FIRST), f)):
         module = importlib.import_module(f"gshard.rules.{family}")
@@ -108,7 +108,7 @@ def _table(names: list[str], found: dict[str, Seen]) -> Iterator[str]:
     alike: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         if name in found:
-            key = (own_rule(name).__name__, *found[name].cells)
+            key = (own_rules()[name].__name__, *found[name].cells)
             alike.setdefault(key, []).append(name)
     if alike:
         yield "| operators | for nothing | combined | communicates | gathered | for example |"

@@ -11,7 +11,7 @@ from gshard.core.jax_adapter import bind
 from gshard.core.program import Constant
 from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE
 from gshard.language.custom import check_without_local, parse
-from gshard.language.registry import Call, contradiction, known_primitives, rule
+from gshard.language.registry import Call, contradiction, own_rules, rule
 from gshard.language.traits import names_where, traits_of
 from harness import Row, rows
 from invented import invented
@@ -95,17 +95,17 @@ def test_a_primitive_without_a_rule_is_whole_in_every_factor():
 
 
 def test_a_primitive_has_one_rule():
-    before = known_primitives()
+    before = own_rules()
 
     def again(call):
         raise AssertionError("never asked")
 
     with pytest.raises(RuleError, match="'transpose' has a rule already"):
         rule("transpose")(again)
-    assert known_primitives() == before
+    assert own_rules() == before
 
 
-FOLLOWED = sorted(names_where(lambda traits: traits.values) & set(known_primitives()))
+FOLLOWED = sorted(names_where(lambda traits: traits.values) & set(own_rules()))
 ROWS = [row for row in rows() if row.primitive in FOLLOWED]
 
 

@@ -110,9 +110,9 @@ def has_rule(name: str, params: dict[str, Any]) -> bool:
     return name in _RULES or _custom_rule(name, params) is not None
 
 
-def known_primitives() -> tuple[str, ...]:
-    """The names of all primitives for which gshard has its own rule."""
-    return tuple(sorted(_RULES))
+def own_rules() -> dict[str, RuleFunction]:
+    """gshard's own rules by the names of their primitives, in the order of the names."""
+    return dict(sorted(_RULES.items()))
 
 
 def contradiction(rule: Rule, call: Call) -> str | None:
