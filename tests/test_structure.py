@@ -497,15 +497,15 @@ def test_both_packages_are_typed() -> None:
 # Counts of today: a change may only lower them. What it adds is paid for by what goes.
 PRIVATE_NAMES = 93  # of JAX in core/jax_adapter*.py; a number that only falls
 BUDGET = {
-    "lines of src/gshard": 48_824,
-    "lines of code of src/gshard": 29_998,
+    "lines of src/gshard": 48_784,
+    "lines of code of src/gshard": 29_991,
     "lines of tests": 43_449,
     "lines of packages/m4": 11_027,
-    "words of README and docs": 46_739,
+    "words of README and docs": 46_405,
     "pages of docs": 34,
     "words of m4's docs": 5_999,
     "public names": 30,
-    "files of src/gshard": 212,
+    "files of src/gshard": 210,
 }
 
 

@@ -13,15 +13,13 @@ import gshard
 from gshard.core.errors import MeshError
 from gshard.core.jax_adapter_jit import calls_of_jit, jitted_as
 from gshard.core.jax_adapter_retracing import OnDevices
+from placed import mesh_of
 
 LIBTPU = importlib.util.find_spec("libtpu") is not None
 AUTO = (AxisType.Auto,) * 2
 
 
-def meshes():
-    shuffled = np.array([jax.devices()[i] for i in (3, 1, 0, 2, 7, 6, 5, 4)]).reshape(4, 2)
-    yield AbstractMesh((4, 2), ("a", "b"), axis_types=AUTO)
-    yield jax.sharding.Mesh(shuffled, ("a", "b"), axis_types=AUTO)
+MESHES = AbstractMesh((4, 2), ("a", "b"), axis_types=AUTO), mesh_of(a=4, b=2, order=(3, 1, 0, 2, 7, 6, 5, 4))
 
 
 def step(mesh):
@@ -46,7 +44,7 @@ def arguments(mesh):
     return [jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, P(*spec))) for shape, spec in types]
 
 
-@pytest.mark.parametrize("mesh", [*meshes()], ids=["abstract", "shuffled"])
+@pytest.mark.parametrize("mesh", MESHES, ids=["abstract", "shuffled"])
 def test_shardings_of_a_traced_function_move_to_other_devices_in_order(mesh):
     (call,) = calls_of_jit(jax.make_jaxpr(step(mesh))(*arguments(mesh)))
     on = OnDevices(jax.devices()[::-1])
@@ -60,7 +58,7 @@ def test_shardings_of_a_traced_function_move_to_other_devices_in_order(mesh):
         0.1 * np.arange(3 * 16 * 16, dtype="f").reshape(3, 16, 16) % 1,
         np.arange(16 * 16, dtype="f").reshape(16, 16) % 3,
     )
-    wanted = jax.jit(step(jax.make_mesh((4, 2), ("a", "b"), axis_types=AUTO)))(jnp.array(ws), jnp.array(x))
+    wanted = jax.jit(step(mesh_of(a=4, b=2)))(jnp.array(ws), jnp.array(x))
     for _ in range(3):
         placed = [jax.device_put(value, t.sharding) for value, t in zip((ws, x), types, strict=True)]
         for got, want in zip(compiled(*placed), wanted, strict=True):
@@ -70,7 +68,7 @@ def test_shardings_of_a_traced_function_move_to_other_devices_in_order(mesh):
 
 
 def test_a_machine_without_its_compiler_is_told_and_priced():
-    mesh = AbstractMesh((4, 2), ("a", "b"), axis_types=AUTO)
+    mesh = MESHES[0]
     for machine in ("mi300x", "mi300x:1x8"):  # XLA compiles for these only where they are
         found = gshard.explain(step(mesh), *arguments(mesh), machine=machine)
         assert found.lists["counted"][-2].startswith(f"XLA did not compile it for {machine}: XLA compiles for mi300x")

@@ -2,18 +2,17 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gshard
-
-P = PartitionSpec
+from placed import mesh_of
 
 
 @pytest.fixture(scope="module")
 def mesh():
-    return Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
+    return mesh_of(data=2, model=4)
 
 
 def given(mesh, shape, *spec):

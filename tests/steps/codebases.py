@@ -7,16 +7,12 @@ GraphCast; and a video model with modulation, self and cross attention over a se
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from placed import mesh_of
+
 RATE = 1e-3
-
-
-def mesh_of(**axes):
-    """A mesh over the first devices."""
-    return Mesh(np.asarray(jax.devices()[:8]).reshape(tuple(axes.values())), tuple(axes))
 
 
 def shapes(mesh, tree, dtype="float32"):

@@ -2,16 +2,15 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gshard
+from placed import mesh_of
 
 pytestmark = pytest.mark.optimised  # what users get
-MESH = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-REVERSED = jax.sharding.Mesh(np.array(jax.devices()[7::-1]).reshape(4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+MESH, REVERSED = mesh_of(a=4, b=2), mesh_of(a=4, b=2, order=range(7, -1, -1))
 
 
 def held(x, *spec, mesh=MESH):
@@ -33,36 +32,22 @@ def gathered(x, w):
     return x @ held(w)
 
 
-def gathered_as_float32(x, w):
-    """XLA gathers first, and converts then, on GPUs too."""
-    return x.astype(jnp.float32) @ held(held(w, "a").astype(jnp.float32))
-
-
-def summed(x, w):
-    return held(x @ w, "b")
-
-
-def summed_as_float32(x, w):
-    return held(jnp.dot(x, w, preferred_element_type=jnp.float32), "b").astype(jnp.bfloat16)
-
-
-def cast_and_gathered(x, w):
-    return x @ held(held(w.astype(jnp.bfloat16), "a"))
-
-
-BF16 = jnp.bfloat16
-WEIGHT = {"spec": ("a",)}
+BF16, WEIGHT, SUMMED = jnp.bfloat16, {"spec": ("a",)}, {"spec": (None, "a"), "dtype": jnp.bfloat16}
+IN_F32 = {"preferred_element_type": jnp.float32}
 
 
 @pytest.mark.parametrize(("f", "x", "w", "expected"), [
     (gathered, given(8, 64, dtype=BF16), given(64, 32, **WEIGHT, dtype=BF16), ("all_gather", "bf16[16,32]")),
     (gathered, given(8, 64), given(64, 32, **WEIGHT), ("all_gather", "f32[16,32]")),
-    (gathered_as_float32, given(8, 64, dtype=BF16), given(64, 32, dtype=BF16), ("all_gather", "bf16[16,32]")),
-    (cast_and_gathered, given(8, 64, dtype=BF16), given(64, 32, **WEIGHT), ("all_gather", "bf16[16,32]")),
-    (summed, given(8, 64, spec=(None, "a"), dtype=BF16), given(64, 32, **WEIGHT, dtype=BF16),
+    # XLA gathers first, and converts then, on GPUs too.
+    (lambda x, w: x.astype("f") @ held(held(w, "a").astype("f")), given(8, 64, dtype=BF16), given(64, 32, dtype=BF16),
+     ("all_gather", "bf16[16,32]")),
+    (lambda x, w: x @ held(held(w.astype(BF16), "a")), given(8, 64, dtype=BF16), given(64, 32, **WEIGHT),
+     ("all_gather", "bf16[16,32]")),
+    (lambda x, w: held(x @ w, "b"), given(8, 64, **SUMMED), given(64, 32, **WEIGHT, dtype=BF16),
      ("all_reduce", "bf16[4,32]")),
-    (summed_as_float32, given(8, 64, spec=(None, "a"), dtype=BF16), given(64, 32, **WEIGHT, dtype=BF16),
-     ("all_reduce", "f32[4,32]")),
+    (lambda x, w: held(jnp.dot(x, w, **IN_F32), "b").astype(BF16), given(8, 64, **SUMMED),
+     given(64, 32, **WEIGHT, dtype=BF16), ("all_reduce", "f32[4,32]")),
 ])  # fmt: skip
 def test_collectives_have_the_dtype_of_the_program(f, x, w, expected):
     ((kind, _, shape, _),) = [row for row in rows(f, x, w) if row[0] == expected[0]]
@@ -89,37 +74,28 @@ def test_an_all_reduce_of_which_each_device_reads_a_slice_is_a_reduce_scatter(sp
 def test_slices_along_another_axis_and_results_that_are_read_whole_leave_an_all_reduce():
     x, w = given(8, 64, spec=(None, "a")), given(64, 32, spec=("a",))
 
-    def over_a_cut_over_a(x, w):
-        return held(x @ w, "a")
-
-    def over_a_cut_over_b(x, w):
-        return held(held(x @ w), "b")
-
     def read_whole(x, w):
         y = held(x @ w)
         return held(y, "a").sum(), y
 
-    assert rows(over_a_cut_over_a, x, w) == [("reduce_scatter", "a", "f32[8,32]", 1)]
-    assert "reduce_scatter" not in {row[0] for f in (over_a_cut_over_b, read_whole) for row in rows(f, x, w)}
+    assert rows(lambda x, w: held(x @ w, "a"), x, w) == [("reduce_scatter", "a", "f32[8,32]", 1)]
+    for f in (lambda x, w: held(held(x @ w), "b"), read_whole):
+        assert "reduce_scatter" not in {row[0] for row in rows(f, x, w)}
 
 
 def test_all_reduces_whose_results_are_only_added_send_once():
     x, w = given(8, 64, spec=(None, "a")), given(64, 32, spec=("a",))
 
-    def added(x, w, v):
-        return jnp.tanh(held(x @ w) + held(x @ v))
-
     def added_and_read(x, w, v):
         y = held(x @ w)
         return jnp.tanh(y + held(x @ v)), jnp.sin(y)
 
-    def three(x, w, v):
-        return jnp.tanh(held(x @ w) + held(x @ v) + held(jnp.sin(x) @ v))
-
     def number(f):
         return sum(times for kind, *_, times in rows(f, x, w, w) if kind == "all_reduce")
 
-    assert [number(f) for f in (added, added_and_read, three)] == [1, 2, 1]
+    assert number(lambda x, w, v: jnp.tanh(held(x @ w) + held(x @ v))) == 1
+    assert number(lambda x, w, v: jnp.tanh(held(x @ w) + held(x @ v) + held(jnp.sin(x) @ v))) == 1
+    assert number(added_and_read) == 2
 
 
 def test_what_is_counted_otherwise_is_listed():
