@@ -69,7 +69,7 @@ def side_of(name: str, step: Step) -> dict[str, Any]:
     text = compiled.as_text()
     kinds = hlo_collectives.summary(hlo_collectives.collectives(text))
     found = {
-        "bytes": gshard.explain(compiled.executable.compiled if name == "ours" else compiled).total_bytes,
+        "bytes": gshard.explain(compiled, partitioner="xla").total_bytes,
         "bytes on CPU": sum(n for _, n in kinds.values()),
         "messages": sum(n for n, _ in kinds.values()),
         "temps": compiled.memory_analysis().temp_size_in_bytes,

@@ -6,6 +6,7 @@ It is traced once. The arguments of the compiled program are not those of the fu
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -131,7 +132,9 @@ def compiled_again(
         call, operands, passed, _ = traced()
         changed = {numbers[n]: spec for n, spec in specs.items()}
         pairs = zip(operands, passed, strict=True)
-        lowered = jitted_as(call, jaxpr).lower(*(_with_spec(x, changed[i]) if i in changed else x for x, i in pairs))
+        arguments = [_with_spec(x, changed[i]) if i in changed else x for x, i in pairs]
+        with contextlib.nullcontext() if first is None else no_mesh_set():  # a mesh that is set has the devices here
+            lowered = jitted_as(call, jaxpr).lower(*arguments)
         return read(lowered.compile(_WITHOUT_LLVM if found.program.platform == "cpu" else None))
 
     def planned(seconds: float) -> Planned | None:
