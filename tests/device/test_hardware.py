@@ -83,7 +83,7 @@ def test_planning_by_bytes_needs_no_model_and_explain_says_so(unknown):
         near(step(*arguments()), jax.grad(loss)(*arguments()), 1e-5, 1e-7)
         found = gshard.explain(step, *arguments())
     assert line in str(found).splitlines()[0]
-    assert found._repr_html_().startswith(f"<pre>{found.name} on 8 devices")
+    assert found._repr_html_().startswith(f'<pre style="white-space: pre-wrap">{found.name} on 8 devices')
     # Not where a machine is named, a plan is given, or nothing runs on these devices.
     named = gshard.jit(jax.grad(loss), mesh={"d": 8}, machine="h100:1x8")
     recorded = gshard.jit(jax.grad(loss), mesh={"d": 8}, plan=named.lower(*arguments()).plan)

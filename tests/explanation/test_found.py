@@ -52,7 +52,7 @@ def test_notebooks_show_results_as_pages_or_text_and_load_nothing():
     options = {"mesh": {"x": 8}, "machine": "h100:1x8", "choices": {"width": [64]}}
     configured = gshard.configure(build, **options)
     framed = [found, configured, found.explain()]
-    assert re.fullmatch(r"<pre>[^<>]+</pre>", found.explain().verdict(seconds=0)._repr_html_())
+    assert re.fullmatch(r"<pre [^<>]+>[^<>]+</pre>", found.explain().verdict(seconds=0)._repr_html_())
     for result in framed:
         (escaped,) = re.fullmatch(
             r'<iframe srcdoc="([^"<>]+)" title="[^"<>]+" style="[^"<>]+"></iframe>', result._repr_html_()

@@ -89,8 +89,7 @@ def compiled_for(
     """
     leaves, tree = jax.tree.flatten(given)
     shapes = [_shape_of(leaf) for leaf in leaves]
-    args, kwargs = jax.tree.unflatten(tree, shapes)
-    call, operands, passed, out_tree = _traced(f, args, kwargs, shapes)
+    call, operands, passed, out_tree = _traced(f, jax.tree.unflatten(tree, shapes), shapes)
     shardings = [*(getattr(x, "sharding", None) for x in operands), *shardings_of_call(call)]
     meshes = [Mesh.of(s.mesh) for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1]
     if not meshes:
@@ -99,17 +98,14 @@ def compiled_for(
     if any(mesh.devices is not None and kind_of_devices(mesh) == on_machine.kind for mesh in meshes):
         return None
     on = OnDevices(described_mesh(on_machine).devices or ())
-    call, operands = on.equation(call), [_on(x, on) for x in operands]
+    call = on.equation(call)
+    operands = [x.update(sharding=on.sharding(x.sharding)) if getattr(x, "sharding", None) else x for x in operands]
     called = {f"arrays[{i}]": names.get(name, name) for i, name in enumerate(argument_names(call.params["jaxpr"]))}
     read = functools.partial(source_of, out_tree=out_tree, names=called)
     with no_mesh_set():
         found = read(jitted_as(call, call.params["jaxpr"]).lower(*operands).compile())
     again = compiled_again(found, f, given, read, (call, operands, passed, out_tree))
     return dataclasses.replace(found, again=again), on_machine
-
-
-def _on(shape: Any, on: OnDevices) -> Any:
-    return shape.update(sharding=on.sharding(shape.sharding)) if getattr(shape, "sharding", None) else shape
 
 
 def compiled_again(
@@ -124,8 +120,7 @@ def compiled_again(
 
     def traced() -> _Traced:
         if not once:
-            args, kwargs = jax.tree.unflatten(tree, shapes)
-            once.append(_traced(f, args, kwargs, shapes))
+            once.append(_traced(f, jax.tree.unflatten(tree, shapes), shapes))
         return once[0]
 
     def compiled(jaxpr: Any, specs: Specs) -> CompiledSource:
@@ -145,12 +140,12 @@ def compiled_again(
     return CompiledAgain(leaves_of, lambda: traced()[0].params["jaxpr"], compiled, planned)
 
 
-def _traced(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Sequence[Any]) -> _Traced:
+def _traced(f: Any, given: Arguments, shapes: Sequence[Any]) -> _Traced:
     """What a function gives to ``jax.jit``: the equation, its operands, and which leaves of its arguments they are.
 
     Last the tree of its results, if the equation has the same ones.
     """
-    whole, arrays, tree = traced_call(f, args, kwargs)
+    whole, arrays, tree = traced_call(f, *given)
     calls = calls_of_jit(whole)
     if len(calls) != 1:
         raise ArgumentError(f"{name_of(f)} calls {len(calls)} jitted functions: explain one around these.", user_line())

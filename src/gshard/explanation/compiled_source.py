@@ -264,7 +264,7 @@ class CompiledSource:
             return ""
         return (
             f"XLA compiled this program for {platform}. For {machine.kind or machine.name} it fuses and combines "
-            "otherwise, and may choose other collectives: compile for the devices themselves to see those."
+            "otherwise, and may choose other collectives: explain the function with machine= to see its program."
         )
 
     def details_of_row(self, row: CollectiveRow, kernels: Sequence[TimedKernel], places: Places) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class InNotebooks:
     def _repr_html_(self) -> str:
         data = self._page_data()
         if data is None:
-            return f"<pre>{html.escape(str(self))}</pre>"
+            return f'<pre style="white-space: pre-wrap">{html.escape(str(self))}</pre>'
         return (
             f'<iframe srcdoc="{html.escape(page(data))}" title="{html.escape(data["name"])}" style="{_FRAME}"></iframe>'
         )
