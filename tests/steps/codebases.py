@@ -25,7 +25,7 @@ def shapes(mesh, tree, dtype="float32"):
 
 
 def jitted(loss, params):
-    """A step of gradient descent with momentum; its state stays as it is split."""
+    """A jitted step of gradient descent with momentum. Its state keeps its shardings."""
 
     def step(params, momentum, *batch):
         value, gradients = jax.value_and_grad(loss)(params, *batch)

@@ -207,10 +207,11 @@ def _as_compiled(
             got=", ".join(f"{name}=" for name in [*given, *(["mesh"] if mesh is not None else [])]),
             hint="Place the arguments, or give jax.jit in_shardings.",
         )
-    given_to_f, not_for, refused = (args, dict(kwargs)), tuple[str, ...](), None
+    given_to_f, names, not_for, refused = (args, dict(kwargs)), dict[str, str](), tuple[str, ...](), None
     try:
         if machine is not None and not has_substitute():
-            described = compiled_for(machine, f, given_to_f, names_of_arrays(f, args, kwargs))
+            names = names_of_arrays(f, args, kwargs)
+            described = compiled_for(machine, f, given_to_f, names)
             if described is not None:
                 return Explanation(*described)
     except (PlanningError, *REFUSED) as error:
@@ -227,7 +228,7 @@ def _as_compiled(
         return _of_stage(lowered, (), {}, {}, machine, partitioner)
     if partitioner is None and partitions_of(lowered) == 1:
         return None
-    names = names_of_arrays(f, args, kwargs)
+    names = names or names_of_arrays(f, args, kwargs)
     found = explain_compiled(lowered, None, machine, names)
     source = found.source
     assert isinstance(source, CompiledSource), "XLA compiled it"

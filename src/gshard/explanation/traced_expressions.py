@@ -197,7 +197,7 @@ class _Body:
         return found
 
     def _repeated(self, run: Sequence[int]) -> list[Sequence[int]]:
-        """The equations of several evaluations, in each of which the same equations follow each other."""
+        """Splits equations into evaluations, if the same equations follow each other several times."""
         eqns = [(self.body.eqns[i], self.chains[i]) for i in run]
         alike = [(e.primitive, *map(_type_of, e.outvars), chain) for e, chain in eqns]
         sizes = (n for n in range(1, len(run) // 2 + 1) if len(run) % n == 0 and alike[:n] == alike[n : 2 * n])

@@ -46,7 +46,7 @@ class _Moved:
 def as_on_accelerators(flow: Dataflow, found: Sequence[CompiledCollective]) -> tuple[CompiledCollective, ...]:
     """The same collectives as GPUs and TPUs send them.
 
-    A collective that moves arrays of which only some differ becomes two.
+    A collective becomes two if the kind of only some of its arrays changes.
     """
     every = [_Moved(sent, i, kind, _result(sent, i)) for sent in found for i, kind in sent.arrays]
     kinds: dict[int, dict[str, list[tuple[int, str]]]] = {}
