@@ -1,10 +1,9 @@
 """Five known training steps, partitioned by XLA and by gshard: the same functions, the same shardings of arguments.
 
 Each step is a function from ``jax.jit`` with shardings and without marks. Weights are float32, the optimizer is Adam.
-gshard plans for eight H100s. XLA compiles both programs for eight CPU devices; gshard reads both texts in the same way
-and prices both on the model of eight H100s. These models are small, so launches of kernels and latencies are most of
-their time. XLA's compiler for CPUs keeps an all-reduce where a device then needs only its part of the sum; its
-compilers for GPUs and TPUs make a reduce-scatter of most of these, which sends half of the bytes.
+gshard plans for eight H100s. XLA compiles both programs for eight CPU devices; gshard reads both texts, counts what XLA
+sends on GPUs, and prices both on the model of eight H100s. These models are small, so launches of kernels and latencies
+are most of their time.
 
     python examples/beside_xla.py [folder for the pages]
 """
