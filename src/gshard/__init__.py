@@ -8,6 +8,7 @@ Mark a few tensors of a program written for one device, and run it on all of the
     instead_of_jit              a block in which what jax.jit, nnx.jit, eqx.filter_jit ... would compile is partitioned
     explain                     what each tensor got and why, and what the devices communicate
     search                      the fastest plan found for a machine, with no marks or some, and how near the best
+    prove                       whether a sharded program computes what a plain one does: exactly, without a tolerance
 
 Besides::
 
@@ -42,6 +43,7 @@ if _typing.TYPE_CHECKING:
     from gshard.api.marks import shard as shard
     from gshard.api.marks import shard_by_path as shard_by_path
     from gshard.api.marks import split as split
+    from gshard.api.prove import prove as prove
     from gshard.api.row_functions import put_rows as put_rows
     from gshard.api.row_functions import take_rows as take_rows
     from gshard.api.search import search as search
@@ -67,6 +69,7 @@ _NAMES = {
     "api.jit": "jit",
     "api.kernel_function": "kernel",
     "api.marks": "name pipeline replicate shard shard_by_path split",
+    "api.prove": "prove",
     "api.row_functions": "put_rows take_rows",
     "api.search": "search",
     "core.errors": "ArgumentError GShardError MeshError PlanError ShardingError ShardingWarning TraceError",

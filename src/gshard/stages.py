@@ -12,6 +12,7 @@ from gshard.api.jit import Jitted as Jitted
 from gshard.api.kernel_function import KernelFunction as KernelFunction
 from gshard.api.lowered import Compiled as Compiled
 from gshard.api.lowered import Lowered as Lowered
+from gshard.api.prove import Proof as Proof
 from gshard.core.plan import Plan as Plan
 from gshard.core.program import Program as Program
 from gshard.core.sharding import Sharding as Sharding
@@ -43,6 +44,7 @@ __all__ = [
     "MemoryLimitError",
     "Plan",
     "Program",
+    "Proof",
     "SearchResult",
     "Sharding",
     "SpmdProgram",

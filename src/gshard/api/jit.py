@@ -311,20 +311,20 @@ class Jitted(Generic[P, R]):
     @without_our_frames
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """The chain for these arguments (arrays or ``jax.ShapeDtypeStruct``): program, plan, spmd, executable."""
-        return self._lowered(self._read(args, kwargs))
+        return self._lowered(self.read(args, kwargs))
 
     def lower_for_search(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered:
         """The chain whose program ``search`` plans: a program that is the same wherever the arguments are."""
-        return self._lowered(self._read(args, kwargs, is_searched=True))
+        return self._lowered(self.read(args, kwargs, is_searched=True))
 
     @without_our_frames
     def trace(self, /, *args: Any, **kwargs: Any) -> Traced:
         """The function's jaxpr for these arguments, before anything is planned."""
-        call, lowered = self._read(args, kwargs), functools.partial(self.lower, *args, **kwargs)
+        call, lowered = self.read(args, kwargs), functools.partial(self.lower, *args, **kwargs)
         as_equation = self._with(leaves_by_axes=True, has_places=True)
 
         def inside(*args: Any, **kwargs: Any) -> Any:
-            made = as_equation._read(args, kwargs)
+            made = as_equation.read(args, kwargs)
             signature = dataclasses.replace(made.signature, places=call.signature.places)
             return as_equation._equation(dataclasses.replace(made, signature=signature))
 
@@ -352,7 +352,7 @@ class Jitted(Generic[P, R]):
     @without_our_frames
     def _seen_first(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
         """A call that JAX's dispatch cannot answer: the results, and how it can from now on."""
-        return *self._called(self._read(args, kwargs), args, kwargs), False
+        return *self._called(self.read(args, kwargs), args, kwargs), False
 
     def _called(self, call: _Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
         leaves = call.leaves
@@ -395,7 +395,7 @@ class Jitted(Generic[P, R]):
     def _lowered(self, call: _Call) -> Lowered:
         return self._programs.lowered(call.jaxpr, call.signature, call.positional)
 
-    def _read(self, args: Any, kwargs: Any, is_searched: bool = False) -> _Call:
+    def read(self, args: Any, kwargs: Any, is_searched: bool = False) -> _Call:
         """What JAX traces for a call, and where the arguments lie.
 
         With the types of Explicit axes JAX traces another program for arguments that are on the mesh, such as a state

@@ -239,6 +239,11 @@ def closed(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
     return getattr(jaxpr, "jaxpr", jaxpr), consts
 
 
+def name_of_function(jaxpr: Any) -> str:
+    """The name of the function of which a jaxpr is the trace; empty if JAX has not kept it."""
+    return str(getattr(closed(jaxpr)[0].debug_info, "func_src_info", "")).partition(" ")[0]
+
+
 def shapes_of(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
     """Shapes and dtypes to trace a function with, without shardings."""
     return list(map(shape_of_type, avals))

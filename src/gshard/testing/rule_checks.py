@@ -8,13 +8,14 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gshard.api.kernel_function import KernelFunction
+from gshard.api.prove import Proof, prove
 from gshard.comm.collectives import collectives_of
 from gshard.comm.steps import identity
 from gshard.core.errors import ArgumentError, RuleError
@@ -420,6 +421,35 @@ def check_kernel(
         of_kernel = functools.partial(compute, kernel)
         checked += check_rule(of_kernel, *args, primitive=kernel_p, mesh=mesh, most=most, tolerance=tolerance)
     return tuple(checked)
+
+
+def assert_proved(
+    f: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    like: Callable[..., Any] | None = None,
+    dtypes: Literal["any", "kept"] = "any",
+) -> Proof:
+    """Asserts that a sharded program computes what a plain one does, as ``gshard.prove``.
+
+    Args:
+        f, like, dtypes: as for ``gshard.prove``.
+        args, kwargs: the arguments of f.
+
+    Raises:
+        AssertionError: the programs are different, or the proof is undecided.
+
+    >>> import gshard, jax.numpy as jnp
+    >>> step = gshard.jit(lambda x: gshard.split(x, 0, "d") * 2, mesh=gshard.Mesh.abstract(d=4))
+    >>> assert_proved(step, (jnp.ones(8),)).verdict
+    'equal'
+    """
+    __tracebackhide__ = True
+    proof = prove(f, *args, like=like, dtypes=dtypes, **(kwargs or {}))
+    if not proof:
+        raise AssertionError(str(proof))
+    return proof
 
 
 def _is_float(x: Any) -> bool:

@@ -1,0 +1,288 @@
+"""``gshard.prove``: whether a sharded program computes what a plain one does, exactly, without a tolerance."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from gshard.api.jit import Jitted
+from gshard.core import jax_adapter
+from gshard.core.errors import ArgumentError, counted, listed
+from gshard.core.paths import leaf_names
+from gshard.core.planning_tables import with_tables
+from gshard.exact.blame import Blame, Contents, Trail, of_unequal
+from gshard.exact.interpreter import Interpreter, Shapes
+from gshard.exact.numbers import Field, P, Reals, Value
+from gshard.exact.operations import Complex, Undecided
+from gshard.tracing.by_jax import name_of
+
+EQUAL, DIFFERENT, UNDECIDED = "equal", "different", "undecided"
+_DRAWS = 2  # at once; more are drawn until a false "equal" is as unlikely as this:
+_CHANCE = 1e-12
+_MOST_DRAWS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """What ``gshard.prove`` found. It is true if the programs are equal.
+
+    Attributes:
+        verdict: ``"equal"``, ``"different"`` or ``"undecided"``.
+        chance: an upper bound of the probability that different programs are called equal.
+        result: the name of the first result that differs.
+        line: the user's line of the first wrong value; of an undecided proof the line of the operator.
+        cause: what is likely wrong, or why it is undecided.
+        elements: how many elements of the result differ, and how many it has.
+        assumed: the identities that the proof rests on, besides those of sums and products.
+        shrunk: the sizes that were made smaller.
+        equations: how many equations have run.
+        seconds: how long it took.
+    """
+
+    verdict: str
+    chance: float = 1.0
+    result: str = ""
+    line: str = ""
+    cause: str = ""
+    elements: tuple[int, int] = (0, 0)
+    assumed: tuple[str, ...] = ()
+    shrunk: tuple[str, ...] = ()
+    equations: int = 0
+    seconds: float = 0.0
+
+    def __bool__(self) -> bool:
+        return self.verdict == EQUAL
+
+    def __str__(self) -> str:
+        lines = [self._first_line()]
+        if self.cause:
+            lines.append(f"  {self.cause}" + (f", at {self.line}" if self.line else ""))
+        lines += [f"  assumed: {text}" for text in self.assumed]
+        lines += [f"  shrunk: {text}" for text in listed(self.shrunk)]
+        lines.append(f"  {counted(self.equations, 'equation')} in {self.seconds:.1f} s")
+        return "\n".join(lines)
+
+    def _first_line(self) -> str:
+        if self.verdict == EQUAL:
+            return f"equal: the chance that different programs pass is below {self.chance:.0e}"
+        if self.verdict == DIFFERENT and self.elements[1]:
+            wrong, all_of_them = self.elements
+            return f"different: {self.result}, {wrong:,} of {counted(all_of_them, 'element')}"
+        return self.verdict if self.verdict == UNDECIDED else f"different: {self.result}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """A jaxpr, the constants that are its first operands, and its results."""
+
+    jaxpr: Any
+    constants: Sequence[Any]
+    results: Any  # their tree
+    arguments: Sequence[Any]  # the flat arguments
+    names: Sequence[str]  # of the arguments
+
+
+@with_tables
+def prove(
+    f: Callable[..., Any],
+    /,
+    *args: Any,
+    like: Callable[..., Any] | None = None,
+    dtypes: Literal["any", "kept"] = "any",
+    **kwargs: Any,
+) -> Proof:
+    """Proves that a sharded program computes what a plain one does, or finds where it does not.
+
+    Both programs run exactly, without devices: floats are residues modulo a prime, so that sums and products do not
+    depend on their order; ``tanh`` and other functions are functions of which nothing is known; arguments are random.
+    Equal residues mean equal programs up to the order of sums and products, with a probability that the result states.
+
+    Args:
+        f: a function from ``gshard.jit``, or any function with ``jax.shard_map`` inside.
+        args, kwargs: its arguments, as arrays or ``jax.ShapeDtypeStruct``. Floats stand for their shapes only; integers
+            and booleans keep their values.
+        like: the plain function. A function from ``gshard.jit`` needs none: its own function is the plain one.
+        dtypes: ``"any"``: conversions between float dtypes change nothing; ``"kept"``: each is a function of its own.
+
+    Returns:
+        A ``Proof``.
+
+    Raises:
+        ArgumentError: ``like`` is missing, or the two functions have different arguments or results.
+
+    >>> import gshard, jax.numpy as jnp
+    >>> step = gshard.jit(lambda w, x: jnp.tanh(gshard.split(x, 0, "d") @ w).sum(), mesh=gshard.Mesh.abstract(d=4))
+    >>> gshard.prove(step, jnp.ones((6, 5)), jnp.ones((8, 6))).verdict
+    'equal'
+    """
+    start = time.perf_counter()
+    if dtypes not in ("any", "kept"):
+        raise ArgumentError(f"dtypes={dtypes!r} is neither 'any' nor 'kept'.", jax_adapter.user_line())
+    sharded, plain = _programs(f, like, args, kwargs)
+    _refuse_different_types(f, sharded, plain)
+    found = _Comparison(plain, sharded, Shapes(), dtypes == "kept").proof()
+    return dataclasses.replace(found, seconds=time.perf_counter() - start)
+
+
+def _programs(f: Any, like: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Program, _Program]:
+    if isinstance(f, Jitted):
+        call = f.read(args, kwargs)
+        lowered = f.lower(*args, **kwargs)
+        names = lowered.program.names[len(lowered.program.captured) :]
+        out_tree = lowered.out_tree
+        sharded = _Program(lowered.spmd.jaxpr, lowered.program.captured, out_tree, call.leaves, names)
+        if like is None:
+            plain = _Program(call.jaxpr, call.constants, out_tree, call.leaves, names)
+            return sharded, plain
+    else:
+        if like is None:
+            raise ArgumentError(
+                f"prove compares {name_of(f)} with a plain function, and none is given.",
+                jax_adapter.user_line(),
+                hint="Give it: gshard.prove(f, *args, like=plain).",
+            )
+        sharded = _traced(f, args, kwargs)
+    return sharded, _traced(like, args, kwargs)
+
+
+def _traced(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Program:
+    """The program of a call; leaves that are no arrays are constants."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    names = leaf_names(f, (args, kwargs))
+    arrays = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
+
+    def called(given: list[Any]) -> Any:
+        whole = dict(enumerate(leaves)) | dict(zip(arrays, given, strict=True))
+        positional, named = jax.tree.unflatten(tree, [whole[i] for i in range(len(leaves))])
+        return f(*positional, **named)
+
+    shapes = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in arrays]
+    jaxpr, results = jax.make_jaxpr(called, return_shape=True)(shapes)
+    return _Program(jaxpr, (), jax.tree.structure(results), [leaves[i] for i in arrays], [names[i] for i in arrays])
+
+
+def _refuse_different_types(f: Any, sharded: _Program, plain: _Program) -> None:
+    for what, ours, theirs in (
+        ("arguments", _types(sharded.arguments), _types(plain.arguments)),
+        ("results", _types(_outputs(sharded)), _types(_outputs(plain))),
+    ):
+        if ours != theirs:
+            differ = [f"{a} and {b}" for a, b in zip(ours, theirs, strict=False) if a != b]
+            raise ArgumentError(
+                f"{name_of(f)} and the plain function have different {what}.",
+                jax_adapter.user_line(),
+                got="; ".join(listed(differ)) or f"{len(ours)} and {len(theirs)} arrays",
+            )
+
+
+def _outputs(program: _Program) -> list[Any]:
+    return [v.aval for v in jax_adapter.closed(program.jaxpr)[0].outvars]
+
+
+def _types(arrays: Sequence[Any]) -> list[str]:
+    return [jax.core.ShapedArray(np.shape(x), jax.dtypes.result_type(x)).str_short() for x in arrays]
+
+
+class _Comparison:
+    """Two programs that run in the same domains."""
+
+    def __init__(self, plain: _Program, sharded: _Program, shapes: Any, keeps_dtypes: bool) -> None:
+        self.plain, self.sharded, self.shapes, self.keeps_dtypes = plain, sharded, shapes, keeps_dtypes
+        self._equations = 0
+
+    def proof(self) -> Proof:
+        """The verdict."""
+        degree, draws, assumed = 1.0, 0, set[str]()
+        while not draws or (_chance(degree, draws) > _CHANCE and draws < _MOST_DRAWS):
+            domain = Field(_DRAWS, draws, self.keeps_dtypes)
+            try:
+                differs = self._differs(domain)
+                if differs:
+                    return self._different(domain)
+            except Undecided as error:
+                return self._made(UNDECIDED, cause=error.what, line=error.where or "")
+            degree, assumed = max(degree, domain.degree), assumed | domain.identities
+            draws += _DRAWS
+        return self._made(EQUAL, chance=_chance(degree, draws), assumed=tuple(sorted(assumed)))
+
+    def _made(self, verdict: str, **fields: Any) -> Proof:
+        return Proof(verdict, shrunk=tuple(self.shapes.notes), equations=self._equations, **fields)
+
+    def _run(self, program: _Program, domain: Field | Reals, observe: Any = None) -> tuple[list[Value], Interpreter]:
+        run = Interpreter(domain, self.shapes, observe)
+        body = jax_adapter.closed(program.jaxpr)[0]
+        held = [run.constant(np.asarray(c)) for c in program.constants]
+        variables = body.invars[len(held) :]
+        operands = [
+            self._argument(run, i, v, x) for i, (v, x) in enumerate(zip(variables, program.arguments, strict=True))
+        ]
+        results = run.run(program.jaxpr, [*held, *operands])
+        self._equations += run.equations
+        return results, run
+
+    def _argument(self, run: Interpreter, i: int, v: Any, x: Any) -> Value:
+        shape, dtype = self.shapes.shape(v), v.aval.dtype
+        random = run.domain.random
+        if jax.dtypes.issubdtype(dtype, np.complexfloating):
+            return Complex(random(f"real {i}", shape), random(f"imaginary {i}", shape))
+        if jax.dtypes.issubdtype(dtype, np.floating):
+            return random(f"argument {i}", shape)
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            return run.constant(x, v)
+        if not jax.dtypes.issubdtype(dtype, np.integer):
+            return run.constant(np.random.default_rng(i).integers(0, 2, shape).astype(np.bool_))
+        return run.constant(np.random.default_rng(i).integers(0, 4, shape).astype(dtype))
+
+    def _differs(self, domain: Field | Reals) -> list[tuple[int, np.ndarray]]:
+        """The results that differ, and where; -1 for one that differs between devices."""
+        expected, _ = self._run(self.plain, domain)
+        found, run = self._run(self.sharded, domain)
+        where = [(i, _where(domain, a, b)) for i, (a, b) in enumerate(zip(found, expected, strict=True))]
+        wrong = [(i, w) for i, w in where if w.any()]
+        return wrong or [(-1, np.ones(1, bool)) for _ in run.unequal[:1]]
+
+    def _different(self, domain: Field) -> Proof:
+        try:
+            is_confirmed = bool(self._differs(Reals(_DRAWS, domain.seed)))
+        except Undecided:
+            is_confirmed = True
+        contents = Contents(domain)
+        trail = Trail(contents)
+        expected, _ = self._run(self.plain, domain, contents)
+        for i, v in enumerate(jax_adapter.closed(self.plain.jaxpr)[0].invars[len(self.plain.constants) :]):
+            argument = self._argument(Interpreter(domain, self.shapes), i, v, self.plain.arguments[i])
+            contents.add(argument)
+        found, run = self._run(self.sharded, domain, trail)
+        names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(
+            jax.tree.unflatten(self.sharded.results, range(len(found))))]  # fmt: skip
+        blame, result, elements = Blame("", ""), "", (0, 0)
+        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+            where = _where(domain, a, b)
+            if where.any():
+                blame, result = trail.blame(a), f"result{names[i]}"
+                elements = int(where.any(0).sum()), math.prod(where.shape[1:])
+                break
+        if run.unequal:
+            first = run.unequal[0]
+            blame = of_unequal(trail, first)
+            result = result or f"a result of shard_map (number {first.number})"
+        if not is_confirmed:
+            cause = "the programs are equal for numbers of float64, by an identity of which nothing is known here"
+            return self._made(UNDECIDED, cause=cause, line=blame.line, result=result)
+        return self._made(DIFFERENT, cause=blame.cause, line=blame.line, result=result, elements=elements)
+
+
+def _chance(degree: float, draws: int) -> float:
+    return float(min(1.0, degree / P) ** draws)
+
+
+def _where(domain: Field | Reals, a: Value, b: Value) -> np.ndarray:
+    if isinstance(a, Complex):
+        return _where(domain, a.real, b.real) | _where(domain, a.imag, b.imag)
+    return domain.differs(a, b)

@@ -1,0 +1,605 @@
+"""Runs jaxprs on arrays of lanes: regions, calls, and ``shard_map`` with its collectives, for all devices together."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from gshard.core import jax_adapter
+from gshard.core.rule import PARALLEL
+from gshard.exact import combining, movement  # noqa: F401  their operators are entered
+from gshard.exact.numbers import Field, Reals, Value
+from gshard.exact.operations import (
+    COMBINE,
+    OPERATORS,
+    Complex,
+    Operation,
+    Undecided,
+    is_float,
+    log_of_sum,
+    moved,
+)
+from gshard.language.kernel_loops import call_of
+from gshard.language.registry import has_rule, rule_of
+from gshard.simulator.simulate import device_groups
+
+Axes = tuple[tuple[str, int], ...]
+
+
+class Observer(Protocol):
+    """Sees what a program computes."""
+
+    def saw(self, eqn: Any, axes: Axes, operands: Sequence[Value], results: Sequence[Value]) -> None:
+        """An equation has run."""
+
+    def derived(self, new: Value, old: Value) -> None:
+        """An array consists of elements of another one: an iteration's part, a device's part, or all parts."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unequal:
+    """A result that ``out_specs`` call replicated, of which devices have different parts."""
+
+    eqn: Any  # the ``shard_map``
+    number: int  # of the result
+    axis: str  # along which parts differ
+    elements: int  # how many elements of a part differ
+    value: Value  # the parts
+
+
+class Shapes:
+    """The shapes of variables as they are."""
+
+    notes: tuple[str, ...] = ()
+
+    def shape(self, v: Any) -> tuple[int, ...]:
+        """The shape of a variable."""
+        return tuple(v.aval.shape)
+
+    def length(self, eqn: Any) -> int:
+        """The number of iterations of a scan."""
+        return int(eqn.params["length"])
+
+    def cut(self, array: np.ndarray, v: Any) -> np.ndarray:
+        """A constant with the shape of a variable."""
+        return array
+
+
+@dataclasses.dataclass
+class Interpreter:
+    """Runs jaxprs in one domain."""
+
+    domain: Field | Reals
+    shapes: Any = dataclasses.field(default_factory=Shapes)
+    observe: Observer | None = None
+    most_iterations: int = 10_000  # of a while loop
+    axes: Axes = ()  # the manual axes of the mesh; lanes are draws, then devices in the order of these axes
+    equations: int = 0  # how many have run
+    unequal: list[Unequal] = dataclasses.field(default_factory=list)
+
+    @property
+    def lanes(self) -> int:
+        """How many lanes arrays have."""
+        return self.domain.draws * math.prod(n for _, n in self.axes)
+
+    def moved(self, f: Callable[..., Any], *arrays: Value) -> Value:
+        """Moves elements between equations."""
+        new = moved(None, f, *arrays)
+        if self.observe is not None:
+            for x in arrays:
+                self.observe.derived(new, x)
+        return new
+
+    def constant(self, x: Any, v: Any = None) -> Value:
+        """An array of the program."""
+        if _is_key(x.dtype if hasattr(x, "dtype") else None):
+            return self.constant(_packed(x), v)
+        array = np.asarray(x)
+        array = array if v is None else self.shapes.cut(array, v)
+        if jax.dtypes.issubdtype(array.dtype, np.complexfloating):
+            return Complex(*(self.constant(np.ascontiguousarray(part)) for part in (array.real, array.imag)))
+        wanted = (self.lanes, *array.shape)
+        if jax.dtypes.issubdtype(array.dtype, np.floating):
+            made = self.domain.constant(np.asarray(array, np.float64)[None], array.dtype)
+            return moved(None, lambda a: np.broadcast_to(a, wanted), made)
+        return np.broadcast_to(array, wanted)
+
+    def run(self, jaxpr: Any, operands: Sequence[Value]) -> list[Value]:
+        """The results of a (closed) jaxpr, whose open constvars come first among the operands."""
+        body, consts = jax_adapter.closed(jaxpr)
+        held = [self.constant(c, v) for c, v in zip(consts, body.constvars, strict=bool(consts))]
+        free = len(body.constvars) - len(held)
+        return jax_adapter.evaluate(
+            body, [*held, *operands[:free]], operands[free:], self._equation, lambda v: self._literal(v)
+        )
+
+    def _literal(self, v: Any) -> Value:
+        return self.constant(np.asarray(v.val, v.aval.dtype))
+
+    def _equation(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
+        self.equations += 1
+        try:
+            results = self._results(eqn, operands)
+        except Undecided as error:
+            if error.where is None:
+                raise Undecided(error.what, jax_adapter.user_line(eqn.source_info)) from None
+            raise
+        if self.observe is not None:
+            self.observe.saw(eqn, self.axes, operands, results)
+        return results
+
+    def _results(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
+        name = eqn.primitive.name
+        if name in _REGIONS:
+            return _REGIONS[name](self, eqn, operands)
+        if name in _COLLECTIVES and not jax_adapter.sub_jaxprs(eqn.params):
+            return _collective(self, eqn, operands)
+        if name in _ON_KEYS:
+            return [_ON_KEYS[name](self, eqn, *operands)]
+        if name in OPERATORS:
+            found = OPERATORS[name](self._operation(eqn), *operands)
+            return found if isinstance(found, list) else [found]
+        if (called := jax_adapter.called_jaxpr(eqn)) is not None:
+            if jax_adapter.name_of_function(called) == "logaddexp" and is_float(operands[0]):
+                return [log_of_sum(self._operation(eqn), *operands)]
+            return self.run(called, operands)
+        if not any(is_float(x) or isinstance(x, Complex) for x in operands):
+            return self._by_jax(eqn, operands)
+        if (opened := _opened(eqn)) is not None and self._has_shapes(eqn):
+            return self.run(opened, operands)
+        return self._of_rows(eqn, operands)
+
+    def _operation(self, eqn: Any) -> Operation:
+        shape = self.shapes.shape
+        ins, outs = eqn.invars, eqn.outvars
+        return Operation(
+            eqn.primitive.name,
+            eqn.params,
+            tuple(() if isinstance(v, core.Literal) else shape(v) for v in ins),
+            tuple(map(shape, outs)),
+            tuple(v.aval.dtype for v in ins),
+            tuple(v.aval.dtype for v in outs),
+            self.domain,
+            self.lanes,
+        )
+
+    def _has_shapes(self, eqn: Any) -> bool:
+        variables = [v for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, core.Literal)]
+        return all(self.shapes.shape(v) == tuple(v.aval.shape) for v in variables)
+
+    def _by_jax(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+        """The results of an equation of integers, which JAX runs once for each different lane."""
+        if not self._has_shapes(eqn):
+            raise Undecided(f"'{eqn.primitive.name}' cannot be run at another size.")
+        seen: dict[bytes, list[Any]] = {}
+        rows = []
+        for lane in range(self.lanes):
+            local = [np.asarray(x[lane], v.aval.dtype) for x, v in zip(operands, eqn.invars, strict=True)]
+            key = b"".join(x.tobytes() for x in local)
+            if key not in seen:
+                seen[key] = [np.asarray(r) for r in jax_adapter.bind(eqn.primitive, eqn.params, local)]
+            rows.append(seen[key])
+        found = [np.stack(parts) for parts in zip(*rows, strict=True)]
+        return [self.domain.from_bits(x) if jax.dtypes.issubdtype(x.dtype, np.floating) else x for x in found]
+
+    def _of_rows(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+        """The results of an operator of which only the parallel dimensions are known."""
+        name = eqn.primitive.name
+        if not has_rule(name, eqn.params):
+            raise Undecided(f"'{name}' has no exact value and no rule.")
+        rule = rule_of(call_of(eqn), eqn.source_info)
+        if not self._has_shapes(eqn) or rule.fixed is not None or rule.manual is not None:
+            raise Undecided(f"'{name}' cannot be run exactly.")
+        parallel = [f for f, factor in enumerate(rule.factors) if factor.kind == PARALLEL]
+
+        def order(dims: Sequence[tuple[int, ...]]) -> tuple[list[int], list[int]]:
+            rows = {dim[0]: d for d, dim in enumerate(dims) if len(dim) == 1 and dim[0] in parallel}
+            if set(rows) != set(parallel):
+                raise Undecided(f"'{name}' cannot be run exactly.")
+            return [rows[f] for f in parallel], [d for d in range(len(dims)) if d not in rows.values()]
+
+        def flat(v: np.ndarray, dims: Sequence[tuple[int, ...]]) -> np.ndarray:
+            rows, others = order(dims)
+            count = math.prod(v.shape[d + 1] for d in rows)
+            return v.transpose(0, *(d + 1 for d in (*rows, *others))).reshape(len(v), count, -1)
+
+        if any(isinstance(x, Complex) for x in operands):
+            raise Undecided(f"'{name}' of complex numbers has no exact value.")
+        rows = [moved(None, functools.partial(flat, dims=d), x) for x, d in zip(operands, rule.operands, strict=True)]
+        wanted = []
+        for v, dims in zip(eqn.outvars, rule.results, strict=True):
+            wanted.append(([v.aval.shape[d] for d in order(dims)[1]], v.aval.dtype))
+        sizes = [rule.factors[f].size for f in parallel]
+        results = []
+        for x, dims in zip(self.domain.of_arrays(_text(name, eqn.params), wanted, rows), rule.results, strict=True):
+            of_rows, others = order(dims)
+            back = np.argsort([*of_rows, *others])
+            rest = x.shape[2:]
+            results.append(
+                moved(
+                    None, lambda v, r=rest, b=back: v.reshape(len(v), *sizes, *r).transpose(0, *(d + 1 for d in b)), x
+                )
+            )
+        return results
+
+
+def _text(name: str, params: dict[str, Any]) -> str:
+    """A name of an operator with those parameters that are plain values."""
+    plain = {k: v for k, v in sorted(params.items()) if isinstance(v, (int, float, str, bool))}
+    return f"{name} {plain}"
+
+
+def _opened(eqn: Any) -> Any:
+    """The jaxpr of an operator that JAX lowers through a Python function; None for others."""
+    function = jax_adapter.function_of(eqn.primitive)
+    if function is None:
+        return None
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    try:
+        opened = jax.make_jaxpr(functools.partial(function, **eqn.params))(*avals)
+    except Exception:  # it needs more than shapes
+        return None
+    inside = {e.primitive.name for e in jax_adapter.closed(opened)[0].eqns}
+    return None if eqn.primitive.name in inside else opened
+
+
+# --- regions
+
+
+def _scan(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    body, length, backwards = eqn.params["jaxpr"], run.shapes.length(eqn), eqn.params["reverse"]
+    num_consts, num_carry = jax_adapter.scan_counts(eqn.params)
+    consts, carry = list(operands[:num_consts]), list(operands[num_consts:][:num_carry])
+    xs = operands[num_consts + num_carry :]
+    collected: list[list[Value]] = []
+    for i in range(length)[:: -1 if backwards else 1]:
+        slices = [run.moved(lambda v, i=i: v[:, i], x) for x in xs]
+        results = run.run(body, [*consts, *carry, *slices])
+        carry = results[:num_carry]
+        collected.append(results[num_carry:])
+    if backwards:
+        collected.reverse()
+    stacked = []
+    for n, v in enumerate(eqn.outvars[num_carry:]):
+        if collected:
+            stacked.append(run.moved(lambda *rows: np.stack(np.broadcast_arrays(*rows), 1), *(r[n] for r in collected)))
+        else:
+            stacked.append(run.constant(np.zeros(run.shapes.shape(v), v.aval.dtype)))
+    return [*carry, *stacked]
+
+
+def _while(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    params = eqn.params
+    first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    carry = list(operands[second:])
+    for _ in range(run.most_iterations):
+        (goes_on,) = run.run(params["cond_jaxpr"], [*operands[:first], *carry])
+        if not goes_on.any():
+            return carry
+        results = run.run(params["body_jaxpr"], [*operands[first:second], *carry])
+        carry = [_where(run, goes_on, new, old) for new, old in zip(results, carry, strict=True)]
+    raise Undecided(f"a while loop runs more than {run.most_iterations} times.")
+
+
+def _where(run: Interpreter, condition: np.ndarray, new: Value, old: Value) -> Value:
+    if condition.all():
+        return new
+    shape = (-1, *(1,) * (new.ndim - 1))
+    return run.moved(lambda a, b: np.where(condition.reshape(shape), a, b), new, old)
+
+
+def _cond(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    branches = eqn.params["branches"]
+    chosen = np.clip(operands[0], 0, len(branches) - 1)
+    taken = [int(i) for i in np.unique(chosen)]
+    results = run.run(branches[taken[0]], operands[1:])
+    for i in taken[1:]:
+        others = run.run(branches[i], operands[1:])
+        results = [_where(run, chosen == i, new, old) for new, old in zip(others, results, strict=True)]
+    return results
+
+
+def _shard_map(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    params, outer = eqn.params, run.axes
+    mesh = params["mesh"]
+    manual = params.get("manual_axes") or frozenset(mesh.axis_names)
+    outside = {name for name, _ in outer}
+    inner: Axes = tuple((a, mesh.shape[a]) for a in mesh.axis_names if a in manual and a not in outside)
+    axes = (*outer, *inner)
+    lanes = run.lanes
+    count = math.prod(n for _, n in inner)
+    try:
+        run.axes = axes
+        parts = [
+            run.moved(functools.partial(_cut, axes=inner, spec=_entries(spec), lanes=lanes), x)
+            for x, spec in zip(operands, params["in_specs"], strict=True)
+        ]
+        results = run.run(params["jaxpr"], parts)
+    finally:
+        run.axes = outer
+    whole = []
+    for i, (x, spec) in enumerate(zip(results, params["out_specs"], strict=True)):
+        entries = _entries(spec)
+        used = [a for dim in entries for a in dim]
+        x = run.moved(functools.partial(_full_lanes, lanes=lanes * count), x)
+        for position, (name, size) in enumerate(inner):
+            if name not in used and size > 1:
+                _check_equal(run, eqn, i, x, lanes, inner, position)
+        whole.append(run.moved(functools.partial(_joined, axes=inner, spec=entries, lanes=lanes), x))
+    return whole
+
+
+def _full_lanes(v: np.ndarray, lanes: int) -> np.ndarray:
+    return v if len(v) == lanes else np.broadcast_to(v, (lanes, *v.shape[1:]))
+
+
+def _entries(spec: Any) -> list[tuple[str, ...]]:
+    entries = [() if e is None else e if isinstance(e, tuple) else (e,) for e in spec]
+    return [tuple(a for a in e if isinstance(a, str)) for e in entries]
+
+
+def _cut(v: np.ndarray, axes: Axes, spec: Sequence[tuple[str, ...]], lanes: int) -> np.ndarray:
+    """The part of each device: ``[lanes, ...] -> [lanes * devices, ...]``."""
+    sizes = dict(axes)
+    shape, where = [len(v)], {}
+    for d, n in enumerate(v.shape[1:]):
+        names = [a for a in (spec[d] if d < len(spec) else ()) if a in sizes]
+        for a in names:
+            where[a] = len(shape)
+            shape.append(sizes[a])
+        shape.append(n // math.prod(sizes[a] for a in names))
+    split = v.reshape(shape)
+    front = [where[a] for a, _ in axes if a in where]
+    rest = [d for d in range(1, len(shape)) if d not in front]
+    split = split.transpose(0, *front, *rest)
+    at = 1
+    for a, n in axes:
+        if a not in where:
+            split = np.broadcast_to(np.expand_dims(split, at), (*split.shape[:at], n, *split.shape[at:]))
+        at += 1
+    return split.reshape(-1, *split.shape[1 + len(axes) :])
+
+
+def _joined(v: np.ndarray, axes: Axes, spec: Sequence[tuple[str, ...]], lanes: int) -> np.ndarray:
+    """The inverse of ``_cut``."""
+    names = [a for a, _ in axes]
+    split = v.reshape(lanes, *(n for _, n in axes), *v.shape[1:])
+    for i in reversed(range(len(axes))):
+        if not any(names[i] in dim for dim in spec):
+            split = split.take(0, 1 + i)
+    kept = [a for a in names if any(a in dim for dim in spec)]
+    order, shape = [0], [lanes]
+    for d in range(v.ndim - 1):
+        dims = spec[d] if d < len(spec) else ()
+        order += [*(1 + kept.index(a) for a in dims), 1 + len(kept) + d]
+        shape.append(v.shape[d + 1] * math.prod(dict(axes)[a] for a in dims))
+    return split.transpose(order).reshape(shape)
+
+
+def _check_equal(run: Interpreter, eqn: Any, i: int, x: Value, lanes: int, axes: Axes, position: int) -> None:
+    """All devices along an axis must have the same part of a replicated result."""
+    parts = x if not isinstance(x, Complex) else x.real
+    shape = (lanes, *(n for _, n in axes), *x.shape[1:])
+    split = moved(None, lambda v: v.reshape(shape), parts)
+    first = moved(None, lambda v: np.broadcast_to(v.take([0], 1 + position), shape), split)
+    differs = run.domain.differs(split, first)
+    if differs.any():
+        count = int(differs.reshape(lanes * math.prod(n for _, n in axes), -1).any(0).sum())
+        run.unequal.append(Unequal(eqn, i, axes[position][0], count, x))
+
+
+_REGIONS: dict[str, Callable[[Interpreter, Any, Sequence[Value]], list[Value]]] = {
+    "scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map,
+}  # fmt: skip
+
+
+# --- random keys: two words of 32 bits in one of 64
+
+
+def _is_key(dtype: Any) -> bool:
+    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _packed(keys: Any) -> np.ndarray:
+    data = np.asarray(jax.random.key_data(keys))
+    if data.shape[-1] != 2:
+        raise Undecided("random keys of more than 64 bits have no exact value.")
+    return np.ascontiguousarray(data).view(np.uint64)[..., 0]
+
+
+def _words(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x)[..., None].view(np.uint32)
+
+
+def _through_jax(run: Interpreter, eqn: Any, *operands: Value) -> Value:
+    """An operation on random keys, which JAX runs once for each different lane."""
+    seen: dict[bytes, Any] = {}
+    lanes = []
+    for lane in range(run.lanes):
+        local: list[Any] = [x[lane] for x in operands]
+        key = b"".join(np.ascontiguousarray(x).tobytes() for x in local)
+        if key not in seen:
+            arrays = [
+                jax.random.wrap_key_data(jnp.asarray(_words(x)), impl=jax_adapter.impl_of_keys(v.aval))
+                if _is_key(v.aval.dtype)
+                else x
+                for x, v in zip(local, eqn.invars, strict=True)
+            ]
+            (result,) = jax_adapter.bind(eqn.primitive, eqn.params, arrays)
+            seen[key] = _packed(result) if _is_key(result.dtype) else np.asarray(result)
+        lanes.append(seen[key])
+    return np.stack(lanes)
+
+
+_ON_KEYS: dict[str, Callable[..., Value]] = {
+    **dict.fromkeys("random_seed random_split random_fold_in random_bits random_clone".split(), _through_jax),
+    "random_wrap": lambda run, eqn, x: np.ascontiguousarray(x).view(np.uint64)[..., 0],
+    "random_unwrap": lambda run, eqn, x: _words(x),
+}
+
+
+# --- collectives
+
+
+def _groups(run: Interpreter, eqn: Any) -> np.ndarray:
+    """The devices of each group, ``[groups, members]``."""
+    params = eqn.params
+    names = params.get("axis_name", params.get("axes"))
+    names = tuple(names) if isinstance(names, (tuple, list)) else (names,)
+    parts = params.get("axis_index_groups")
+    found = device_groups(run.axes, names, None if parts is None else tuple(map(tuple, parts)))
+    return np.array(found)
+
+
+def _collective(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    name, params = eqn.primitive.name, eqn.params
+    named = params.get("axis_name", params.get("axes", ()))
+    named = tuple(named) if isinstance(named, (tuple, list)) else (named,)
+    if any(isinstance(a, int) for a in named):  # vmap has replaced an axis by a dimension
+        raise Undecided(f"'{name}' over a dimension of an array has no exact value.")
+    if not named:
+        return list(operands)
+    groups = _groups(run, eqn)
+    if name == "axis_index":
+        index = np.empty(groups.size, np.int32)
+        index[groups] = np.arange(groups.shape[1])
+        return [np.tile(index, run.domain.draws)]
+    if name == "ragged_all_to_all":
+        return [_ragged(run, groups, *operands)]
+    return [_exchanged(run, eqn, groups, x) for x in operands]
+
+
+def _exchanged(run: Interpreter, eqn: Any, groups: np.ndarray, x: Value) -> Value:
+    """``[lanes, ...] -> [draws, groups, members, ...]``, the collective, and back."""
+    name, draws = eqn.primitive.name, run.domain.draws
+    devices = groups.size
+    x = moved(None, functools.partial(_full_lanes, lanes=draws * devices), x)
+    split = moved(None, lambda v: v.reshape(draws, devices, *v.shape[1:])[:, groups], x)
+    found = _COLLECTIVES[name](run, eqn, split)
+    back = np.argsort(groups.ravel())
+    return moved(None, lambda v: v.reshape(draws, devices, *v.shape[3:])[:, back].reshape(-1, *v.shape[3:]), found)
+
+
+def _reduced(how: str) -> Callable[..., Value]:
+    def reduce(run: Interpreter, eqn: Any, x: Value) -> Value:
+        o = Operation(how, {}, (), (), (), (), run.domain, run.lanes)
+        members = [moved(None, lambda v, i=i: v[:, :, i], x) for i in range(x.shape[2])]
+        total = functools.reduce(functools.partial(COMBINE[how], o), members)
+        if how == "sum" and not is_float(total) and not isinstance(total, Complex):
+            total = total.astype(eqn.outvars[0].aval.dtype)
+        return moved(
+            None, lambda v, n=x.shape[2]: np.broadcast_to(v[:, :, None], (*v.shape[:2], n, *v.shape[2:])), total
+        )
+
+    return reduce
+
+
+def _all_gather(run: Interpreter, eqn: Any, x: Value) -> Value:
+    dim, members = eqn.params["all_gather_dimension"], x.shape[2]
+
+    def gather(v: np.ndarray) -> np.ndarray:
+        whole = np.moveaxis(v, 2, 2 + dim)
+        if eqn.params["tiled"]:
+            shape = list(v.shape[3:])
+            shape[dim] *= members
+            whole = whole.reshape(*v.shape[:2], *shape)
+        return np.broadcast_to(whole[:, :, None], (*v.shape[:2], members, *whole.shape[2:]))
+
+    return moved(None, gather, x)
+
+
+def _reduce_scatter(run: Interpreter, eqn: Any, x: Value) -> Value:
+    dim, members = eqn.params["scatter_dimension"], x.shape[2]
+    total = moved(None, lambda v: v[:, :, 0], _reduced("sum")(run, eqn, x))
+
+    def scatter(v: np.ndarray) -> np.ndarray:
+        shape = v.shape[2:]
+        split = v.reshape(*v.shape[:2], *shape[:dim], members, shape[dim] // members, *shape[dim + 1 :])
+        parts = np.moveaxis(split, 2 + dim, 2)
+        return parts if eqn.params["tiled"] else parts.squeeze(3 + dim)
+
+    return moved(None, scatter, total)
+
+
+def _all_to_all(run: Interpreter, eqn: Any, x: Value) -> Value:
+    split_axis, concat_axis, members = eqn.params["split_axis"], eqn.params["concat_axis"], x.shape[2]
+
+    def exchange(v: np.ndarray) -> np.ndarray:
+        shape = v.shape[3:]
+        parts = v.reshape(
+            *v.shape[:3], *shape[:split_axis], members, shape[split_axis] // members, *shape[split_axis + 1 :]
+        )
+        received = np.moveaxis(np.moveaxis(parts, 3 + split_axis, 2), 3, 3 + concat_axis)
+        local = list(shape)
+        local[split_axis] //= members
+        local[concat_axis] *= members
+        return received.reshape(*v.shape[:3], *local)
+
+    return moved(None, exchange, x)
+
+
+def _ppermute(run: Interpreter, eqn: Any, x: Value) -> Value:
+    pairs = [(int(s), int(t)) for s, t in eqn.params["perm"]]
+    source = np.zeros(x.shape[2], np.int64)
+    receives = np.zeros(x.shape[2], bool)
+    for s, t in pairs:
+        source[t], receives[t] = s, True
+
+    def permute(v: np.ndarray, zero: np.ndarray) -> np.ndarray:
+        return np.where(receives.reshape(-1, *(1,) * (v.ndim - 3)), v[:, :, source], zero)
+
+    dtype = eqn.outvars[0].aval.dtype
+    zero = np.zeros((1,) * x.ndim, np.int64 if _is_key(dtype) else dtype) if not is_float(x) else None
+    nothing = run.domain.constant(np.zeros((1,) * x.ndim), np.float32) if zero is None else zero
+    return moved(None, permute, x, nothing)
+
+
+def _broadcast(run: Interpreter, eqn: Any, x: Value) -> Value:
+    source = eqn.params["source"]
+    return moved(None, lambda v: np.broadcast_to(v[:, :, source : source + 1], v.shape), x)
+
+
+def _ragged(run: Interpreter, groups: np.ndarray, x: Value, output: Value, *places: Value) -> Value:
+    """Rows from ``input_offsets`` on are written to ``output_offsets`` in the outputs of the receivers."""
+    starts, sizes, targets, _ = places
+    draws, devices = run.domain.draws, groups.size
+    rows = x.shape[1]
+    read = np.full((draws * devices, output.shape[1]), -1)
+    for draw in range(draws):
+        for group in groups:
+            for sender in group:
+                lane = draw * devices + sender
+                chunks = starts.shape[1] // len(group)
+                for i in range(starts.shape[1]):
+                    receiver = draw * devices + group[i // chunks]
+                    first, n, to = int(starts[lane, i]), int(sizes[lane, i]), int(targets[lane, i])
+                    read[receiver, to : to + n] = lane * rows + np.arange(first, first + n)
+    arrives = (read >= 0).reshape(*read.shape, *(1,) * (x.ndim - 2))
+
+    def write(v: np.ndarray, old: np.ndarray) -> np.ndarray:
+        flat = v.reshape(-1, *v.shape[2:])
+        return np.where(arrives, flat[np.maximum(read, 0)], old)
+
+    return moved(None, write, x, output)
+
+
+_COLLECTIVES: dict[str, Callable[..., Value]] = {
+    **dict.fromkeys(("psum", "psum2", "psum_invariant"), _reduced("sum")),
+    "pmax": _reduced("max"),
+    "pmin": _reduced("min"),
+    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), _all_gather),
+    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), _reduce_scatter),
+    "all_to_all": _all_to_all,
+    "ppermute": _ppermute,
+    "pbroadcast": _broadcast,
+    "ragged_all_to_all": _ragged,
+    "axis_index": _ppermute,
+}
