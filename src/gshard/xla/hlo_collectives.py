@@ -190,13 +190,14 @@ def _read(module: Module, inside: str, made: Instruction) -> tuple[str, int, int
     return kind, operand, size, 0 if pairs and all(a == b for a, b in pairs) else moved, groups
 
 
-def groups_of(made: Instruction, module: Module) -> Groups:
-    """The groups of devices of a collective, each in rising order.
+def groups_of(made: Instruction, module: Module, *, ordered: bool = False) -> Groups:
+    """The groups of devices of a collective, each in rising order, or ``ordered`` as XLA counts their members.
 
     Without ``use_global_device_ids``, groups consist of replicas: of all their partitions if there is a channel.
     """
     _, given, text = made.attributes.partition("replica_groups=")
     groups, partitions = _read_groups(text) if given else (), module.devices // module.replicas
+    groups = groups if ordered else tuple(tuple(sorted(group)) for group in groups)
     if not groups:
         return (tuple(range(module.devices)),)
     if "use_global_device_ids=true" in text or max(map(max, groups)) >= module.replicas:
@@ -214,13 +215,13 @@ def _read_groups(text: str) -> Groups:
     >>> _read_groups("[2,2]<=[2,2]T(1,0), dimensions={0}")
     ((0, 2), (1, 3))
     >>> _read_groups("mesh['a'=2,'b'=4] {'b':(2)2,'a'}, dimensions={0}")
-    ((0, 1, 4, 5), (2, 3, 6, 7))
+    ((0, 4, 1, 5), (2, 6, 3, 7))
     >>> _read_groups("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}, dimensions={0}")
     ((0, 2, 4, 6), (1, 3, 5, 7))
     """
     if found := re.match(r"\{(\{[\d,]*\},?)*\}", text):
         listed = re.findall(r"\{([\d,]+)\}", found[0])
-        return tuple(tuple(sorted(map(int, group.split(",")))) for group in listed)
+        return tuple(tuple(map(int, group.split(","))) for group in listed)
     if found := _IOTA.match(text):
         return _rows(_iota(found))
     if not (found := re.match(r"@?mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}", text)):
@@ -233,14 +234,15 @@ def _read_groups(text: str) -> Groups:
     for name, size in sizes.items():
         stride //= size
         strides[name] = stride
-    first, members = positions.copy(), 1
+    first, member, members = positions.copy(), 0 * positions, 1
     for name, before, part in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", found[3]):
         # 'b':(2)4 is the part of size 4 of 'b' that stands after a part of size 2.
         count = int(part or sizes[name])
         step = strides[name] * (sizes[name] // (int(before or 1) * count))
         first -= positions // step % count * step
+        member = member * count + positions // step % count
         members *= count
-    return _rows(ids[np.argsort(first, kind="stable")].reshape(-1, members))
+    return _rows(ids[np.lexsort((member, first))].reshape(-1, members))
 
 
 _IOTA = re.compile(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -264,7 +266,7 @@ def numbers_in(text: str) -> np.ndarray[Any, Any]:
 
 
 def _rows(ids: np.ndarray[Any, Any]) -> Groups:
-    return tuple(map(tuple, np.sort(ids).tolist()))
+    return tuple(map(tuple, ids.tolist()))
 
 
 def pairs_of(made: Instruction) -> list[tuple[int, int]]:

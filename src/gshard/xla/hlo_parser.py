@@ -12,7 +12,7 @@ from gshard.core.jax_adapter import Frame, is_of_library
 
 BRANCHES = ("branch_computations", "true_computation", "false_computation")  # attributes that name computations
 _COMMENT = re.compile(r"/\*[^*]*\*/")
-_NAME = re.compile(r"%([\w.\-]+)")
+_NAME = re.compile(r"%([\w.\-]+(?:#\d+)*)")  # %x#1: what a ``get-tuple-element`` of %x, which is not printed, takes
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*\(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+) = (.*)$")
 _PARENTHESIS = re.compile(r"[()]")
@@ -54,6 +54,16 @@ class Instruction:
             case _:
                 return ()
         return tuple(name for attribute in attributes for name in self.called(attribute))
+
+    def numbers(self, attribute: str) -> tuple[int, ...]:
+        """The numbers of an attribute: ``attribute={1,0}`` or ``attribute=1``; () without."""
+        found = re.search(rf"\b{attribute}=\{{?([\d,]*)", self.attributes)
+        return tuple(int(n) for n in found[1].split(",") if n) if found else ()
+
+    def text(self, attribute: str) -> str:
+        """The text of an attribute: ``attribute=LT``, ``attribute={size=3}`` or ``attribute="name"``; empty without."""
+        found = re.search(rf'\b{attribute}=(?:\{{([^}}]*)\}}|"([^"]*)"|([\w.>\-]+))', self.attributes)
+        return next((part for part in found.groups() if part), "") if found else ""
 
     @property
     def op_name(self) -> str:
@@ -144,6 +154,22 @@ def arrays_of(text: str) -> list[ArrayType]:
     return found
 
 
+def elements_of(text: str) -> list[str]:
+    """The types in a printed tuple type.
+
+    >>> elements_of("((f32[8,4]{1,0}, s32[]), pred[2]{0})")
+    ['(f32[8,4]{1,0}, s32[])', 'pred[2]{0}']
+    """
+    found, depth = [""], 0
+    for character in text[1:-1]:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += character
+    return [part.strip() for part in found]
+
+
 def type_bytes(text: str) -> int:
     """Bytes of all arrays in a type; tokens have none.
 
@@ -168,7 +194,10 @@ def read_module(text: str) -> Module:
             computations[name] = Computation(instructions, root)
             name = ""
         elif found := _INSTRUCTION.match(line):
-            instructions[found[2]] = _read_instruction(found[2], found[3])
+            made = _read_instruction(found[2], found[3])
+            for name_of_part in made.operands:
+                _add_parts(instructions, name_of_part)
+            instructions[found[2]] = made
             root = found[2] if found[1] else root
     top = text.split("\n", 1)[0]
     counts = (re.search(rf"\b{key}=(\d+)", top) for key in ("replica_count", "num_partitions"))
@@ -183,6 +212,19 @@ def _read_instruction(name: str, text: str) -> Instruction:
     end = _closing(rest, start)
     inside = rest[start + 1 : end - 1]
     return Instruction(name, result, rest[:start], tuple(_NAME.findall(inside)), inside, rest[end:])
+
+
+def _add_parts(instructions: dict[str, Instruction], name: str) -> None:
+    """Adds the ``get-tuple-element`` that an operand ``x#1`` stands for; of ``x#1#0`` that of ``x#1`` too."""
+    whole, _, index = name.rpartition("#")
+    if whole and name not in instructions:
+        _add_parts(instructions, whole)
+        of = instructions[whole]
+        kind = elements_of(of.type)[int(index)]
+        metadata = of.attributes[of.attributes.find(", metadata=") :] if ", metadata=" in of.attributes else ""
+        instructions[name] = Instruction(
+            name, kind, "get-tuple-element", (whole,), f"%{whole}", f", index={index}{metadata}"
+        )
 
 
 def _closing(text: str, start: int) -> int:
