@@ -27,6 +27,7 @@ from gshard.core.jax_adapter import Frame, impl_of_keys, no_mesh_set, shapes_of,
 from gshard.core.jax_adapter_context import wide_enough_for
 from gshard.core.jax_adapter_dispatch import kept_arguments
 from gshard.core.mesh import Mesh
+from gshard.core.planning_tables import tabulated, with_tables
 from gshard.exact.hlo_instructions import (
     COPIES,
     DTYPES,
@@ -91,36 +92,30 @@ def partitioned_hlo(lowered: jax.stages.Lowered) -> Partitioned:
     """
     seconds = jax.config.jax_persistent_cache_min_compile_time_secs  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as folder:
-        # The large constants also make the key of the persistent cache differ from the one of the plain program.
-        options: dict[str, str | bool] = {
-            "xla_dump_to": folder,
-            "xla_dump_hlo_pass_re": _PASS,
-            "xla_dump_large_constants": True,
-        }
+        options: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": _PASS}
+        options["xla_dump_large_constants"] = True  # this also changes the key in the persistent cache
         jax.config.update("jax_persistent_cache_min_compile_time_secs", _NEVER)
         try:
             compiled = lowered.compile(compiler_options=options)
         finally:
             jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
-        files = sorted(Path(folder).glob(f"*.after_{_PASS}.*.txt")) or sorted(Path(folder).glob("*before_optimiz*.txt"))
-        if not files:
-            raise TraceError(
-                "XLA did not write the partitioned program.",
-                hint="Programs that are already in JAX's persistent compilation cache with xla_dump_to are not "
-                "compiled again: empty the cache, or set jax_enable_compilation_cache to False.",
-            )
-        module = read_module(files[-1].read_text())
+        # XLA does not partition a program of one device.
+        texts = [p.read_text() for n in (f"after_{_PASS}", "before_optim") for p in Path(folder).glob(f"*.{n}*.txt")]
+    module = read_module(texts[0]) if texts else None
+    if module is None or (module.devices > 1 and len(texts) == 1):
+        raise TraceError(
+            "XLA did not write the program that its partitioner made.",
+            hint="If JAX's persistent compilation cache has a program that was compiled with xla_dump_large_constants, "
+            "take it out.",
+        )
     arguments, kept = tuple(jax.tree.leaves(lowered.in_avals)), tuple(sorted(kept_arguments(compiled)))
     results = tuple(jax.tree.leaves(lowered.out_info))
-    no_leaf: Callable[[Any], bool] = lambda x: x is None  # noqa: E731
-    given = jax.tree.leaves(compiled.input_shardings, is_leaf=no_leaf)
-    made = jax.tree.leaves(compiled.output_shardings, is_leaf=no_leaf)
-    if len(given) == len(arguments):
-        given = [given[i] for i in kept]
+    takes: Any = lowered.in_tree
+    gives: Any = lowered.out_tree
+    given, made = takes.flatten_up_to(compiled.input_shardings), gives.flatten_up_to(compiled.output_shardings)
+    given = [given[i] for i in kept]
     meshes = (s.mesh for s in (*given, *made) if isinstance(s, NamedSharding) and s.mesh.size == module.devices)
     mesh = Mesh.of(next(meshes, {"devices": module.devices}))
-    if module.devices > 1 and files[-1].name.endswith("before_optimizations.txt"):
-        raise TraceError("XLA did not partition a program for several devices.", got=files[-1].name)
     in_specs = tuple(_spec(s, arguments[i].shape, mesh) for i, s in zip(kept, given, strict=True))
     out_specs = tuple(_spec(s, x.shape, mesh) for s, x in zip(made, results, strict=True))
     return Partitioned(module, mesh, arguments, kept, in_specs, results, out_specs)
@@ -130,23 +125,21 @@ def _spec(sharding: Any, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """A sharding as atoms of a mesh, from the block that each device has of each dimension."""
     if mesh.size == 1:
         return PartitionSpec()
-    slices = sharding.devices_indices_map(shape)
-    sizes = tuple(mesh.atom_sizes.values())
-    assert mesh.devices is not None
+    slices, sizes = sharding.devices_indices_map(shape), tuple(mesh.atom_sizes.values())
+    position = dict(zip(mesh.atoms, np.indices(sizes), strict=True))  # of each device along each atom
     entries: list[Any] = []
     for d, size in enumerate(shape):
-        starts = np.array([slices[device][d].start or 0 for device in mesh.devices])
+        starts = np.array([slices[device][d].start or 0 if device in slices else -1 for device in mesh.devices or ()])
         blocks = np.unique(starts, return_inverse=True)[1].reshape(sizes)
         # How far one step along an atom goes orders the atoms, major to minor.
-        steps = {atom: int(blocks[tuple(int(a == i) for a in range(len(sizes)))]) for i, atom in enumerate(mesh.atoms)}
-        along = tuple(sorted((a for a in mesh.atoms if steps[a] > 0), key=lambda a: -steps[a]))
-        whole = np.indices(sizes)
+        steps = {atom: int(blocks[(sum(position.values()) == 1) & (position[atom] == 1)][0]) for atom in position}
+        along = tuple(sorted((a for a in steps if steps[a]), key=lambda a: -steps[a]))
         found = np.zeros(sizes, int)
         for atom in along:
-            found = found * mesh.atom_sizes[atom] + whole[mesh.atoms.index(atom)]
-        if (found != blocks).any() or (along and size % mesh.count(along)):
+            found = found * mesh.atom_sizes[atom] + position[atom]
+        if (found != blocks).any() or size % mesh.count(along) or (starts < 0).any():
             raise TraceError(
-                "an array is split in a way that no axes of its mesh describe.", got=f"{shape}: {sharding}"
+                "an array is split in a way that axes of its mesh do not describe.", got=f"{shape}: {sharding}"
             )
         entries.append(along or None)
     return PartitionSpec(*entries)
@@ -163,6 +156,7 @@ class Translated:
         return user_line(equation.source_info)
 
 
+@with_tables
 def jaxpr_of(program: Partitioned) -> Translated:
     """Translates a partitioned program.
 
@@ -206,7 +200,7 @@ def _run(call: Callable[[], Any]) -> Any:
     return call()
 
 
-@functools.cache
+@tabulated(4096)
 def _frame(file: str, line: int, function: str) -> Callable[[Callable[[], Any]], Any]:
     """A function that calls its argument in a frame of this file, line and function."""
     name = function or "<module>"
