@@ -110,7 +110,12 @@ WHOLE = {
     "causal": (lambda x: jnp.where(jnp.tril(jnp.ones((64, 64), bool)), x @ x.T, 0.0), (2, 3)),
     "window": (lambda x: jnp.where(jnp.arange(64)[:, None] < jnp.arange(64) + 9, x @ x.T, 0.0), (64, 2)),
     "compared with data": (lambda x: x * (jnp.arange(96) < x.astype(int)), (2, 96)),
-    "rows at indices": (lambda x: x[x.sum(1).astype(int)], (64, 2)),
+    "rows at computed indices": (lambda x: x[x.sum(1).astype(int)], (64, 2)),
+    "rows at indices": (lambda x, t: x[t], (5, 3)),
+    "one hot": (lambda x, t: jax.nn.one_hot(t, 64) @ x, (5, 3)),
+    "indices that are compared": (lambda x, t: x[t] * (t != 7)[:, None], (64, 2)),
+    "indices as numbers": (lambda x, t: x[t] * t.astype(np.float32)[:, None], (64, 2)),
+    "indices of two arrays": (lambda x, t: x[t] + x.T[t, :1], (64, 96)),
     "slice": (lambda x: x[:, :5], (2, 96)),
     "counts": (lambda x: jnp.where((x > 0).sum(1) > 7, 1.0, 0.0), (2, 96)),
     "scan": (lambda x: lax.scan(lambda c, r: (c + r, c), x[0] * 0, x)[1], (64, 2)),
@@ -122,7 +127,7 @@ WHOLE = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_depends_on_a_size_keeps_it(name):
     f, shape = WHOLE[name]
-    (plain,) = map(jaxpr_without_dead_code, [jax.make_jaxpr(f)(X)])
+    (plain,) = map(jaxpr_without_dead_code, [jax.make_jaxpr(f)(X, *[np.arange(9)] * (f.__code__.co_argcount - 1))])
     assert shrunk(plain, plain, most=0).shape(plain.jaxpr.invars[0]) == shape
 
 

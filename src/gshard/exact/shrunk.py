@@ -13,17 +13,19 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import Literal
 
 from gshard.core.jax_adapter import called_jaxpr, closed, scan_counts, sub_jaxprs, user_line
 from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE
-from gshard.exact.positions import PASSES, Dims, Number, Numbers, is_integer, is_real
+from gshard.exact.positions import PASSES, Dims, Number, Numbers, is_integer, is_real, literal
 from gshard.language.kernel_loops import Loops, call_of
 from gshard.language.registry import rule_of
 from gshard.language.traits import traits_of
 
 SMALL = (2, 3)  # smaller sizes, in turn, so that programs that exchange two dimensions differ
+INDEXED = 5  # smaller size of a loop of a dimension that integer arguments index
 MOST = 30_000  # programs with at most as many elements of all values stay as they are
 
 # Equations that run on smaller arrays with the same parameters, but for shapes, which follow from operands and results.
@@ -32,6 +34,7 @@ _SAME = frozenset(
     device_put empty fft gather gshard_mark iota pad reduce reduce_max reduce_min reshape reshard rev scatter
     scatter-add scatter-max scatter-min scatter-mul scatter-sub sharding_constraint slice sort split top_k""".split()
 )
+_EXCHANGES = frozenset("all_gather all_to_all ppermute".split())  # collectives that only move elements
 # Equations that work in the same way along dimensions of all sizes.
 _ALONG = frozenset("argmax argmin cumlogsumexp cummax cummin cumprod cumsum rev sort".split())
 
@@ -44,7 +47,8 @@ class Sizes:
     _leaves: Callable[[int], list[tuple[int, int]]] = lambda loop: []  # the parts of a loop, before and after
     _dims: Mapping[Any, Dims] = dataclasses.field(default_factory=dict)
     _lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    _literals: Mapping[tuple[int, int], int] = dataclasses.field(default_factory=dict)
+    _literals: Mapping[tuple[int, int], tuple[tuple[int, ...], int]] = dataclasses.field(default_factory=dict)
+    _limits: Mapping[Any, int] = dataclasses.field(default_factory=dict)
 
     def shape(self, v: Any) -> tuple[int, ...]:
         """The smaller shape of a variable or a literal of one of the programs."""
@@ -57,43 +61,61 @@ class Sizes:
         return self._size(self._lengths[id(eqn)]) if id(eqn) in self._lengths else int(eqn.params["length"])
 
     def number(self, eqn: Any, i: int) -> int | None:
-        """The number in place of a literal, operand ``i``, that is the size of a part; None if the literal stays."""
-        loop = self._literals.get((id(eqn), i))
-        return None if loop is None else self._size(loop)
+        """The number in place of a literal, operand ``i``, that is a size; None if the literal stays."""
+        loops, delta = self._literals.get((id(eqn), i), ((), 0))
+        return math.prod(map(self._size, loops)) + delta if loops else None
+
+    def limit(self, v: Any) -> int | None:
+        """The limit of the integers of an argument that are indices of a smaller dimension; None for others."""
+        loop = self._limits.get(v)
+        return None if loop is None or all(m == n for n, m in self._leaves(loop)) else self._size(loop)
 
     def cut(self, array: Any, v: Any) -> Any:
-        """The array of a variable with the smaller shape: the first elements of each loop."""
+        """The array of a variable with the smaller shape: the first elements of each loop; indices modulo the limit."""
         for d, dim in enumerate(self._dims.get(v, ())):
             at = np.zeros(1, int)
             for before, after in (pair for loop in dim for pair in self._leaves(loop)):
                 at = (at[:, None] * before + np.arange(after)).reshape(-1)
             array = array if len(at) == array.shape[d] else array.take(at, axis=d)
-        return array
+        limit = self.limit(v)
+        return array if limit is None else (array % limit).astype(array.dtype)
 
     def _size(self, loop: int) -> int:
         return math.prod(after for _, after in self._leaves(loop))
 
 
-def shrunk(plain: Any, sharded: Any, *, most: int = MOST) -> Sizes:
+def shrunk(plain: Any, sharded: Any, given: Sequence[Any] = (), *, most: int = MOST) -> Sizes:
     """The smaller sizes of two closed jaxprs with the same arguments and results, without dead code.
 
     Args:
         plain, sharded: the programs; each may contain ``shard_map`` equations.
+        given: the flat arguments. Integers that have values, some of them negative or too large for an index, are none.
         most: programs with at most as many elements of all values stay as they are.
     """
     if _elements(plain) + _elements(sharded) <= most:
         return Sizes()
     reader, (a, b) = _Reader(), (closed(jaxpr)[0] for jaxpr in (plain, sharded))
     table, dims = reader.table, [[[reader.table.new(n)] for n in v.aval.shape] for v in a.invars]
-    for jaxpr, body in ((plain, a), (sharded, b)):
-        reader.settle(reader.body(jaxpr, dims, [None] * len(body.invars)))
+    numbers = [Number("index", (table.new(0),)) if is_integer(v) else None for v in a.invars]
+    for jaxpr in (plain, sharded):
+        reader.settle(reader.body(jaxpr, dims, numbers))
+    for x, array in zip(numbers, given, strict=False):
+        if x is None or not np.size(array) or isinstance(array, jax.ShapeDtypeStruct):
+            continue
+        if np.min(array) < 0 or np.max(array) >= reader.count(x.loops):
+            reader.settle([x])
+    for site in reader.fixed & reader.literals.keys():
+        reader.settle([Number("offset", reader.literals.pop(site)[0])])
     for v, w in zip(a.outvars, b.outvars, strict=True):
         reader.join(reader.dims_of(v), reader.dims_of(w))
     outer = [dim for v in (*a.invars, *a.outvars) for dim in reader.dims_of(v)]
     whole, small = table.whole(), dict[int, int]()
+    ranges = [x.loops[0] for x in numbers if x is not None and table.sizes[x.loops[0]]]
+    indexed = {leaf for loop in ranges for leaf in table.leaves(loop)}
     for leaf in (leaf for dim in outer for loop in dim for leaf in table.leaves(loop)):
-        if leaf not in whole and table.sizes[leaf] > SMALL[len(small) % len(SMALL)]:
-            small.setdefault(leaf, SMALL[len(small) % len(SMALL)])
+        size = INDEXED if leaf in indexed else SMALL[len(small) % len(SMALL)]
+        if leaf not in whole and table.sizes[leaf] > size:
+            small.setdefault(leaf, size)
 
     known: dict[int, list[tuple[int, int]]] = {}
 
@@ -103,7 +125,9 @@ def shrunk(plain: Any, sharded: Any, *, most: int = MOST) -> Sizes:
             known[loop] = [(table.sizes[leaf], small.get(leaf, table.sizes[leaf])) for leaf in found]
         return known[loop]
 
-    sizes = Sizes([], leaves, reader.dims, reader.lengths, reader.literals)
+    limits = {v: x.loops[0] for body in (a, b) for v, x in zip(body.invars, numbers, strict=True)
+              if x is not None and x.loops[0] in ranges}  # fmt: skip
+    sizes = Sizes([], leaves, reader.dims, reader.lengths, reader.literals, limits)
     changes = [(reader.count(dim), math.prod(map(sizes._size, dim)), reader.axes_of(dim)) for dim in outer]
     for eqn in reader.scans:
         where = f" iterations of the scan at {user_line(eqn.source_info)}"
@@ -158,7 +182,7 @@ class _Reader(Numbers):
         known = dict(zip(body.invars, numbers, strict=True))
         for eqn in body.eqns:
             self.table.reading = eqn
-            xs = [None if isinstance(v, Literal) else known.get(v) for v in eqn.invars]
+            xs = [literal(eqn, i) if isinstance(v, Literal) else known.get(v) for i, v in enumerate(eqn.invars)]
             known.update(zip(eqn.outvars, self._equation(eqn, list(map(self.dims_of, eqn.invars)), xs), strict=False))
         return [None if isinstance(v, Literal) else known.get(v) for v in body.outvars]
 
@@ -175,22 +199,34 @@ class _Reader(Numbers):
             self.enter(eqn.outvars, [[]])
             return [Number("device")]
         elif "axis_name" in eqn.params or "axis_index_groups" in eqn.params:
-            self.settle(x for x in numbers if x is not None and x.kind != "derived")
+            kept = ("index", "place", "derived") if name in _EXCHANGES else ("derived",)
+            found = [x if x is not None and x.kind in kept else None for x in numbers]
+            self.settle(x for x, y in zip(numbers, found, strict=True) if y is None)
             self._collective(eqn, operands)
-            return [x if x is not None and x.kind == "derived" else None for x in numbers[: len(eqn.outvars)]]
-        elif name in ("dynamic_slice", "dynamic_update_slice"):
+            return found[: len(eqn.outvars)]
+        elif name == "dynamic_slice":
+            self._slice(eqn, operands, numbers)
+            return self.moved(numbers[0])
+        elif name == "dynamic_update_slice":
+            self.settle(numbers[:2])
             self._slice(eqn, operands, numbers)
         else:
-            counted = self._rule(eqn, operands)
+            counted = self._rule(eqn, operands, numbers)
             if traits_of(name).elementwise or name in PASSES:
                 return [self.elementwise(eqn, numbers)]
+            if name == "slice":
+                return self.moved(numbers[0])
+            is_one = name == "scatter" and eqn.invars[1].aval.shape == (1,)
+            if is_one and eqn.invars[0].aval.size == eqn.invars[2].aval.size:
+                self.settle(numbers[:2])
+                return numbers[2:3]  # one update replaces all elements
             self.settle(x for v, x in zip(eqn.invars, numbers, strict=True) if not is_real(v))
             if name == "iota":
                 return [Number("position", tuple(self.dims[eqn.outvars[0]][eqn.params["dimension"]]))]
             return [Number("derived", counted) if is_integer(v) else None for v in eqn.outvars]
         return []
 
-    def _rule(self, eqn: Any, operands: list[Dims]) -> tuple[int, ...]:
+    def _rule(self, eqn: Any, operands: list[Dims], numbers: list[Number | None]) -> tuple[int, ...]:
         """Joins loops as the rule of an equation describes; returns those along which it may count."""
         table, name, rule = self.table, eqn.primitive.name, rule_of(call_of(eqn), eqn.source_info)
         opaque = rule.local is not None and name not in _SAME and not traits_of(name).elementwise
@@ -201,10 +237,12 @@ class _Reader(Numbers):
         loops = [table.new(factor.size) for factor in rule.factors]
         kinds = [factor.monoid if factor.kind == REDUCE else factor.kind for factor in rule.factors]
         stays = ("pick",) if name in _ALONG else ("pick", COMMUNICATE, REPLICATE)
-        table.keep_whole(loop for loop, kind in zip(loops, kinds, strict=True) if kind in stays)
+        looked_up = self.looked_up(eqn, operands, numbers)
+        found = set() if looked_up is None else set(rule.operands[0][looked_up])
+        table.keep_whole(loops[f] for f, kind in enumerate(kinds) if kind in stays and f not in found)
         if name.startswith("scatter"):  # along dimensions that updates do not cover, they are at positions
-            covered = [f for own in rule.operands[2] for f in own]
-            table.keep_whole(loops[f] for own in rule.operands[0] for f in own if f not in covered)
+            found |= {f for own in rule.operands[2] for f in own}
+            table.keep_whole(loops[f] for own in rule.operands[0] for f in own if f not in found)
         for dims, own in zip(operands, rule.operands, strict=True):
             pairs = [(dim, [loops[f] for f in fs]) for dim, fs in zip(dims, own, strict=True) if fs]
             self.join(*zip(*pairs)) if pairs else None
