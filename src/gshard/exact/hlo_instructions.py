@@ -237,11 +237,11 @@ def sort_keys(c: Computation, name: str) -> tuple[int, ...]:
     made = c.instructions[name]
     if made.opcode == "compare":
         sides = [_compared(c, o) for o in made.operands]
-        return (
-            (sides[0] // 2,)
-            if made.text("direction") == "LT" and sides in ([n, n + 1] for n in range(0, 99, 2))
-            else ()
-        )
+        is_rising = made.text("direction") == "LT" and sides in ([n, n + 1] for n in range(0, 99, 2))
+        # A total order puts -0 before 0; lax.sort does so with neither.
+        bare = any(c.instructions[o].opcode == "parameter" and "f" in c.instructions[o].type for o in made.operands)
+        is_total = "TOTAL" in made.attributes.partition(" metadata=")[0]
+        return (sides[0] // 2,) if is_rising and not (bare and is_total) else ()
     first, equal, rest = "", "", ""
     if made.opcode == "or" and c.instructions[made.operands[1]].opcode == "and":
         first, (equal, rest) = made.operands[0], c.instructions[made.operands[1]].operands
