@@ -1,6 +1,6 @@
-"""Command options: the options of ``gshard explain`` and ``gshard search``.
+"""Command options: the options of ``gshard explain``, ``search`` and ``prove``.
 
-An option of a command has the name of the argument of ``gshard.jit``, ``explain`` or ``search`` that it is.
+An option of a command has the name of the argument of ``gshard.jit``, ``explain``, ``search`` or ``prove`` that it is.
 """
 
 from __future__ import annotations
@@ -116,6 +116,17 @@ def _add_search(command: argparse.ArgumentParser) -> None:
     add("--save", type=Path, metavar="plan.json", help="write the plan, for gshard.jit(plan=...)")
 
 
+def _add_prove(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    _target(command)
+    add("--like", metavar="module:plain", help="the plain function (default: the function itself, without its mesh)")
+    add("--mesh", help="8 or data=4,model=2, for a function without --like and without a mesh (default: 8)")
+    add(
+        "--dtypes", choices=("any", "kept"), default="any",
+        help="kept: a conversion to a narrower float dtype counts as a function of its own (default: any)",
+    )  # fmt: skip
+
+
 _COMMANDS = {
     "explain": (
         _add_explain,
@@ -126,5 +137,10 @@ _COMMANDS = {
         _add_search,
         "the fastest plan that is found for a machine, and how near the best of a simplified model it is",
         _FITS,
+    ),
+    "prove": (
+        _add_prove,
+        "whether a sharded function computes what a plain one does, exactly",
+        "exit status: 0 equal; 1 an error; 2 wrong options; 3 different, or undecided",
     ),
 }

@@ -1,4 +1,4 @@
-"""The commands ``gshard explain`` and ``gshard search``, and checks against baselines."""
+"""The commands ``gshard explain``, ``gshard search`` and ``gshard prove``, and checks against baselines."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from gshard.api.compiled_programs import GSHARD, STAGES, XLA, is_from_jax_jit
 from gshard.api.explained import Planned, explain
 from gshard.api.function_again import with_bound_arguments
 from gshard.api.jit import Jitted, jit
+from gshard.api.prove import prove
 from gshard.api.search import search
 from gshard.core.errors import ArgumentError, GShardError, counted
 from gshard.core.jax_adapter import line_of_exception
@@ -432,7 +433,22 @@ def _search(options: argparse.Namespace) -> None:
     end_search(found.stopped, found.cost.peak, found.best.limit)
 
 
-_RUNS = {"explain": _explain, "search": _search}
+def _prove(options: argparse.Namespace) -> None:
+    f, arguments = _load(options, options.target, None)
+    like = None
+    if options.like is not None:
+        like = named(options.like)
+        if not _parameters(like) and arguments:
+            like, _ = load(options.like)
+    elif not is_from_jax_jit(f):
+        f = jit(f, mesh=_mesh(options.mesh, None))
+    proof = prove(f, *arguments, like=like, dtypes=options.dtypes)
+    if not proof:
+        raise CheckFailed(str(proof))
+    print(proof)
+
+
+_RUNS = {"explain": _explain, "search": _search, "prove": _prove}
 
 
 def run(options: argparse.Namespace) -> int:

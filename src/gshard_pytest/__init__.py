@@ -1,8 +1,11 @@
-"""gshard_pytest: the plugin for pytest, with the fixture ``collectives``.
+"""gshard_pytest: the plugin for pytest, with the fixtures ``collectives`` and ``assert_proved``.
 
     def test_step(collectives):
         collectives.check(jax.jit(step), (state, batch), all_gather=0, max_bytes="50MiB")
         collectives.baseline(jax.jit(step), (state, batch))
+
+    def test_sharded_step(assert_proved):
+        assert_proved(sharded_step, (state, batch), like=step)
 
 pytest finds it where gshard is installed. Every run of pytest imports this module, so it imports neither JAX nor gshard
 before a test uses the fixture.
@@ -97,6 +100,12 @@ def collectives(request: pytest.FixtureRequest) -> Collectives:
     test = request.node.nodeid.partition("::")[2] or request.node.name
     name = f"{request.path.stem}.{_as_file_name(test)}"
     return Collectives(request.path.parent / FOLDER, name, request.config.getoption("--gshard-update"))
+
+
+@pytest.fixture
+def assert_proved() -> Any:
+    """Asserts that a sharded program computes what a plain one does: ``gshard.testing.assert_proved``."""
+    return _testing().assert_proved
 
 
 def _as_file_name(text: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from gshard.api.jit import Jitted
 from gshard.core import jax_adapter
@@ -17,15 +18,16 @@ from gshard.core.errors import ArgumentError, counted, listed
 from gshard.core.paths import leaf_names
 from gshard.core.planning_tables import with_tables
 from gshard.exact.blame import Blame, Contents, Trail, of_unequal
-from gshard.exact.interpreter import Interpreter, Shapes
-from gshard.exact.numbers import Field, P, Reals, Value
+from gshard.exact.interpreter import Interpreter
+from gshard.exact.numbers import Field, Reals, Value
 from gshard.exact.operations import Complex, Undecided
+from gshard.exact.shrunk import Sizes, shrunk
 from gshard.tracing.by_jax import name_of
 
 EQUAL, DIFFERENT, UNDECIDED = "equal", "different", "undecided"
-_DRAWS = 2  # at once; more are drawn until a false "equal" is as unlikely as this:
+_DRAWS = 2  # at first; more are drawn until a false "equal" is as unlikely as this:
 _CHANCE = 1e-12
-_MOST_DRAWS = 16
+_MOST_DRAWS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Proof:
 class _Program:
     """A jaxpr, the constants that are its first operands, and its results."""
 
-    jaxpr: Any
+    jaxpr: Any  # without dead code
     constants: Sequence[Any]
     results: Any  # their tree
     arguments: Sequence[Any]  # the flat arguments
@@ -126,8 +128,13 @@ def prove(
         raise ArgumentError(f"dtypes={dtypes!r} is neither 'any' nor 'kept'.", jax_adapter.user_line())
     sharded, plain = _programs(f, like, args, kwargs)
     _refuse_different_types(f, sharded, plain)
-    found = _Comparison(plain, sharded, Shapes(), dtypes == "kept").proof()
+    is_same = len(sharded.constants) == len(plain.constants)
+    sizes = shrunk(plain.jaxpr, sharded.jaxpr) if is_same else Sizes()
+    found = _Comparison(plain, sharded, sizes, dtypes == "kept").proof()
     return dataclasses.replace(found, seconds=time.perf_counter() - start)
+
+
+_live = jax_adapter.jaxpr_without_dead_code
 
 
 def _programs(f: Any, like: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Program, _Program]:
@@ -136,9 +143,9 @@ def _programs(f: Any, like: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         lowered = f.lower(*args, **kwargs)
         names = lowered.program.names[len(lowered.program.captured) :]
         out_tree = lowered.out_tree
-        sharded = _Program(lowered.spmd.jaxpr, lowered.program.captured, out_tree, call.leaves, names)
+        sharded = _Program(_live(lowered.spmd.jaxpr), lowered.program.captured, out_tree, call.leaves, names)
         if like is None:
-            plain = _Program(call.jaxpr, call.constants, out_tree, call.leaves, names)
+            plain = _Program(_live(call.jaxpr), call.constants, out_tree, call.leaves, names)
             return sharded, plain
     else:
         if like is None:
@@ -147,12 +154,18 @@ def _programs(f: Any, like: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
                 jax_adapter.user_line(),
                 hint="Give it: gshard.prove(f, *args, like=plain).",
             )
-        sharded = _traced(f, args, kwargs)
+        sharded = _traced(f, args, kwargs, with_shardings=True)
     return sharded, _traced(like, args, kwargs)
 
 
-def _traced(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Program:
+def _traced(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], with_shardings: bool = False) -> _Program:
     """The program of a call; leaves that are no arrays are constants."""
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(x, "sharding", None)
+        is_named = with_shardings and isinstance(sharding, NamedSharding)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if is_named else None)
+
     leaves, tree = jax.tree.flatten((args, kwargs))
     names = leaf_names(f, (args, kwargs))
     arrays = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
@@ -162,9 +175,10 @@ def _traced(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Program:
         positional, named = jax.tree.unflatten(tree, [whole[i] for i in range(len(leaves))])
         return f(*positional, **named)
 
-    shapes = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in arrays]
-    jaxpr, results = jax.make_jaxpr(called, return_shape=True)(shapes)
-    return _Program(jaxpr, (), jax.tree.structure(results), [leaves[i] for i in arrays], [names[i] for i in arrays])
+    jaxpr, results = jax.make_jaxpr(called, return_shape=True)([shape(leaves[i]) for i in arrays])
+    return _Program(
+        _live(jaxpr), (), jax.tree.structure(results), [leaves[i] for i in arrays], [names[i] for i in arrays]
+    )
 
 
 def _refuse_different_types(f: Any, sharded: _Program, plain: _Program) -> None:
@@ -192,32 +206,32 @@ def _types(arrays: Sequence[Any]) -> list[str]:
 class _Comparison:
     """Two programs that run in the same domains."""
 
-    def __init__(self, plain: _Program, sharded: _Program, shapes: Any, keeps_dtypes: bool) -> None:
-        self.plain, self.sharded, self.shapes, self.keeps_dtypes = plain, sharded, shapes, keeps_dtypes
+    def __init__(self, plain: _Program, sharded: _Program, sizes: Sizes, keeps_dtypes: bool) -> None:
+        self.plain, self.sharded, self.sizes, self.keeps_dtypes = plain, sharded, sizes, keeps_dtypes
         self._equations = 0
 
     def proof(self) -> Proof:
         """The verdict."""
-        degree, draws, assumed = 1.0, 0, set[str]()
-        while not draws or (_chance(degree, draws) > _CHANCE and draws < _MOST_DRAWS):
-            domain = Field(_DRAWS, draws, self.keeps_dtypes)
+        draws, wanted, assumed = 0, _DRAWS, set[str]()
+        while draws < wanted:
+            domain = Field(wanted - draws, draws, self.keeps_dtypes)
             try:
-                differs = self._differs(domain)
-                if differs:
-                    return self._different(domain)
+                if self._differs(domain):
+                    return self._different(Field(_DRAWS, draws, self.keeps_dtypes))
             except Undecided as error:
                 return self._made(UNDECIDED, cause=error.what, line=error.where or "")
-            degree, assumed = max(degree, domain.degree), assumed | domain.identities
-            draws += _DRAWS
-        return self._made(EQUAL, chance=_chance(degree, draws), assumed=tuple(sorted(assumed)))
+            assumed |= domain.identities
+            draws = wanted
+            wanted = min(math.ceil(math.log(_CHANCE) / math.log(domain.chance)), _MOST_DRAWS)
+        return self._made(EQUAL, chance=domain.chance**draws, assumed=tuple(sorted(assumed)))
 
     def _made(self, verdict: str, **fields: Any) -> Proof:
-        return Proof(verdict, shrunk=tuple(self.shapes.notes), equations=self._equations, **fields)
+        return Proof(verdict, shrunk=tuple(self.sizes.notes), equations=self._equations, **fields)
 
     def _run(self, program: _Program, domain: Field | Reals, observe: Any = None) -> tuple[list[Value], Interpreter]:
-        run = Interpreter(domain, self.shapes, observe)
+        run = Interpreter(domain, self.sizes, observe)
         body = jax_adapter.closed(program.jaxpr)[0]
-        held = [run.constant(np.asarray(c)) for c in program.constants]
+        held = [run.constant(c, v) for c, v in zip(program.constants, body.invars)]
         variables = body.invars[len(held) :]
         operands = [
             self._argument(run, i, v, x) for i, (v, x) in enumerate(zip(variables, program.arguments, strict=True))
@@ -227,7 +241,7 @@ class _Comparison:
         return results, run
 
     def _argument(self, run: Interpreter, i: int, v: Any, x: Any) -> Value:
-        shape, dtype = self.shapes.shape(v), v.aval.dtype
+        shape, dtype = self.sizes.shape(v), v.aval.dtype
         random = run.domain.random
         if jax.dtypes.issubdtype(dtype, np.complexfloating):
             return Complex(random(f"real {i}", shape), random(f"imaginary {i}", shape))
@@ -256,7 +270,7 @@ class _Comparison:
         trail = Trail(contents)
         expected, _ = self._run(self.plain, domain, contents)
         for i, v in enumerate(jax_adapter.closed(self.plain.jaxpr)[0].invars[len(self.plain.constants) :]):
-            argument = self._argument(Interpreter(domain, self.shapes), i, v, self.plain.arguments[i])
+            argument = self._argument(Interpreter(domain, self.sizes), i, v, self.plain.arguments[i])
             contents.add(argument)
         found, run = self._run(self.sharded, domain, trail)
         names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(
@@ -276,10 +290,6 @@ class _Comparison:
             cause = "the programs are equal for numbers of float64, by an identity of which nothing is known here"
             return self._made(UNDECIDED, cause=cause, line=blame.line, result=result)
         return self._made(DIFFERENT, cause=blame.cause, line=blame.line, result=result, elements=elements)
-
-
-def _chance(degree: float, draws: int) -> float:
-    return float(min(1.0, degree / P) ** draws)
 
 
 def _where(domain: Field | Reals, a: Value, b: Value) -> np.ndarray:

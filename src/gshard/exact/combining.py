@@ -58,19 +58,19 @@ def as_reduced(o: Operation, x: Value, axes: Sequence[int], how: str, keep: bool
 def _elements_along(o: Operation, x: Value, axes: Sequence[int]) -> list[Value]:
     others = [d for d in range(x.ndim) if d not in axes]
     shape = [x.shape[d] for d in others]
-    flat = moved(o, lambda v: v.transpose(*axes, *others).reshape(-1, *shape), x)
-    return [moved(o, lambda v, i=i: v[i], flat) for i in range(flat.shape[0])]
+    flat = moved(lambda v: v.transpose(*axes, *others).reshape(-1, *shape), x)
+    return [moved(lambda v, i=i: v[i], flat) for i in range(flat.shape[0])]
 
 
 def _extreme_along(o: Operation, x: Value, axes: tuple[int, ...], how: str) -> Value:
     d = o.domain
     others = [i for i in range(x.ndim) if i not in axes]
     shape = [x.shape[i] for i in others]
-    flat = moved(o, lambda v: v.transpose(*others, *axes).reshape(*shape, math.prod(v.shape[i] for i in axes)), x)
+    flat = moved(lambda v: v.transpose(*others, *axes).reshape(*shape, math.prod(v.shape[i] for i in axes)), x)
     if not flat.shape[-1]:
         return o.domain.constant(np.full(shape, -math.inf if how == "max" else math.inf), np.float32)
     at = place_of_extreme(o, flat, -1, how == "max")[..., None]
-    return d.as_maximum(moved(o, lambda v: np.take_along_axis(v, at, -1)[..., 0], flat))
+    return d.as_maximum(moved(lambda v: np.take_along_axis(v, at, -1)[..., 0], flat))
 
 
 def order_of(o: Operation, x: Value) -> np.ndarray:
@@ -112,7 +112,7 @@ def _sort(o: Operation, *arrays: Value) -> Value:
     axis, keys = o.params["dimension"] + 1, o.params["num_keys"]
     ranks = [np.moveaxis(order_of(o, x), axis, -1) for x in arrays[:keys]]
     at = np.moveaxis(np.lexsort(ranks[::-1], axis=-1), -1, axis)
-    return [moved(o, lambda v: np.take_along_axis(v, at, axis), x) for x in arrays]
+    return [moved(lambda v: np.take_along_axis(v, at, axis), x) for x in arrays]
 
 
 @operator("top_k")
@@ -121,7 +121,7 @@ def _top_k(o: Operation, x: Value) -> Value:
     ranks = order_of(o, x)
     at = np.argsort(-ranks if ranks.dtype.kind == "f" else np.invert(ranks), axis, kind="stable")
     at = np.take(at, range(o.shapes[0][axis - 1]), axis)
-    return [moved(o, lambda v: np.take_along_axis(v, at, axis), x), at.astype(o.dtypes[1])]
+    return [moved(lambda v: np.take_along_axis(v, at, axis), x), at.astype(o.dtypes[1])]
 
 
 @operator("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
@@ -136,11 +136,11 @@ def _along(o: Operation, x: Value, axis: int, backwards: bool, combine: Operator
     order = range(x.shape[axis])[:: -1 if backwards else 1]
     found: list[Value] = []
     for i in order:
-        row = moved(o, lambda v, i=i: np.take(v, [i], axis), x)
+        row = moved(lambda v, i=i: np.take(v, [i], axis), x)
         found.append(combine(o, found[-1], row) if found else row)
     if not found:
         return x
-    return moved(o, lambda *vs: np.concatenate(vs, axis), *found[:: -1 if backwards else 1])
+    return moved(lambda *vs: np.concatenate(vs, axis), *found[:: -1 if backwards else 1])
 
 
 # --- products
@@ -150,7 +150,7 @@ def _along(o: Operation, x: Value, axis: int, backwards: bool, combine: Operator
 def _dot_general(o: Operation, a: Value, b: Value) -> Value:
     (ca, cb), (ba, bb) = o.params["dimension_numbers"]
     if isinstance(a, Complex) or isinstance(b, Complex):
-        a, b = (x if isinstance(x, Complex) else Complex(x, zeros_like(o, x)) for x in (a, b))
+        a, b = (x if isinstance(x, Complex) else Complex(x, zeros_like(x)) for x in (a, b))
         run = functools.partial(_dot_general, o)
         real = add(o, run(a.real, b.real), neg(o, run(a.imag, b.imag)))
         return Complex(real, add(o, run(a.real, b.imag), run(a.imag, b.real)))
@@ -161,7 +161,7 @@ def _dot_general(o: Operation, a: Value, b: Value) -> Value:
         sizes = [math.prod(x.shape[d + 1] for d in dims) for dims in (batch, free, summed)]
         shape = [sizes[0], sizes[1], sizes[2]] if last else [sizes[0], sizes[2], sizes[1]]
         f = lambda v: v.transpose(0, *(d + 1 for d in order)).reshape(len(v), *shape)  # noqa: E731
-        return moved(o, f, x), [x.shape[d + 1] for d in free]
+        return moved(f, x), [x.shape[d + 1] for d in free]
 
     left, rows = matrices(a, ba, ca, True)
     right, columns = matrices(b, bb, cb, False)
@@ -184,7 +184,7 @@ def windows(o: Operation, x: Value, sizes: Sequence[int], strides: Sequence[int]
             v = np.take(v, at, axis)
         return v
 
-    return moved(o, take, x)
+    return moved(take, x)
 
 
 @operator("conv_general_dilated")
@@ -192,8 +192,8 @@ def _convolution(o: Operation, x: Value, kernel: Value) -> Value:
     params = o.params
     lhs, rhs, out = params["dimension_numbers"]
     space = len(lhs) - 2
-    x = moved(o, lambda v: v.transpose(0, *(d + 1 for d in lhs)), x)  # lanes, batch, features, space
-    kernel = moved(o, lambda v: v.transpose(0, *(d + 1 for d in rhs)), kernel)  # lanes, out, in, space
+    x = moved(lambda v: v.transpose(0, *(d + 1 for d in lhs)), x)  # lanes, batch, features, space
+    kernel = moved(lambda v: v.transpose(0, *(d + 1 for d in rhs)), kernel)  # lanes, out, in, space
     config = [(0, 0, 0)] * 2
     for (low, high), n, dilation in zip(params["padding"], x.shape[3:], params["lhs_dilation"], strict=True):
         config.append((low, high, dilation - 1 if n else 0))
@@ -213,10 +213,10 @@ def _convolution(o: Operation, x: Value, kernel: Value) -> Value:
 
     both = of_batch * groups
     weights = moved(
-        o, lambda v: v.reshape(v.shape[0], both, outputs // both, inputs * math.prod(sizes)).swapaxes(2, 3), kernel
+        lambda v: v.reshape(v.shape[0], both, outputs // both, inputs * math.prod(sizes)).swapaxes(2, 3), kernel
     )
     if is_float(x):
-        found = o.domain.dot(moved(o, rows, x), weights)
+        found = o.domain.dot(moved(rows, x), weights)
     else:
         found = np.matmul(rows(x).astype(np.int64), weights.astype(np.int64)).astype(o.dtype)
     of_result = (lanes, both, batch // of_batch, *counts, outputs // both)
@@ -227,7 +227,7 @@ def _convolution(o: Operation, x: Value, kernel: Value) -> Value:
         inverse = np.argsort(out)
         return v.transpose(0, *(d + 1 for d in inverse))
 
-    return moved(o, arrange, found)
+    return moved(arrange, found)
 
 
 @operator("reduce_window_sum", "reduce_window_max", "reduce_window_min")
@@ -259,7 +259,7 @@ def _select_and_scatter_add(o: Operation, source: Value, x: Value) -> Value:
     inside = windows(o, wide, sizes, strides, [1] * len(sizes), source.shape[1:], 1)
     ndim = len(sizes)
     order = [0, *range(1, 2 * ndim, 2), *range(2, 2 * ndim + 1, 2)]
-    flat = moved(o, lambda v: v.transpose(order).reshape(*source.shape, -1), inside)
+    flat = moved(lambda v: v.transpose(order).reshape(*source.shape, -1), inside)
     chosen = np.unravel_index(place_of_extreme(o, flat, -1, largest), sizes)
     at = []
     for d in range(ndim):
@@ -269,7 +269,7 @@ def _select_and_scatter_add(o: Operation, source: Value, x: Value) -> Value:
     target = zeros(o, (math.prod(wide.shape[1:]),), np.float32)
     added = combined_at(o, target, places, reshaped(source, (source.shape[0], -1)), add)
     cut = tuple(slice(a, a + n) for (a, _), n in zip(params["padding"], x.shape[1:], strict=True))
-    return moved(o, lambda v: v.reshape(wide.shape)[(slice(None), *cut)], added)
+    return moved(lambda v: v.reshape(wide.shape)[(slice(None), *cut)], added)
 
 
 # --- Fourier transforms: products with a table of which only its symmetry is known
@@ -281,11 +281,11 @@ def _fft(o: Operation, x: Value) -> Value:
     kind = {"0": "fft", "1": "ifft", "2": "rfft", "3": "irfft"}.get(kind, kind)
     axes = list(range(x.ndim - len(lengths), x.ndim))
     if not isinstance(x, Complex):
-        x = Complex(x, zeros_like(o, x))
+        x = Complex(x, zeros_like(x))
     if kind == "rfft":
         x = _transformed(o, x, axes[-1], lengths[-1], -1)
         half = lengths[-1] // 2 + 1
-        x = moved(o, lambda v: np.take(v, range(half), axes[-1]), x)
+        x = moved(lambda v: np.take(v, range(half), axes[-1]), x)
         axes = axes[:-1]
     for axis in axes[:-1] if kind == "irfft" else axes:
         x = _transformed(o, x, axis, x.shape[axis], 1 if "i" in kind else -1)
@@ -293,7 +293,7 @@ def _fft(o: Operation, x: Value) -> Value:
         n, last = lengths[-1], axes[-1]
         at = [i if i <= n // 2 else n - i for i in range(n)]
         signs = np.array([1 if i <= n // 2 else -1 for i in range(n)])
-        full = moved(o, lambda v: np.take(v, at, last), x)
+        full = moved(lambda v: np.take(v, at, last), x)
         shape = [-1 if d == last else 1 for d in range(x.ndim)]
         x = Complex(full.real, mul(o, full.imag, o.domain.constant(signs.reshape(shape), np.float32)))
         return _transformed(o, x, last, n, 1).real
@@ -312,14 +312,14 @@ def _transformed(o: Operation, x: Complex, axis: int, n: int, sign: int) -> Comp
         lanes = np.broadcast_to(near, (o.lanes, n, n))
         cosine, sine = (d.function(f"{f} of {n}", lanes) for f in ("cosine", "sine"))
         one = d.constant(np.ones((1, 1, 1)), np.float32)
-        cosine = moved(o, lambda v, w: np.where(near == 0, w, v), cosine, one)
+        cosine = moved(lambda v, w: np.where(near == 0, w, v), cosine, one)
     scale = d.constant(np.full((1, 1, 1), sign), np.float32)
     sine = mul(o, mul(o, sine, d.constant(signs[None].astype(float), np.float32)), scale)
     table = Complex(cosine, sine)
     if isinstance(d, Reals):
         table = Complex(*(np.broadcast_to(v, (o.lanes, n, n)) for v in (cosine, sine)))
     rest = dataclasses.replace(o, params={"dimension_numbers": (((axis - 1,), (0,)), ((), ()))})
-    found = moved(o, lambda v: np.moveaxis(v, -1, axis), _dot_general(rest, x, table))
+    found = moved(lambda v: np.moveaxis(v, -1, axis), _dot_general(rest, x, table))
     if sign > 0:
         found = mul(o, found, d.constant(np.full((1,) * found.ndim, 1 / n), np.float32))
     return found

@@ -27,6 +27,7 @@ from gshard.exact.operations import (
     log_of_sum,
     moved,
 )
+from gshard.exact.shrunk import Sizes
 from gshard.language.kernel_loops import call_of
 from gshard.language.registry import has_rule, rule_of
 from gshard.simulator.simulate import device_groups
@@ -55,30 +56,12 @@ class Unequal:
     value: Value  # the parts
 
 
-class Shapes:
-    """The shapes of variables as they are."""
-
-    notes: tuple[str, ...] = ()
-
-    def shape(self, v: Any) -> tuple[int, ...]:
-        """The shape of a variable."""
-        return tuple(v.aval.shape)
-
-    def length(self, eqn: Any) -> int:
-        """The number of iterations of a scan."""
-        return int(eqn.params["length"])
-
-    def cut(self, array: np.ndarray, v: Any) -> np.ndarray:
-        """A constant with the shape of a variable."""
-        return array
-
-
 @dataclasses.dataclass
 class Interpreter:
     """Runs jaxprs in one domain."""
 
     domain: Field | Reals
-    shapes: Any = dataclasses.field(default_factory=Shapes)
+    sizes: Sizes = dataclasses.field(default_factory=Sizes)
     observe: Observer | None = None
     most_iterations: int = 10_000  # of a while loop
     axes: Axes = ()  # the manual axes of the mesh; lanes are draws, then devices in the order of these axes
@@ -92,7 +75,7 @@ class Interpreter:
 
     def moved(self, f: Callable[..., Any], *arrays: Value) -> Value:
         """Moves elements between equations."""
-        new = moved(None, f, *arrays)
+        new = moved(f, *arrays)
         if self.observe is not None:
             for x in arrays:
                 self.observe.derived(new, x)
@@ -103,13 +86,13 @@ class Interpreter:
         if _is_key(x.dtype if hasattr(x, "dtype") else None):
             return self.constant(_packed(x), v)
         array = np.asarray(x)
-        array = array if v is None else self.shapes.cut(array, v)
+        array = array if v is None else self.sizes.cut(array, v)
         if jax.dtypes.issubdtype(array.dtype, np.complexfloating):
-            return Complex(*(self.constant(np.ascontiguousarray(part)) for part in (array.real, array.imag)))
+            return Complex(*(self.constant(part.copy()) for part in (array.real, array.imag)))
         wanted = (self.lanes, *array.shape)
         if jax.dtypes.issubdtype(array.dtype, np.floating):
             made = self.domain.constant(np.asarray(array, np.float64)[None], array.dtype)
-            return moved(None, lambda a: np.broadcast_to(a, wanted), made)
+            return moved(lambda a: np.broadcast_to(a, wanted), made)
         return np.broadcast_to(array, wanted)
 
     def run(self, jaxpr: Any, operands: Sequence[Value]) -> list[Value]:
@@ -126,6 +109,10 @@ class Interpreter:
 
     def _equation(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
         self.equations += 1
+        operands = list(operands)
+        for i, v in enumerate(eqn.invars):
+            if isinstance(v, core.Literal) and (number := self.sizes.number(eqn, i)) is not None:
+                operands[i] = self.constant(np.asarray(number, np.asarray(v.val).dtype))
         try:
             results = self._results(eqn, operands)
         except Undecided as error:
@@ -158,7 +145,7 @@ class Interpreter:
         return self._of_rows(eqn, operands)
 
     def _operation(self, eqn: Any) -> Operation:
-        shape = self.shapes.shape
+        shape = self.sizes.shape
         ins, outs = eqn.invars, eqn.outvars
         return Operation(
             eqn.primitive.name,
@@ -173,7 +160,7 @@ class Interpreter:
 
     def _has_shapes(self, eqn: Any) -> bool:
         variables = [v for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, core.Literal)]
-        return all(self.shapes.shape(v) == tuple(v.aval.shape) for v in variables)
+        return all(self.sizes.shape(v) == tuple(v.aval.shape) for v in variables)
 
     def _by_jax(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
         """The results of an equation of integers, which JAX runs once for each different lane."""
@@ -195,8 +182,10 @@ class Interpreter:
         name = eqn.primitive.name
         if not has_rule(name, eqn.params):
             raise Undecided(f"'{name}' has no exact value and no rule.")
-        rule = rule_of(call_of(eqn), eqn.source_info)
-        if not self._has_shapes(eqn) or rule.fixed is not None or rule.manual is not None:
+        o = self._operation(eqn)
+        call = dataclasses.replace(call_of(eqn), in_shapes=o.in_shapes, out_shapes=o.shapes)
+        rule = rule_of(call, eqn.source_info)
+        if rule.fixed is not None or rule.manual is not None:
             raise Undecided(f"'{name}' cannot be run exactly.")
         parallel = [f for f, factor in enumerate(rule.factors) if factor.kind == PARALLEL]
 
@@ -213,10 +202,10 @@ class Interpreter:
 
         if any(isinstance(x, Complex) for x in operands):
             raise Undecided(f"'{name}' of complex numbers has no exact value.")
-        rows = [moved(None, functools.partial(flat, dims=d), x) for x, d in zip(operands, rule.operands, strict=True)]
+        rows = [moved(functools.partial(flat, dims=d), x) for x, d in zip(operands, rule.operands, strict=True)]
         wanted = []
-        for v, dims in zip(eqn.outvars, rule.results, strict=True):
-            wanted.append(([v.aval.shape[d] for d in order(dims)[1]], v.aval.dtype))
+        for shape, dtype, dims in zip(o.shapes, o.dtypes, rule.results, strict=True):
+            wanted.append(([shape[d] for d in order(dims)[1]], dtype))
         sizes = [rule.factors[f].size for f in parallel]
         results = []
         for x, dims in zip(self.domain.of_arrays(_text(name, eqn.params), wanted, rows), rule.results, strict=True):
@@ -224,9 +213,7 @@ class Interpreter:
             back = np.argsort([*of_rows, *others])
             rest = x.shape[2:]
             results.append(
-                moved(
-                    None, lambda v, r=rest, b=back: v.reshape(len(v), *sizes, *r).transpose(0, *(d + 1 for d in b)), x
-                )
+                moved(lambda v, r=rest, b=back: v.reshape(len(v), *sizes, *r).transpose(0, *(d + 1 for d in b)), x)
             )
         return results
 
@@ -255,7 +242,7 @@ def _opened(eqn: Any) -> Any:
 
 
 def _scan(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    body, length, backwards = eqn.params["jaxpr"], run.shapes.length(eqn), eqn.params["reverse"]
+    body, length, backwards = eqn.params["jaxpr"], run.sizes.length(eqn), eqn.params["reverse"]
     num_consts, num_carry = jax_adapter.scan_counts(eqn.params)
     consts, carry = list(operands[:num_consts]), list(operands[num_consts:][:num_carry])
     xs = operands[num_consts + num_carry :]
@@ -272,7 +259,7 @@ def _scan(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
         if collected:
             stacked.append(run.moved(lambda *rows: np.stack(np.broadcast_arrays(*rows), 1), *(r[n] for r in collected)))
         else:
-            stacked.append(run.constant(np.zeros(run.shapes.shape(v), v.aval.dtype)))
+            stacked.append(run.constant(np.zeros(run.sizes.shape(v), v.aval.dtype)))
     return [*carry, *stacked]
 
 
@@ -388,8 +375,8 @@ def _check_equal(run: Interpreter, eqn: Any, i: int, x: Value, lanes: int, axes:
     """All devices along an axis must have the same part of a replicated result."""
     parts = x if not isinstance(x, Complex) else x.real
     shape = (lanes, *(n for _, n in axes), *x.shape[1:])
-    split = moved(None, lambda v: v.reshape(shape), parts)
-    first = moved(None, lambda v: np.broadcast_to(v.take([0], 1 + position), shape), split)
+    split = moved(lambda v: v.reshape(shape), parts)
+    first = moved(lambda v: np.broadcast_to(v.take([0], 1 + position), shape), split)
     differs = run.domain.differs(split, first)
     if differs.any():
         count = int(differs.reshape(lanes * math.prod(n for _, n in axes), -1).any(0).sum())
@@ -481,23 +468,21 @@ def _exchanged(run: Interpreter, eqn: Any, groups: np.ndarray, x: Value) -> Valu
     """``[lanes, ...] -> [draws, groups, members, ...]``, the collective, and back."""
     name, draws = eqn.primitive.name, run.domain.draws
     devices = groups.size
-    x = moved(None, functools.partial(_full_lanes, lanes=draws * devices), x)
-    split = moved(None, lambda v: v.reshape(draws, devices, *v.shape[1:])[:, groups], x)
+    x = moved(functools.partial(_full_lanes, lanes=draws * devices), x)
+    split = moved(lambda v: v.reshape(draws, devices, *v.shape[1:])[:, groups], x)
     found = _COLLECTIVES[name](run, eqn, split)
     back = np.argsort(groups.ravel())
-    return moved(None, lambda v: v.reshape(draws, devices, *v.shape[3:])[:, back].reshape(-1, *v.shape[3:]), found)
+    return moved(lambda v: v.reshape(draws, devices, *v.shape[3:])[:, back].reshape(-1, *v.shape[3:]), found)
 
 
 def _reduced(how: str) -> Callable[..., Value]:
     def reduce(run: Interpreter, eqn: Any, x: Value) -> Value:
         o = Operation(how, {}, (), (), (), (), run.domain, run.lanes)
-        members = [moved(None, lambda v, i=i: v[:, :, i], x) for i in range(x.shape[2])]
+        members = [moved(lambda v, i=i: v[:, :, i], x) for i in range(x.shape[2])]
         total = functools.reduce(functools.partial(COMBINE[how], o), members)
         if how == "sum" and not is_float(total) and not isinstance(total, Complex):
             total = total.astype(eqn.outvars[0].aval.dtype)
-        return moved(
-            None, lambda v, n=x.shape[2]: np.broadcast_to(v[:, :, None], (*v.shape[:2], n, *v.shape[2:])), total
-        )
+        return moved(lambda v, n=x.shape[2]: np.broadcast_to(v[:, :, None], (*v.shape[:2], n, *v.shape[2:])), total)
 
     return reduce
 
@@ -513,12 +498,12 @@ def _all_gather(run: Interpreter, eqn: Any, x: Value) -> Value:
             whole = whole.reshape(*v.shape[:2], *shape)
         return np.broadcast_to(whole[:, :, None], (*v.shape[:2], members, *whole.shape[2:]))
 
-    return moved(None, gather, x)
+    return moved(gather, x)
 
 
 def _reduce_scatter(run: Interpreter, eqn: Any, x: Value) -> Value:
     dim, members = eqn.params["scatter_dimension"], x.shape[2]
-    total = moved(None, lambda v: v[:, :, 0], _reduced("sum")(run, eqn, x))
+    total = moved(lambda v: v[:, :, 0], _reduced("sum")(run, eqn, x))
 
     def scatter(v: np.ndarray) -> np.ndarray:
         shape = v.shape[2:]
@@ -526,7 +511,7 @@ def _reduce_scatter(run: Interpreter, eqn: Any, x: Value) -> Value:
         parts = np.moveaxis(split, 2 + dim, 2)
         return parts if eqn.params["tiled"] else parts.squeeze(3 + dim)
 
-    return moved(None, scatter, total)
+    return moved(scatter, total)
 
 
 def _all_to_all(run: Interpreter, eqn: Any, x: Value) -> Value:
@@ -543,7 +528,7 @@ def _all_to_all(run: Interpreter, eqn: Any, x: Value) -> Value:
         local[concat_axis] *= members
         return received.reshape(*v.shape[:3], *local)
 
-    return moved(None, exchange, x)
+    return moved(exchange, x)
 
 
 def _ppermute(run: Interpreter, eqn: Any, x: Value) -> Value:
@@ -557,14 +542,16 @@ def _ppermute(run: Interpreter, eqn: Any, x: Value) -> Value:
         return np.where(receives.reshape(-1, *(1,) * (v.ndim - 3)), v[:, :, source], zero)
 
     dtype = eqn.outvars[0].aval.dtype
-    zero = np.zeros((1,) * x.ndim, np.int64 if _is_key(dtype) else dtype) if not is_float(x) else None
-    nothing = run.domain.constant(np.zeros((1,) * x.ndim), np.float32) if zero is None else zero
-    return moved(None, permute, x, nothing)
+    if is_float(x) or isinstance(x, Complex):
+        nothing = run.domain.constant(np.zeros((1,) * x.ndim), np.float32)
+    else:
+        nothing = np.zeros((1,) * x.ndim, np.int64 if _is_key(dtype) else dtype)
+    return moved(permute, x, nothing)
 
 
 def _broadcast(run: Interpreter, eqn: Any, x: Value) -> Value:
     source = eqn.params["source"]
-    return moved(None, lambda v: np.broadcast_to(v[:, :, source : source + 1], v.shape), x)
+    return moved(lambda v: np.broadcast_to(v[:, :, source : source + 1], v.shape), x)
 
 
 def _ragged(run: Interpreter, groups: np.ndarray, x: Value, output: Value, *places: Value) -> Value:
@@ -588,7 +575,7 @@ def _ragged(run: Interpreter, groups: np.ndarray, x: Value, output: Value, *plac
         flat = v.reshape(-1, *v.shape[2:])
         return np.where(arrives, flat[np.maximum(read, 0)], old)
 
-    return moved(None, write, x, output)
+    return moved(write, x, output)
 
 
 _COLLECTIVES: dict[str, Callable[..., Value]] = {

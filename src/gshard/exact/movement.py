@@ -33,7 +33,7 @@ from gshard.exact.operations import (
 def _reshape(o: Operation, x: Value) -> Value:
     dimensions = o.params.get("dimensions")
     if dimensions is not None:
-        x = moved(o, lambda v: v.transpose(0, *(d + 1 for d in dimensions)), x)
+        x = moved(lambda v: v.transpose(0, *(d + 1 for d in dimensions)), x)
     return reshaped(x, (x.shape[0], *o.shape))
 
 
@@ -42,7 +42,7 @@ def _broadcast_in_dim(o: Operation, x: Value, *_: Value) -> Value:
     shape = [1] * len(o.shape)
     for d, n in zip(o.params["broadcast_dimensions"], x.shape[1:], strict=True):
         shape[d] = n
-    return moved(o, lambda v: np.broadcast_to(v.reshape(len(v), *shape), (len(v), *o.shape)), x)
+    return moved(lambda v: np.broadcast_to(v.reshape(len(v), *shape), (len(v), *o.shape)), x)
 
 
 @operator("iota")
@@ -58,7 +58,7 @@ def _slice(o: Operation, x: Value) -> Value:
     starts = o.params["start_indices"]
     steps = o.params["strides"] or (1,) * len(starts)
     at = tuple(slice(a, a + (n - 1) * s + 1 if n else a, s) for a, s, n in zip(starts, steps, o.shape, strict=True))
-    return moved(o, lambda v: v[(slice(None), *at)], x)
+    return moved(lambda v: v[(slice(None), *at)], x)
 
 
 @operator("pad")
@@ -78,7 +78,7 @@ def _pad(o: Operation, x: Value, fill: Value) -> Value:
         result[tuple(at)] = v[tuple(read)]
         return result
 
-    return moved(o, pad, x, fill)
+    return moved(pad, x, fill)
 
 
 def padded(o: Operation, x: Value, config: Sequence[tuple[int, int, int]], fill: Value) -> Value:
@@ -91,7 +91,21 @@ def padded(o: Operation, x: Value, config: Sequence[tuple[int, int, int]], fill:
 
 @operator("concatenate")
 def _concatenate(o: Operation, *arrays: Value) -> Value:
-    return moved(o, lambda *vs: np.concatenate(vs, o.params["dimension"] + 1), *arrays)
+    return moved(lambda *vs: np.concatenate(vs, o.params["dimension"] + 1), *arrays)
+
+
+@operator("concatenate_slices")
+def _concatenate_slices(o: Operation, *arrays: Value) -> Value:
+    axis = o.params["dimension"] + 1
+    shape = next(x.shape for x in arrays if x.ndim > 1)
+    parts = []
+    for x, (start, end) in zip(arrays, o.params["slices"], strict=True):
+        if x.ndim == 1:
+            wanted = [end - start if d == axis else n for d, n in enumerate(shape)]
+            parts.append(moved(lambda v, s=wanted: np.broadcast_to(v.reshape(-1, *(1,) * (len(s) - 1)), s), x))
+        else:
+            parts.append(moved(lambda v, a=start, b=end: np.take(v, range(a, b), axis), x))
+    return moved(lambda *vs: np.concatenate(vs, axis), *parts)
 
 
 @operator("split")
@@ -99,7 +113,7 @@ def _split(o: Operation, x: Value) -> Value:
     axis, first, found = o.params["axis"] + 1, 0, []
     for shape in o.shapes:
         n = shape[axis - 1]
-        found.append(moved(o, lambda v, a=first, n=n: np.take(v, range(a, a + n), axis), x))
+        found.append(moved(lambda v, a=first, n=n: np.take(v, range(a, a + n), axis), x))
         first += n
     return found
 
@@ -107,7 +121,7 @@ def _split(o: Operation, x: Value) -> Value:
 @operator("dynamic_slice")
 def _dynamic_slice(o: Operation, x: Value, *starts: Value) -> Value:
     at = _places(x, starts, o.shape)
-    return moved(o, lambda v: v[at], x)
+    return moved(lambda v: v[at], x)
 
 
 @operator("dynamic_update_slice")
@@ -119,7 +133,7 @@ def _dynamic_update_slice(o: Operation, x: Value, update: Value, *starts: Value)
         result[at] = u
         return result
 
-    return moved(o, write, x, update)
+    return moved(write, x, update)
 
 
 def _places(x: Value, starts: Sequence[np.ndarray], sizes: Sequence[int]) -> tuple[np.ndarray, ...]:
@@ -135,11 +149,11 @@ def _places(x: Value, starts: Sequence[np.ndarray], sizes: Sequence[int]) -> tup
 
 OPERATORS.update(
     {
-        "transpose": lambda o, x: moved(o, lambda v: v.transpose(0, *(d + 1 for d in o.params["permutation"])), x),
+        "transpose": lambda o, x: moved(lambda v: v.transpose(0, *(d + 1 for d in o.params["permutation"])), x),
         "squeeze": lambda o, x: reshaped(x, (x.shape[0], *o.shape)),
         "expand_dims": lambda o, x: reshaped(x, (x.shape[0], *o.shape)),
-        "rev": lambda o, x: moved(o, lambda v: np.flip(v, tuple(d + 1 for d in o.params["dimensions"])), x),
-        "tile": lambda o, x: moved(o, lambda v: np.tile(v, (1, *o.params["reps"])), x),
+        "rev": lambda o, x: moved(lambda v: np.flip(v, tuple(d + 1 for d in o.params["dimensions"])), x),
+        "tile": lambda o, x: moved(lambda v: np.tile(v, (1, *o.params["reps"])), x),
     }
 )  # fmt: skip
 
@@ -162,9 +176,9 @@ def combined_at(o: Operation, target: Value, places: np.ndarray, updates: Value,
         row, column = np.nonzero(turn == now)
         source[row, ordered[row, column]] = order[row, column]
         source = source[:, :size]
-        read = moved(o, lambda v, s=source: v[lanes, np.maximum(s, 0)], updates)
+        read = moved(lambda v, s=source: v[lanes, np.maximum(s, 0)], updates)
         new = read if combine is None else combine(o, target, read)
-        target = moved(o, lambda a, b, s=source: np.where(s >= 0, b, a), target, new)
+        target = moved(lambda a, b, s=source: np.where(s >= 0, b, a), target, new)
     return target
 
 
@@ -214,11 +228,11 @@ def _gather(o: Operation, x: Value, indices: Value) -> Value:
     lanes = np.arange(len(places)).reshape(-1, *(1,) * (places.ndim - 1))
     valid = inside.reshape(*inside.shape, *(1,) * (places.ndim - inside.ndim))
     safe = np.where(valid, places, 0)
-    found = moved(o, lambda v: v.reshape(len(v), -1)[lanes, safe].transpose(axes), x)
+    found = moved(lambda v: v.reshape(len(v), -1)[lanes, safe].transpose(axes), x)
     if clips or inside.all():
         return found
     valid = np.broadcast_to(valid, places.shape).transpose(axes)
-    return moved(o, lambda v, f: np.where(valid, v, f), found, _fill(o, found))
+    return moved(lambda v, f: np.where(valid, v, f), found, _fill(o, found))
 
 
 def _fill(o: Operation, x: Value) -> Value:
@@ -247,10 +261,10 @@ def _scatter(o: Operation, x: Value, indices: Value, updates: Value) -> Value:
     places = np.where(valid, places, -1).reshape(lanes, -1)
     windows_of = [d + 1 for d in n.update_window_dims]
     order = [0, *(d for d in range(1, updates.ndim) if d not in windows_of), *windows_of]
-    flat = moved(o, lambda v: v.transpose(order).reshape(lanes, -1), updates)
+    flat = moved(lambda v: v.transpose(order).reshape(lanes, -1), updates)
     how = o.name[len("scatter") + 1 :]
     combine = {"": None, "sub": lambda o, a, b: add(o, a, neg(o, b)), "add": add, "mul": mul}.get(how, COMBINE.get(how))
     if combine is add and not is_float(flat) and not isinstance(flat, Complex) and flat.dtype == bool:
         combine = COMBINE["or"]
-    target = moved(o, lambda v: v.reshape(len(v), -1), x)
+    target = moved(lambda v: v.reshape(len(v), -1), x)
     return reshaped(combined_at(o, target, places, flat, combine), (lanes, *shape))

@@ -52,7 +52,7 @@ class Residues:
         known: a part of v whose exponential is known, ``(k, c, t)`` with exp(k) = c exp(t): maxima and logarithms.
         real: the numbers themselves, if they depend on constants and integers only. They decide comparisons.
         has_symbols: whether elements of ``p`` may be symbols.
-        degree: bounds of the degrees of the numerators and denominators as polynomials of random numbers.
+        degree: a bound of the degree as a polynomial of arguments, of results of functions, and of reciprocals.
         is_positive: whether no number is negative: exponentials, squares, and sums and products of such.
     """
 
@@ -62,7 +62,7 @@ class Residues:
     known: tuple[Exponent, np.ndarray, Exponent] | None = None
     real: np.ndarray | None = None
     has_symbols: bool = False
-    degree: tuple[float, float] = (1, 0)
+    degree: int = 1
     is_positive: bool = False
 
     @property
@@ -158,6 +158,7 @@ def exact(x: np.ndarray, modulus: int) -> np.ndarray:
     return whole * scale[place].reshape(x.shape) % modulus
 
 
+_MOST_DEGREE = 4096
 _MOST_FRACTIONS = 4096  # of one constant; numbers of larger tables stay as they are
 
 
@@ -182,12 +183,16 @@ def _simplest(x: float, close: float) -> tuple[int, int]:
         most *= 2
 
 
-def moved(f: Move, *operands: Residues) -> Residues:
+def moved_residues(f: Move, *operands: Residues) -> Residues:
     """Applies a function that only moves elements to all that is known of them."""
 
     def part(arrays: Sequence[np.ndarray | None], default: int) -> np.ndarray:
-        full = [np.full((1,) * o.ndim, default) if x is None else x for x, o in zip(arrays, operands, strict=True)]
-        return f(*(np.broadcast_to(x, o.shape) for x, o in zip(full, operands, strict=True)))
+        full = []
+        for x, o in zip(arrays, operands, strict=True):
+            if x is None:
+                x = np.full((1,) * o.ndim, default)
+            full.append(x if x.shape == o.shape else np.broadcast_to(x, o.shape))
+        return f(*full)
 
     def exponent(given: Sequence[Exponent | None]) -> Exponent:
         zero = np.zeros((), np.int64)
@@ -208,7 +213,7 @@ def moved(f: Move, *operands: Residues) -> Residues:
         known,
         None if any(o.real is None for o in operands) else f(*(o.real for o in operands)),
         any(o.has_symbols for o in operands),
-        (max(o.degree[0] for o in operands), max(o.degree[1] for o in operands)),
+        max(o.degree for o in operands),
         all(o.is_positive for o in operands),
     )
 
@@ -241,6 +246,13 @@ def _chosen(where: np.ndarray, a: Exponent, b: Exponent) -> Exponent:
     return np.where(where, a[0], b[0]), np.where(where, qa, qb)
 
 
+def residues_of(x: np.ndarray) -> Residues:
+    """Integers, or real numbers that are whole, as residues."""
+    real = x.astype(np.float64)
+    x = x.astype(np.int64) if x.dtype != np.uint64 else x
+    return Residues((x % P).astype(np.int64), (x % Q).astype(np.int64), real=real, degree=0)
+
+
 class Field:
     """Residues modulo P, in which sums and products are exact in every order."""
 
@@ -249,7 +261,8 @@ class Field:
         self.seed = seed
         self.keeps_dtypes = keeps_dtypes  # whether a conversion to a narrower dtype is a function of its own
         self.identities: set[str] = set()  # what is assumed of functions, as text
-        self.degree = 1.0  # the largest degree so far
+        self.degree = 1  # the largest degree so far
+        self.reciprocals = 0  # how many numbers have been inverted
 
     # --- making numbers
 
@@ -275,12 +288,7 @@ class Field:
                 self.identities.add(f"constants of at least {MASK:g} are masks")
             p = self._with_symbols(p, np.where(np.isfinite(real), np.sign(real) * 1e150, real), small == real)
         is_positive = bool((real >= 0).all())
-        return Residues(p, q, real=real, has_symbols=has_symbols, degree=(0, 0), is_positive=is_positive)
-
-    def from_ints(self, x: np.ndarray) -> Residues:
-        """Integers as floats."""
-        x = x.astype(np.int64) if x.dtype != np.uint64 else x
-        return Residues((x % P).astype(np.int64), (x % Q).astype(np.int64), real=x.astype(np.float64), degree=(0, 0))
+        return Residues(p, q, real=real, has_symbols=has_symbols, degree=0, is_positive=is_positive)
 
     def from_bits(self, x: np.ndarray) -> Residues:
         """Floats whose bits a program has computed."""
@@ -289,7 +297,7 @@ class Field:
         p, has_symbols = exact(finite, P), not bool(np.isfinite(real).all())
         if has_symbols:
             p = self._with_symbols(p, real, np.isfinite(real))
-        return Residues(p, exact(finite, Q), real=real, has_symbols=has_symbols, degree=(0, 0))
+        return Residues(p, exact(finite, Q), real=real, has_symbols=has_symbols, degree=0)
 
     def to_ints(self, x: Residues, dtype: Any) -> np.ndarray:
         """Floats as integers: the numbers themselves if they are known, else a function of them."""
@@ -365,9 +373,21 @@ class Field:
             return a
         return dataclasses.replace(a, q=_in_q(np.add, a.q, a.known[0][1]), known=None)
 
-    def _larger(self, top: float, bottom: float = 0) -> tuple[float, float]:
-        self.degree = max(self.degree, top + bottom)
-        return top, bottom
+    @property
+    def chance(self) -> float:
+        """A bound of the probability that one draw does not tell different programs apart (Schwartz and Zippel).
+
+        To multiply a polynomial by the numbers that it divides by makes its degree ``reciprocals`` times larger.
+        """
+        return min(self.degree * (1 + self.reciprocals) / P, 0.5)
+
+    def _of_degree(self, degree: int) -> int:
+        """The degree of a product; beyond a bound its results count as random numbers of their own."""
+        if degree > _MOST_DEGREE:
+            self.identities.add(f"numbers of a degree above {_MOST_DEGREE} count as random")
+            degree = 1
+        self.degree = max(self.degree, degree)
+        return degree
 
     # --- sums and products
 
@@ -396,8 +416,7 @@ class Field:
         if (a.known or b.known) and x is None:
             (ka, ca, ta), (kb, cb, tb) = self._known(a), self._known(b)
             known = _plus(ka, kb), ca * cb % P, _plus(ta, tb)
-        (na, da), (nb, db) = a.degree, b.degree
-        degree = self._larger(max(na + db, nb + da), da + db) if da or db else (max(na, nb), 0)
+        degree = max(a.degree, b.degree)
         return self._apply(lambda m, p, q: (p + q) % m, np.add, False, a, b, x=x, known=known, degree=degree)
 
     def _zero(self, a: Residues) -> Exponent:
@@ -424,7 +443,7 @@ class Field:
         known = None
         if a.known or b.known:
             known = self._times(a, b) if a.known else self._times(b, a)
-        degree = self._larger(a.degree[0] + b.degree[0], a.degree[1] + b.degree[1])
+        degree = self._of_degree(a.degree + b.degree)
         is_positive = a is b or (a.is_positive and b.is_positive)
         parts: dict[str, Any] = {"x": x, "known": known, "degree": degree, "is_positive": is_positive}
         return self._apply(lambda m, p, q: p * q % m, np.multiply, True, a, b, **parts)
@@ -447,9 +466,8 @@ class Field:
         zeros = a.p == 0
         has_zeros = bool(zeros.any())
         x = None if a.x is None else _minus(a.x)
-        found = self._apply(
-            lambda m, p: inverse(p, m), np.reciprocal, True, a, x=x, degree=self._larger(a.degree[1], a.degree[0])
-        )
+        self.reciprocals += 0 if a.real is not None else a.p.size // self.draws
+        found = self._apply(lambda m, p: inverse(p, m), np.reciprocal, True, a, x=x, degree=min(a.degree, 1))
         if not has_zeros:
             return found
         return dataclasses.replace(found, p=np.where(zeros, INFINITY, found.p), has_symbols=True)
@@ -459,20 +477,17 @@ class Field:
         if exponent < 0:
             return self.power(self.reciprocal(a), -exponent)
         x = None if a.x is None else (a.x[0] * exponent % P, _in_q(lambda q: q * exponent, a.x[1]))
-        degree = self._larger(a.degree[0] * exponent, a.degree[1] * exponent)
+        degree = self._of_degree(a.degree * exponent)
         parts: dict[str, Any] = {"x": x, "degree": degree, "is_positive": a.is_positive or exponent % 2 == 0}
         return self._apply(lambda m, p: power(p, exponent, m), lambda v: v**exponent, True, a, **parts)
 
     def sum(self, a: Residues, axes: tuple[int, ...]) -> Residues:
         """The sum over dimensions (lanes are dimension 0)."""
         x = None
-        count = math.prod(a.shape[d] for d in axes)
         if a.x is not None:
             x = self._common(a, axes)
             a = a if x is not None else self.flat(a)
-        n, d = a.degree
-        degree = self._larger(n + (count - 1) * d, d * count) if d and count else a.degree
-        return self._apply(lambda m, p: p.sum(axes) % m, lambda v: v.sum(axes), False, a, x=x, degree=degree)
+        return self._apply(lambda m, p: p.sum(axes) % m, lambda v: v.sum(axes), False, a, x=x, degree=a.degree)
 
     def _common(self, a: Residues, axes: tuple[int, ...]) -> Exponent | None:
         """The exponents of the sums over dimensions, if all numbers of a sum have the same or are 0."""
@@ -498,9 +513,7 @@ class Field:
                 rows: Any = zero if xa is None else tuple(e if e is None else e[:, :, :, None] for e in xa)
                 columns: Any = zero if xb is None else tuple(e if e is None else e[:, :, None, :] for e in xb)
                 x = _of_shape(_plus(rows, columns), (*a.shape[:3], b.shape[3]))
-        count = a.shape[3]
-        n, d = a.degree[0] + b.degree[0], a.degree[1] + b.degree[1]
-        degree = self._larger(n + (count - 1) * d, d * count) if d else self._larger(n)
+        degree = self._of_degree(a.degree + b.degree)
         return self._apply(lambda m, p, q: product(p, q, m), np.matmul, True, a, b, x=x, degree=degree)
 
     # --- functions
@@ -551,11 +564,11 @@ class Field:
             first, second, third = (t[(q >> s) & 1023] for t, s in zip(_powers_of_base(), (0, 10, 20), strict=True))
             found = first * second % P * third % P
             return np.where(q < 0, self._exp_of(p, None), found) if (q < 0).any() else found
-        signs = sign_of(p)
-        bits = self._hashed("exp", np.where(signs < 0, P - p, p))
+        is_upper = p > P // 2
+        bits = self._hashed("exp", np.where(is_upper, P - p, p))
         found = (bits % np.uint64(P - 1)).astype(np.int64) + 1
         found = found * found % P
-        return np.where(signs < 0, inverse(found), np.where(signs == 0, 1, found))
+        return np.where(is_upper, inverse(found), np.where(p == 0, 1, found))
 
     def exp(self, a: Residues) -> Residues:
         """exp(a)."""
@@ -594,7 +607,7 @@ class Field:
             x = a.x[0] * ((P + 1) // 2) % P, _in_q(lambda q: q * ((Q + 1) // 2), a.x[1])
         root = lambda m, p: power(p, _ROOT)  # noqa: E731
         of_p = dataclasses.replace(a, q=None)
-        return self._apply(root, np.sqrt, True, of_p, x=x, degree=(1, 0), is_positive=True)
+        return self._apply(root, np.sqrt, True, of_p, x=x, is_positive=True)
 
     def sign(self, a: Residues) -> Residues:
         """-1, 0 or 1."""
@@ -606,7 +619,7 @@ class Field:
 
     def from_signs(self, signs: np.ndarray) -> Residues:
         """Numbers -1, 0 and 1."""
-        return Residues(signs % P, signs % Q, degree=(0, 0), is_positive=bool((signs >= 0).all()))
+        return Residues(signs % P, signs % Q, degree=0, is_positive=bool((signs >= 0).all()))
 
     def narrowed(self, a: Residues, dtype: Any) -> Residues:
         """The conversion to a dtype."""
@@ -630,7 +643,6 @@ class Field:
         p = np.where(symbols, 0, a.p) if a.has_symbols else a.p
         signs = sign_of(p)
         size = np.where(signs < 0, P - p, p)
-        signs = np.abs(signs) if a.is_positive else signs
         ranks = signs * ((self._hashed("order", size) >> np.uint64(3)).astype(np.int64) | 1)
         if a.has_symbols:
             of_symbols = np.array([0, 2**62 + 2, -(2**62) - 2, 2**62, -(2**62)], np.int64)
@@ -649,7 +661,11 @@ class Field:
         """Numbers of two arrays that can be compared."""
         if a.real is not None and b.real is not None:
             return a.real, b.real
-        return self.rank(a), self.rank(b)
+        ranks = self.rank(a), self.rank(b)
+        for i, (x, y) in enumerate(((a, b), (b, a))):  # no positive number is below 0
+            if x.is_positive and y.real is not None and not (y.real > 0).any():
+                ranks[i][...] = np.abs(ranks[i])
+        return ranks
 
     def as_maximum(self, a: Residues) -> Residues:
         """Marks maxima, whose exponentials stay symbols: a softmax does not depend on what is subtracted."""
@@ -657,7 +673,7 @@ class Field:
         k = np.where(a.p >= P, 0, a.p) if a.has_symbols else a.p, a.q
         return dataclasses.replace(a, q=np.zeros_like(a.p), known=(k, np.ones((1,) * a.ndim, np.int64), k))
 
-    move = staticmethod(moved)
+    from_ints = staticmethod(residues_of)
 
     def differs(self, a: Value, b: Value) -> np.ndarray:
         """Where two arrays are not equal."""
@@ -675,7 +691,6 @@ class Reals:
     """Numbers of float64. A difference of residues is a difference if these differ, too."""
 
     keeps_dtypes = False
-    degree = 1.0
 
     def __init__(self, draws: int, seed: int) -> None:
         self.draws = draws  # as in ``Field``
@@ -717,10 +732,6 @@ class Reals:
     def narrowed(self, a: np.ndarray, dtype: Any) -> np.ndarray:
         """The conversion to a dtype."""
         return a
-
-    def move(self, f: Move, *operands: np.ndarray) -> np.ndarray:
-        """Applies a function that only moves elements."""
-        return f(*operands)
 
     def function(self, name: str, *operands: np.ndarray) -> np.ndarray:
         """A function of NumPy or SciPy; any fixed one where they have none."""

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from gshard.core.errors import GShardError
-from gshard.exact.numbers import Field, Reals, Residues, Value
+from gshard.exact.numbers import Field, Reals, Residues, Value, moved_residues, residues_of
 
 _IS_FLOAT = (np.inexact,)
 
@@ -93,27 +93,28 @@ def aligned(*operands: Value) -> list[Value]:
     return [x if x.ndim == ndim else reshaped(x, (*x.shape, *(1,) * (ndim - x.ndim))) for x in operands]
 
 
-def moved(o: Operation | None, f: Callable[..., Any], *operands: Value) -> Value:
+def moved(f: Callable[..., Any], *operands: Value) -> Value:
     """Applies a function that only moves elements, to arrays of one kind; integers become what others are."""
     if any(isinstance(x, Complex) for x in operands):
-        parts = [x if isinstance(x, Complex) else Complex(x, zeros_like(o, x)) for x in operands]
-        return Complex(moved(o, f, *(x.real for x in parts)), moved(o, f, *(x.imag for x in parts)))
+        parts = [x if isinstance(x, Complex) else Complex(x, zeros_like(x)) for x in operands]
+        return Complex(moved(f, *(x.real for x in parts)), moved(f, *(x.imag for x in parts)))
     if any(isinstance(x, Residues) for x in operands):
-        if o is not None:
-            operands = tuple(as_floats(o, x) for x in operands)
-        return Field.move(f, *operands)
+        return moved_residues(f, *(x if isinstance(x, Residues) else residues_of(x) for x in operands))
     return f(*operands)
 
 
 def reshaped(x: Value, shape: Sequence[int]) -> Value:
     """An array of another shape, lanes included."""
-    return moved(None, lambda v: v.reshape(tuple(shape)), x)
+    return moved(lambda v: v.reshape(tuple(shape)), x)
 
 
-def zeros_like(o: Operation | None, x: Value) -> Value:
-    """Zeros of the shape of an array."""
-    assert o is not None
-    return zeros(o, x.shape[1:], np.float32)
+def zeros_like(x: Value) -> Value:
+    """Zeros of the shape of an array, as floats."""
+    zero = np.zeros(x.shape)
+    if not isinstance(x, Residues):
+        return zero
+    whole = zero.astype(np.int64)
+    return Residues(whole, whole, real=zero, degree=0, is_positive=True)
 
 
 def zeros(o: Operation, shape: Sequence[int], dtype: Any) -> Value:
@@ -136,7 +137,7 @@ def add(o: Operation, a: Value, b: Value) -> Value:
     """a + b."""
     a, b = aligned(a, b)
     if isinstance(a, Complex) or isinstance(b, Complex):
-        a, b = (x if isinstance(x, Complex) else Complex(x, zeros_like(o, x)) for x in (a, b))
+        a, b = (x if isinstance(x, Complex) else Complex(x, zeros_like(x)) for x in (a, b))
         return Complex(add(o, a.real, b.real), add(o, a.imag, b.imag))
     if is_float(a) or is_float(b):
         return o.domain.add(as_floats(o, a), as_floats(o, b))
@@ -177,9 +178,9 @@ def _reciprocal(o: Operation, a: Value) -> Value:
 def _select(o: Operation, index: Value, *cases: Value) -> Value:
     index, *arrays = aligned(index, *cases)
     if len(arrays) == 2:
-        return moved(o, lambda a, b: np.where(index, b, a), *arrays)
+        return moved(lambda a, b: np.where(index, b, a), *arrays)
     which = np.clip(index, 0, len(arrays) - 1)
-    return moved(o, lambda *xs: np.choose(which, np.broadcast_arrays(*xs)[: len(xs)]), *arrays)
+    return moved(lambda *xs: np.choose(which, np.broadcast_arrays(*xs)[: len(xs)]), *arrays)
 
 
 def extreme(o: Operation, a: Value, b: Value, *, largest: bool) -> Value:
@@ -191,7 +192,7 @@ def extreme(o: Operation, a: Value, b: Value, *, largest: bool) -> Value:
     left, right = d.pair(a, b)
     takes_left = (left >= right if largest else left <= right) | d.is_nan(a)
     takes_left = takes_left & ~d.is_nan(b) | d.is_nan(a)
-    found = d.as_maximum(moved(o, lambda x, y: np.where(takes_left, x, y), a, b))
+    found = d.as_maximum(moved(lambda x, y: np.where(takes_left, x, y), a, b))
     if largest and isinstance(found, Residues) and (a.is_positive or b.is_positive):
         found = dataclasses.replace(found, is_positive=True)
     return found
@@ -224,7 +225,7 @@ def _convert(o: Operation, x: Value) -> Value:
         return x if jax.dtypes.issubdtype(new, np.complexfloating) else x.real
     if jax.dtypes.issubdtype(new, np.complexfloating):
         floats = as_floats(o, x)
-        return Complex(floats, zeros_like(o, floats))
+        return Complex(floats, zeros_like(floats))
     if not jax.dtypes.issubdtype(new, np.floating):
         if not is_float(x):
             return x != 0 if new == np.bool_ else x.astype(new)
@@ -379,12 +380,12 @@ def log_of_sum(o: Operation, a: Value, b: Value) -> Value:
     if isinstance(o.domain, Reals):
         return np.logaddexp(a, b)
     shift = extreme(o, a, b, largest=True)
-    shift = moved(o, lambda v, w: np.where(o.domain.is_finite(shift), v, w), shift, _number(o, 0.0, shift))
+    shift = moved(lambda v, w: np.where(o.domain.is_finite(shift), v, w), shift, _number(o, 0.0, shift))
     terms = (o.domain.exp(add(o, x, neg(o, shift))) for x in (a, b))
     found = add(o, o.domain.log(add(o, *terms)), shift)
     nothing = _number(o, -math.inf, a)
     a_is_nothing, b_is_nothing = (_compare(np.equal)(o, x, nothing) for x in (a, b))
-    return moved(o, lambda v, w, x: np.where(a_is_nothing, w, np.where(b_is_nothing, v, x)), a, b, found)
+    return moved(lambda v, w, x: np.where(a_is_nothing, w, np.where(b_is_nothing, v, x)), a, b, found)
 
 
 def _clamp(o: Operation, low: Value, x: Value, high: Value) -> Value:
