@@ -96,6 +96,7 @@ def test_a_large_training_step_becomes_small():
     plain, sharded = programs(step.function(), step.mesh(), *arguments)
     sizes = shrunk(plain, sharded)
     assert _elements(plain) > 2e14
+    assert max(n for jaxpr in (plain, sharded) for v in closed(jaxpr)[0].invars for n in sizes.shape(v)) < 200
     assert sum(math.prod(sizes.shape(v)) for v in closed(plain)[0].invars) < 2e7
     assert any(note.startswith("80 -> ") and "iterations of the scan at model.py" in note for note in sizes.notes)
     inner = functools.partial(at, plain, sizes), functools.partial(at, sharded, sizes)

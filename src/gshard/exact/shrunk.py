@@ -216,9 +216,12 @@ class _Reader(Numbers):
                 return [self.elementwise(eqn, numbers)]
             if name == "slice":
                 return self.moved(numbers[0])
-            is_one = name == "scatter" and eqn.invars[1].aval.shape == (1,)
-            if is_one and eqn.invars[0].aval.size == eqn.invars[2].aval.size:
-                self.settle(numbers[:2])
+            at = numbers[1] if name == "scatter" and eqn.invars[1].aval.shape == (1,) else None
+            if (
+                at is not None
+                and (at.kind, at.value) == ("literal", 0)
+                and eqn.invars[0].aval.size == eqn.invars[2].aval.size
+            ):
                 return numbers[2:3]  # one update replaces all elements
             self.settle(x for v, x in zip(eqn.invars, numbers, strict=True) if not is_real(v))
             if name == "iota":
