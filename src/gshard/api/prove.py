@@ -12,12 +12,15 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from gshard.api.compiled_programs import on_first_devices
 from gshard.api.jit import Jitted
 from gshard.core import jax_adapter
 from gshard.core.errors import ArgumentError, counted, listed
+from gshard.core.jax_adapter_jit import argument_names, given_to_jit, jaxpr_and_constants
 from gshard.core.paths import leaf_names
 from gshard.core.planning_tables import with_tables
 from gshard.exact.blame import Blame, Contents, Trail, of_unequal
+from gshard.exact.from_hlo import jaxpr_of, partitioned_hlo
 from gshard.exact.interpreter import Interpreter
 from gshard.exact.numbers import Field, Reals, Value
 from gshard.exact.operations import Complex, Undecided
@@ -106,10 +109,12 @@ def prove(
     Equal residues mean equal programs up to the order of sums and products, with a probability that the result states.
 
     Args:
-        f: a function from ``gshard.jit``, or any function with ``jax.shard_map`` inside.
+        f: a function from ``gshard.jit``; any function with ``jax.shard_map`` inside; or, without ``like``, a function
+            from ``jax.jit``: then what XLA's partitioner makes of it is compared with the function itself.
         args, kwargs: its arguments, as arrays or ``jax.ShapeDtypeStruct``. Floats stand for their shapes only; integers
             and booleans keep their values.
-        like: the plain function. A function from ``gshard.jit`` needs none: its own function is the plain one.
+        like: the plain function. A function from ``gshard.jit`` or ``jax.jit`` needs none: its own function is the
+            plain one.
         dtypes: ``"any"``: conversions between float dtypes change nothing; ``"kept"``: each is a function of its own.
 
     Returns:
@@ -129,7 +134,8 @@ def prove(
     sharded, plain = _programs(f, like, args, kwargs)
     _refuse_different_types(f, sharded, plain)
     is_same = len(sharded.constants) == len(plain.constants)
-    sizes = shrunk(plain.jaxpr, sharded.jaxpr) if is_same else Sizes()
+    given = [*plain.constants, *plain.arguments]
+    sizes = shrunk(plain.jaxpr, sharded.jaxpr, given) if is_same else Sizes()
     found = _Comparison(plain, sharded, sizes, dtypes == "kept").proof()
     return dataclasses.replace(found, seconds=time.perf_counter() - start)
 
@@ -147,15 +153,31 @@ def _programs(f: Any, like: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         if like is None:
             plain = _Program(_live(call.jaxpr), call.constants, out_tree, call.leaves, names)
             return sharded, plain
-    else:
-        if like is None:
-            raise ArgumentError(
-                f"prove compares {name_of(f)} with a plain function, and none is given.",
-                jax_adapter.user_line(),
-                hint="Give it: gshard.prove(f, *args, like=plain).",
-            )
-        sharded = _traced(f, args, kwargs, with_shardings=True)
-    return sharded, _traced(like, args, kwargs)
+        return sharded, _traced(like, args, kwargs)
+    if like is None and given_to_jit(f) is not None:
+        return _by_xla(f, args, kwargs)
+    if like is None:
+        raise ArgumentError(
+            f"prove compares {name_of(f)} with a plain function, and none is given.",
+            jax_adapter.user_line(),
+            hint="Give it: gshard.prove(f, *args, like=plain).",
+        )
+    return _traced(f, args, kwargs, with_shardings=True), _traced(like, args, kwargs)
+
+
+def _by_xla(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Program, _Program]:
+    """What XLA's partitioner makes of a function from ``jax.jit``, and its jaxpr."""
+    args, kwargs = on_first_devices((args, kwargs))
+    traced = f.trace(*args, **kwargs)
+    jaxpr, constants = jaxpr_and_constants(traced)
+    translated = jaxpr_of(partitioned_hlo(traced.lower())).jaxpr
+    results = jax.tree.structure(traced.out_info)
+    given = given_to_jit(f)
+    assert given is not None
+    leaves = jax.tree.leaves(given.without_static(args, kwargs))
+    names = argument_names(traced.jaxpr)[len(constants) :]
+    sharded = _Program(_live(translated), (), results, leaves, names)
+    return sharded, _Program(_live(jaxpr), constants, results, leaves, names)
 
 
 def _traced(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], with_shardings: bool = False) -> _Program:
@@ -251,7 +273,8 @@ class _Comparison:
             return run.constant(x, v)
         if not jax.dtypes.issubdtype(dtype, np.integer):
             return run.constant(np.random.default_rng(i).integers(0, 2, shape).astype(np.bool_))
-        return run.constant(np.random.default_rng(i).integers(0, 4, shape).astype(dtype))
+        limit = self.sizes.limit(v) or 4
+        return run.constant(np.random.default_rng(i).integers(0, limit, shape).astype(dtype))
 
     def _differs(self, domain: Field | Reals) -> list[tuple[int, np.ndarray]]:
         """The results that differ, and where; -1 for one that differs between devices."""

@@ -196,6 +196,12 @@ class GivenToJit:
     device: Any  # the device or the backend; None if the user gave none
     resolves: bool  # whether ``None`` among the shardings has a meaning (``pjit``)
 
+    def without_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of a call that are no static arguments."""
+        numbers, names = self.static
+        static = {i % len(args) if -len(args) <= i < 0 else i for i in numbers}
+        return [x for i, x in enumerate(args) if i not in static], {k: v for k, v in kwargs.items() if k not in names}
+
 
 def given_to_jit(f: Any) -> GivenToJit | None:
     """The arguments of the ``jax.jit`` call that returned a function; None for any other function.

@@ -45,7 +45,7 @@ def as_reduced(o: Operation, x: Value, axes: Sequence[int], how: str, keep: bool
     elif is_float(x) and how in ("max", "min"):
         found = _extreme_along(o, x, axes, how)
     elif isinstance(x, Complex) or (is_float(x) and how == "prod"):
-        found = functools.reduce(functools.partial(COMBINE[how], o), _elements_along(o, x, axes))
+        found = functools.reduce(functools.partial(COMBINE[how], o), elements_along(x, axes))
     else:
         f = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum, "and": np.bitwise_and,
              "or": np.bitwise_or, "xor": np.bitwise_xor}[how]  # fmt: skip
@@ -55,7 +55,8 @@ def as_reduced(o: Operation, x: Value, axes: Sequence[int], how: str, keep: bool
     return reshaped(found, kept) if keep else found
 
 
-def _elements_along(o: Operation, x: Value, axes: Sequence[int]) -> list[Value]:
+def elements_along(x: Value, axes: Sequence[int]) -> list[Value]:
+    """The elements along dimensions, one array for each position."""
     others = [d for d in range(x.ndim) if d not in axes]
     shape = [x.shape[d] for d in others]
     flat = moved(lambda v: v.transpose(*axes, *others).reshape(-1, *shape), x)
@@ -173,7 +174,7 @@ def _dot_general(o: Operation, a: Value, b: Value) -> Value:
     return reshaped(found, (found.shape[0], *batch, *rows, *columns))
 
 
-def windows(o: Operation, x: Value, sizes: Sequence[int], strides: Sequence[int], dilations: Sequence[int],
+def windows(x: Value, sizes: Sequence[int], strides: Sequence[int], dilations: Sequence[int],
             counts: Sequence[int], first: int) -> Value:  # fmt: skip
     """Windows along dimensions from ``first`` on: each becomes two dimensions, (number of windows, window)."""
 
@@ -199,7 +200,7 @@ def _convolution(o: Operation, x: Value, kernel: Value) -> Value:
         config.append((low, high, dilation - 1 if n else 0))
     x = padded(o, x, config, zeros(o, (), np.float32) if is_float(x) else np.zeros(o.lanes, x.dtype))
     sizes, counts = kernel.shape[3:], [o.shape[d] for d in out[2:]]
-    x = windows(o, x, sizes, params["window_strides"], params["rhs_dilation"], counts, 3)
+    x = windows(x, sizes, params["window_strides"], params["rhs_dilation"], counts, 3)
     groups, of_batch = params["feature_group_count"], params["batch_group_count"]
     lanes, batch, features = x.shape[:3]
     outputs, inputs = kernel.shape[1:3]
@@ -236,7 +237,7 @@ def _reduce_window(o: Operation, x: Value) -> Value:
     fill: Value = _identity(o, x, how)
     config = [(a, b, n - 1) for (a, b), n in zip(params["padding"], params["base_dilation"], strict=True)]
     x = padded(o, x, config, fill)
-    x = windows(o, x, params["window_dimensions"], params["window_strides"], params["window_dilation"], o.shape, 1)
+    x = windows(x, params["window_dimensions"], params["window_strides"], params["window_dilation"], o.shape, 1)
     return as_reduced(o, x, range(2, x.ndim, 2), how)
 
 
@@ -256,7 +257,7 @@ def _select_and_scatter_add(o: Operation, source: Value, x: Value) -> Value:
     largest = params["select_prim"].name == "ge"
     config = [(a, b, 0) for a, b in params["padding"]]
     wide = padded(o, x, config, _identity(o, x, "max" if largest else "min"))
-    inside = windows(o, wide, sizes, strides, [1] * len(sizes), source.shape[1:], 1)
+    inside = windows(wide, sizes, strides, [1] * len(sizes), source.shape[1:], 1)
     ndim = len(sizes)
     order = [0, *range(1, 2 * ndim, 2), *range(2, 2 * ndim + 1, 2)]
     flat = moved(lambda v: v.transpose(order).reshape(*source.shape, -1), inside)

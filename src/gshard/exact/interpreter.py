@@ -15,7 +15,8 @@ from jax.extend import core
 
 from gshard.core import jax_adapter
 from gshard.core.rule import PARALLEL
-from gshard.exact import combining, movement  # noqa: F401  their operators are entered
+from gshard.exact.combining import elements_along, windows
+from gshard.exact.movement import padded
 from gshard.exact.numbers import Field, Reals, Value
 from gshard.exact.operations import (
     COMBINE,
@@ -283,6 +284,37 @@ def _where(run: Interpreter, condition: np.ndarray, new: Value, old: Value) -> V
     return run.moved(lambda a, b: np.where(condition.reshape(shape), a, b), new, old)
 
 
+def _reduce(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """A reduction by a function: the elements are combined one after the other."""
+    count = len(operands) // 2
+    axes = [d + 1 for d in eqn.params["dimensions"]]
+    rows = list(zip(*(elements_along(x, axes) for x in operands[:count]), strict=True))
+    return _folded(run, eqn.params["jaxpr"], rows, operands[count:])
+
+
+def _reduce_window(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """A reduction of windows by a function."""
+    p, count, o = eqn.params, len(operands) // 2, run._operation(eqn)
+    config = [(a, b, n - 1) for (a, b), n in zip(p["padding"], p["base_dilation"], strict=True)]
+    inside = []
+    for x, start in zip(operands[:count], operands[count:], strict=True):
+        wide = padded(o, x, config, start)
+        sizes = p["window_dimensions"], p["window_strides"], p["window_dilation"]
+        inside.append(elements_along(windows(wide, *sizes, o.shape, 1), range(2, 2 * x.ndim - 1, 2)))
+    return _folded(run, p["jaxpr"], list(zip(*inside, strict=True)), operands[count:])
+
+
+def _folded(run: Interpreter, jaxpr: Any, rows: Sequence[Sequence[Value]], starts: Sequence[Value]) -> list[Value]:
+    """Combines rows of arrays one after the other."""
+    carry = [
+        run.moved(lambda v, n=x.shape: np.broadcast_to(v.reshape(-1, *(1,) * (len(n) - 1)), n), start)
+        for start, x in zip(starts, rows[0], strict=True)
+    ]
+    for row in rows:
+        carry = run.run(jaxpr, [*carry, *row])
+    return carry
+
+
 def _cond(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     branches = eqn.params["branches"]
     chosen = np.clip(operands[0], 0, len(branches) - 1)
@@ -384,7 +416,8 @@ def _check_equal(run: Interpreter, eqn: Any, i: int, x: Value, lanes: int, axes:
 
 
 _REGIONS: dict[str, Callable[[Interpreter, Any, Sequence[Value]], list[Value]]] = {
-    "scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map,
+    "scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map, "reduce": _reduce,
+    "reduce_window": _reduce_window,
 }  # fmt: skip
 
 

@@ -108,15 +108,16 @@ def inverse(x: np.ndarray, modulus: int = P) -> np.ndarray:
 
 
 def product(a: np.ndarray, b: np.ndarray, modulus: int = P) -> np.ndarray:
-    """Products of matrices modulo a prime, ``[..., m, k] @ [..., k, n]``; exact in float64, by parts of 11 bits."""
+    """Products of matrices modulo a prime, ``[..., m, k] @ [..., k, n]``, exact in float64: parts of bits of a."""
     columns = a.shape[-1]
-    total = np.zeros((), np.int64)
-    for first in range(0, columns, 2048):
-        left, right = a[..., first : first + 2048], b[..., first : first + 2048, :].astype(np.float64)
-        for shift in (0, 11, 22):
-            part = ((left >> shift) & 2047).astype(np.float64) @ right
+    bits, most = (16, 64) if columns <= 64 else (11, 2048)  # sums of ``most`` products of so many bits and 31 fit
+    total = np.zeros((*a.shape[:-1], b.shape[-1]), np.int64)
+    for first in range(0, columns, most):
+        left, right = a[..., first : first + most], b[..., first : first + most, :].astype(np.float64)
+        for shift in range(0, 31, bits):
+            part = ((left >> shift) & ((1 << bits) - 1)).astype(np.float64) @ right
             total = (total + part.astype(np.int64) % modulus * (1 << shift)) % modulus
-    return total if columns else np.zeros((*a.shape[:-1], b.shape[-1]), np.int64)
+    return total
 
 
 @tabulated(1024)
@@ -315,7 +316,7 @@ class Field:
     def _as_floats(self, x: Residues, signs: bool) -> np.ndarray:
         """Symbols as floats; other numbers as their signs, or as 0."""
         where = x.p >= P
-        others = sign_of(np.where(where, 0, x.p)).astype(np.float64) if signs else np.zeros(x.shape)
+        others = np.where(x.p > P // 2, -1.0, np.where(x.p == 0, 0.0, 1.0)) if signs else np.zeros(x.shape)
         return np.where(where, _AS_FLOATS[np.where(where, x.p - P, 0)], others)
 
     def _with_symbols(self, p: np.ndarray, floats: np.ndarray, finite: np.ndarray | None = None) -> np.ndarray:
@@ -613,9 +614,7 @@ class Field:
         """-1, 0 or 1."""
         if a.real is not None:
             return self.constant(np.sign(a.real), np.float64)
-        if a.is_positive:
-            return self.from_signs((a.p != 0).astype(np.int64))
-        return self.from_signs(np.sign(self.rank(a)).astype(np.int64))
+        return self.from_signs(self._signs(a))
 
     def from_signs(self, signs: np.ndarray) -> Residues:
         """Numbers -1, 0 and 1."""
@@ -637,13 +636,13 @@ class Field:
     # --- order
 
     def rank(self, a: Residues) -> np.ndarray:
-        """Integers in a random order of the numbers: -a is opposite to a, and squares are above 0."""
+        """Integers in a random order of the numbers, in which -a is opposite to a."""
         a = self.flat(a)
         symbols = a.p >= P
         p = np.where(symbols, 0, a.p) if a.has_symbols else a.p
-        signs = sign_of(p)
-        size = np.where(signs < 0, P - p, p)
-        ranks = signs * ((self._hashed("order", size) >> np.uint64(3)).astype(np.int64) | 1)
+        is_upper = p > P // 2
+        ranks = (self._hashed("order", np.where(is_upper, P - p, p)) >> np.uint64(3)).astype(np.int64) | 1
+        ranks = np.where(p == 0, 0, np.where(is_upper, -ranks, ranks))
         if a.has_symbols:
             of_symbols = np.array([0, 2**62 + 2, -(2**62) - 2, 2**62, -(2**62)], np.int64)
             ranks = np.where(symbols, of_symbols[np.where(symbols, a.p - P, 0)], ranks)
@@ -661,11 +660,20 @@ class Field:
         """Numbers of two arrays that can be compared."""
         if a.real is not None and b.real is not None:
             return a.real, b.real
-        ranks = self.rank(a), self.rank(b)
-        for i, (x, y) in enumerate(((a, b), (b, a))):  # no positive number is below 0
-            if x.is_positive and y.real is not None and not (y.real > 0).any():
-                ranks[i][...] = np.abs(ranks[i])
-        return ranks
+        for x, y, turn in ((a, b, 1), (b, a, -1)):  # x is compared with 0
+            if y.real is not None and not y.real.any():
+                signs = self._signs(x) * turn
+                return signs, np.zeros_like(signs)
+        return self.rank(a), self.rank(b)
+
+    def _signs(self, a: Residues) -> np.ndarray:
+        """The signs of numbers, which products keep: squares count as positive."""
+        if a.is_positive:
+            return (a.p != 0).astype(np.int64)
+        signs = sign_of(np.where(a.p >= P, 0, a.p) if a.has_symbols else a.p)
+        if not a.has_symbols:
+            return signs
+        return np.where(a.p >= P, np.array([0, 1, -1, 1, -1])[np.where(a.p >= P, a.p - P, 0)], signs)
 
     def as_maximum(self, a: Residues) -> Residues:
         """Marks maxima, whose exponentials stay symbols: a softmax does not depend on what is subtracted."""
