@@ -23,14 +23,16 @@ from gshard.exact.blame import Blame, Contents, Trail, of_unequal
 from gshard.exact.from_hlo import jaxpr_of, partitioned_hlo
 from gshard.exact.interpreter import Interpreter
 from gshard.exact.numbers import Field, Reals, Value
-from gshard.exact.operations import Complex, Undecided
-from gshard.exact.shrunk import Sizes, shrunk
+from gshard.exact.operations import Complex, Undecided, is_float
+from gshard.exact.shrunk import Sizes, elements_of, shrunk
 from gshard.tracing.by_jax import name_of
 
 EQUAL, DIFFERENT, UNDECIDED = "equal", "different", "undecided"
 _DRAWS = 2  # at first; more are drawn until a false "equal" is as unlikely as this:
 _CHANCE = 1e-12
 _MOST_DRAWS = 32
+_MOST_ELEMENTS = 30_000_000  # of all values of programs that also run at their own sizes
+_DRAWS_FOR_COMPARISONS = 16  # or until each comparison of random numbers has been true and false
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +139,9 @@ def prove(
     given = [*plain.constants, *plain.arguments]
     sizes = shrunk(plain.jaxpr, sharded.jaxpr, given) if is_same else Sizes()
     found = _Comparison(plain, sharded, sizes, dtypes == "kept").proof()
+    if found.verdict == DIFFERENT and sizes.notes and elements_of(plain.jaxpr, sharded.jaxpr) <= _MOST_ELEMENTS:
+        # A number of the program may be the size of a dimension.
+        found = _Comparison(plain, sharded, Sizes(), dtypes == "kept").proof()
     return dataclasses.replace(found, seconds=time.perf_counter() - start)
 
 
@@ -234,7 +239,7 @@ class _Comparison:
 
     def proof(self) -> Proof:
         """The verdict."""
-        draws, wanted, assumed = 0, _DRAWS, set[str]()
+        draws, wanted, assumed, outcomes = 0, _DRAWS, set[str](), dict[int, int]()
         while draws < wanted:
             domain = Field(wanted - draws, draws, self.keeps_dtypes)
             try:
@@ -243,8 +248,13 @@ class _Comparison:
             except Undecided as error:
                 return self._made(UNDECIDED, cause=error.what, line=error.where or "")
             assumed |= domain.identities
+            outcomes = {k: outcomes.get(k, 0) | domain.outcomes.get(k, 0) for k in {*outcomes, *domain.outcomes}}
             draws = wanted
             wanted = min(math.ceil(math.log(_CHANCE) / math.log(domain.chance)), _MOST_DRAWS)
+            if one_sided := [k for k, seen in outcomes.items() if seen != 3]:
+                wanted = max(wanted, min(2 * draws, _DRAWS_FOR_COMPARISONS))
+        if one_sided:
+            assumed.add(f"{counted(len(one_sided), 'comparison')} had the same outcome in all {draws} draws")
         return self._made(EQUAL, chance=domain.chance**draws, assumed=tuple(sorted(assumed)))
 
     def _made(self, verdict: str, **fields: Any) -> Proof:
@@ -282,11 +292,13 @@ class _Comparison:
         found, run = self._run(self.sharded, domain)
         where = [(i, _where(domain, a, b)) for i, (a, b) in enumerate(zip(found, expected, strict=True))]
         wrong = [(i, w) for i, w in where if w.any()]
+        if any(domain.is_nan(x).any() for x in expected if is_float(x)):
+            domain.identities.add("elements that are NaN in both programs count as equal")
         return wrong or [(-1, np.ones(1, bool)) for _ in run.unequal[:1]]
 
     def _different(self, domain: Field) -> Proof:
         try:
-            is_confirmed = bool(self._differs(Reals(_DRAWS, domain.seed)))
+            is_confirmed = any(self._differs(Reals(draws, domain.seed)) for draws in (_DRAWS, 8 * _DRAWS))
         except Undecided:
             is_confirmed = True
         contents = Contents(domain)

@@ -264,6 +264,7 @@ class Field:
         self.identities: set[str] = set()  # what is assumed of functions, as text
         self.degree = 1  # the largest degree so far
         self.reciprocals = 0  # how many numbers have been inverted
+        self.outcomes: dict[int, int] = {}  # of comparisons of random numbers, by equation: 1 false, 2 true, 3 both
 
     # --- making numbers
 
@@ -675,6 +676,13 @@ class Field:
             return signs
         return np.where(a.p >= P, np.array([0, 1, -1, 1, -1])[np.where(a.p >= P, a.p - P, 0)], signs)
 
+    def note_outcomes(self, equation: int, a: Residues, b: Residues, found: np.ndarray) -> None:
+        """Notes which outcomes a comparison of random numbers has had; those that a constant decides do not count."""
+        is_open = not any((x.real is not None and np.isinf(x.real).all()) or x.is_positive for x in (a, b))
+        if is_open and found.size and (a.real is None or b.real is None):
+            now = 2 * int(found.any()) + int(not found.all())
+            self.outcomes[equation] = self.outcomes.get(equation, 0) | now
+
     def as_maximum(self, a: Residues) -> Residues:
         """Marks maxima, whose exponentials stay symbols: a softmax does not depend on what is subtracted."""
         a = self._without_known(self.flat(a))
@@ -723,6 +731,7 @@ class Reals:
     rank = staticmethod(lambda x: x)
     pair = staticmethod(lambda a, b: (a, b))
     is_nan, is_finite, sign = np.isnan, np.isfinite, np.sign
+    note_outcomes = staticmethod(lambda equation, a, b, found: None)
     add, neg, mul, dot = np.add, np.negative, np.multiply, np.matmul
     exp, log, sqrt, reciprocal = (
         staticmethod(functools.partial(_quiet, f)) for f in (np.exp, np.log, np.sqrt, np.reciprocal)

@@ -190,8 +190,9 @@ def extreme(o: Operation, a: Value, b: Value, *, largest: bool) -> Value:
         return (np.maximum if largest else np.minimum)(a, b)
     a, b, d = as_floats(o, a), as_floats(o, b), o.domain
     left, right = d.pair(a, b)
-    takes_left = (left >= right if largest else left <= right) | d.is_nan(a)
-    takes_left = takes_left & ~d.is_nan(b) | d.is_nan(a)
+    takes_left = left >= right if largest else left <= right
+    d.note_outcomes(id(o.params), a, b, takes_left)
+    takes_left = (takes_left & ~d.is_nan(b)) | d.is_nan(a)
     found = d.as_maximum(moved(lambda x, y: np.where(takes_left, x, y), a, b))
     if largest and isinstance(found, Residues) and (a.is_positive or b.is_positive):
         found = dataclasses.replace(found, is_positive=True)
@@ -209,7 +210,9 @@ def _compare(f: Callable[..., Any]) -> Operator:
         nan = d.is_nan(a) | d.is_nan(b)
         if f in (np.equal, np.not_equal) and isinstance(d, Field):
             return np.where(nan, f is np.not_equal, d.differs(a, b) ^ (f is np.equal))
-        return np.where(nan, f is np.not_equal, f(*d.pair(a, b)))
+        found = np.where(nan, f is np.not_equal, f(*d.pair(a, b)))
+        d.note_outcomes(id(o.params), a, b, found)
+        return found
 
     return compare
 

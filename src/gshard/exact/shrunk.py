@@ -92,7 +92,7 @@ def shrunk(plain: Any, sharded: Any, given: Sequence[Any] = (), *, most: int = M
         given: the flat arguments. Integers that have values, some of them negative or too large for an index, are none.
         most: programs with at most as many elements of all values stay as they are.
     """
-    if _elements(plain) + _elements(sharded) <= most:
+    if elements_of(plain, sharded) <= most:
         return Sizes()
     reader, (a, b) = _Reader(), (closed(jaxpr)[0] for jaxpr in (plain, sharded))
     table, dims = reader.table, [[[reader.table.new(n)] for n in v.aval.shape] for v in a.invars]
@@ -136,13 +136,15 @@ def shrunk(plain: Any, sharded: Any, given: Sequence[Any] = (), *, most: int = M
     return sizes
 
 
-def _elements(jaxpr: Any) -> int:
-    """The number of elements of all values."""
-    body = closed(jaxpr)[0]
-    total = sum(math.prod(v.aval.shape) for v in (*body.invars, *body.constvars))
-    for eqn in body.eqns:
-        inner = sum(map(_elements, sub_jaxprs(eqn.params)))
-        total += sum(math.prod(v.aval.shape) for v in eqn.outvars) + inner * int(eqn.params.get("length", 1))
+def elements_of(*jaxprs: Any) -> int:
+    """The number of elements of all values of programs."""
+    total = 0
+    for jaxpr in jaxprs:
+        body = closed(jaxpr)[0]
+        total += sum(math.prod(v.aval.shape) for v in (*body.invars, *body.constvars))
+        for eqn in body.eqns:
+            inner = elements_of(*sub_jaxprs(eqn.params))
+            total += sum(math.prod(v.aval.shape) for v in eqn.outvars) + inner * int(eqn.params.get("length", 1))
     return total
 
 
