@@ -266,6 +266,7 @@ WINGS = {
         language.registry: has_rule rule_of
         language.traits: traits_of
         simulator.simulate: device_groups
+        tracing.expand: mark_of_any_sharding
         xla.hlo_collectives: groups_of pairs_of
         xla.hlo_parser: BRANCHES Computation Instruction Module arrays_of read_module
     """,

@@ -175,7 +175,7 @@ def _by_xla(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Pro
     args, kwargs = on_first_devices((args, kwargs))
     traced = f.trace(*args, **kwargs)
     jaxpr, constants = jaxpr_and_constants(traced)
-    translated = jaxpr_of(partitioned_hlo(traced.lower())).jaxpr
+    translated = jaxpr_of(partitioned_hlo(traced.lower()))
     results = jax.tree.structure(traced.out_info)
     given = given_to_jit(f)
     assert given is not None

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import tempfile
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,53 +24,28 @@ from jax.extend.core import primitives
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.core.errors import TraceError
-from gshard.core.jax_adapter import Frame, impl_of_keys, no_mesh_set, shapes_of, user_line
-from gshard.core.jax_adapter_context import wide_enough_for
+from gshard.core.jax_adapter import Frame, impl_of_keys, no_mesh_set, shapes_of
 from gshard.core.jax_adapter_dispatch import kept_arguments
+from gshard.core.mark import resolve
 from gshard.core.mesh import Mesh
-from gshard.core.planning_tables import tabulated, with_tables
-from gshard.exact.hlo_instructions import (
-    COPIES,
-    DTYPES,
-    INSTRUCTIONS,
-    REDUCED,
-    SCATTERED,
-    constant,
-    is_neutral,
-    kinds_of,
-    shape_of,
-    sort_keys,
-    vectors_last,
-    window_of,
-)
-from gshard.simulator.simulate import device_groups
+from gshard.tracing.expand import mark_of_any_sharding
 from gshard.xla.hlo_collectives import groups_of, pairs_of
-from gshard.xla.hlo_parser import BRANCHES, Instruction, Module, arrays_of, read_module
+from gshard.xla.hlo_parser import BRANCHES, Computation, Instruction, Module, arrays_of, read_module
 
 _PASS = "spmd-partitioning"
-_NEVER = 1e9  # seconds: no compilation takes as long
+_LEAST_TIME = "jax_persistent_cache_min_compile_time_secs"
 
 
 @dataclasses.dataclass(frozen=True)
 class Partitioned:
-    """A function as XLA's partitioner leaves it.
+    """A function as XLA's partitioner leaves it."""
 
-    Attributes:
-        module: the program of one device.
-        mesh: the devices in the order of their partition numbers.
-        arguments: shapes and dtypes of the whole flat arguments;
-        kept: the numbers of those that the program reads;
-        in_specs: and how these are split over the atoms of the mesh.
-        results: shapes and dtypes of the whole flat results;
-        out_specs: and how they are split.
-    """
-
-    module: Module
-    mesh: Mesh
-    arguments: tuple[Any, ...]
-    kept: tuple[int, ...]
-    in_specs: tuple[PartitionSpec, ...]
-    results: tuple[Any, ...]
+    module: Module  # the program of one device
+    mesh: Mesh  # the devices in the order of their partition numbers
+    arguments: tuple[Any, ...]  # shapes and dtypes of the whole flat arguments
+    kept: tuple[int, ...]  # the numbers of those that the program reads
+    in_specs: tuple[PartitionSpec, ...]  # how these are split over the atoms of the mesh
+    results: tuple[Any, ...]  # shapes and dtypes of the whole flat results
     out_specs: tuple[PartitionSpec, ...]
 
 
@@ -79,40 +55,30 @@ def partitioned_hlo(lowered: jax.stages.Lowered) -> Partitioned:
     Neither the environment nor files that remain are used, and JAX's persistent compilation cache neither answers nor
     keeps this compilation.
 
-        >>> import jax
-        >>> from gshard.exact.from_hlo import partitioned_hlo
-        >>> partitioned_hlo(jax.jit(lambda x: x + 1).lower(1.0)).module.devices
-        1
-
-    Args:
-        lowered: what ``jax.jit(f).lower(*args)`` gives.
-
     Raises:
         TraceError: XLA wrote no module, or an argument or a result is split in a way that no mesh axes describe.
     """
-    seconds = jax.config.jax_persistent_cache_min_compile_time_secs  # type: ignore[attr-defined]
+    seconds = getattr(jax.config, _LEAST_TIME)
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": _PASS}
         options["xla_dump_large_constants"] = True  # this also changes the key in the persistent cache
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", _NEVER)
+        jax.config.update(_LEAST_TIME, 1e9)  # seconds: no compilation takes as long
         try:
             compiled = lowered.compile(compiler_options=options)
         finally:
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+            jax.config.update(_LEAST_TIME, seconds)
         # XLA does not partition a program of one device.
         texts = [p.read_text() for n in (f"after_{_PASS}", "before_optim") for p in Path(folder).glob(f"*.{n}*.txt")]
     module = read_module(texts[0]) if texts else None
     if module is None or (module.devices > 1 and len(texts) == 1):
         raise TraceError(
             "XLA did not write the program that its partitioner made.",
-            hint="If JAX's persistent compilation cache has a program that was compiled with xla_dump_large_constants, "
-            "take it out.",
+            hint="Take programs compiled with xla_dump_large_constants out of JAX's persistent compilation cache.",
         )
-    arguments, kept = tuple(jax.tree.leaves(lowered.in_avals)), tuple(sorted(kept_arguments(compiled)))
-    results = tuple(jax.tree.leaves(lowered.out_info))
-    takes: Any = lowered.in_tree
-    gives: Any = lowered.out_tree
-    given, made = takes.flatten_up_to(compiled.input_shardings), gives.flatten_up_to(compiled.output_shardings)
+    kept, results = tuple(sorted(kept_arguments(compiled))), tuple(jax.tree.leaves(lowered.out_info))
+    arguments, takes, gives = tuple(jax.tree.leaves(lowered.in_avals)), lowered.in_tree, lowered.out_tree
+    given: Any = takes.flatten_up_to(compiled.input_shardings)  # type: ignore[attr-defined]
+    made: Any = gives.flatten_up_to(compiled.output_shardings)  # type: ignore[attr-defined]
     given = [given[i] for i in kept]
     meshes = (s.mesh for s in (*given, *made) if isinstance(s, NamedSharding) and s.mesh.size == module.devices)
     mesh = Mesh.of(next(meshes, {"devices": module.devices}))
@@ -122,43 +88,17 @@ def partitioned_hlo(lowered: jax.stages.Lowered) -> Partitioned:
 
 
 def _spec(sharding: Any, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """A sharding as atoms of a mesh, from the block that each device has of each dimension."""
+    """A sharding as atoms of a mesh."""
     if mesh.size == 1:
         return PartitionSpec()
-    slices, sizes = sharding.devices_indices_map(shape), tuple(mesh.atom_sizes.values())
-    position = dict(zip(mesh.atoms, np.indices(sizes), strict=True))  # of each device along each atom
-    entries: list[Any] = []
-    for d, size in enumerate(shape):
-        starts = np.array([slices[device][d].start or 0 if device in slices else -1 for device in mesh.devices or ()])
-        blocks = np.unique(starts, return_inverse=True)[1].reshape(sizes)
-        # How far one step along an atom goes orders the atoms, major to minor.
-        steps = {atom: int(blocks[(sum(position.values()) == 1) & (position[atom] == 1)][0]) for atom in position}
-        along = tuple(sorted((a for a in steps if steps[a]), key=lambda a: -steps[a]))
-        found = np.zeros(sizes, int)
-        for atom in along:
-            found = found * mesh.atom_sizes[atom] + position[atom]
-        if (found != blocks).any() or size % mesh.count(along) or (starts < 0).any():
-            raise TraceError(
-                "an array is split in a way that axes of its mesh do not describe.", got=f"{shape}: {sharding}"
-            )
-        entries.append(along or None)
-    return PartitionSpec(*entries)
+    found = resolve(mark_of_any_sharding(sharding, shape), mesh, shape, "")
+    if found.order != mesh.order or any(n % mesh.count(along) for n, along in zip(shape, found.dims, strict=True)):
+        raise TraceError("an array is split in a way that mesh axes do not describe.", got=f"{shape}: {sharding}")
+    return PartitionSpec(*(along or None for along in found.dims))
 
 
-@dataclasses.dataclass(frozen=True)
-class Translated:
-    """A partitioned program as a jaxpr."""
-
-    jaxpr: Any  # closed; from the whole flat arguments of the function to its whole flat results
-
-    def line(self, equation: Any) -> str:
-        """The user's ``file:line (function)`` of an equation of the jaxpr, or of one inside."""
-        return user_line(equation.source_info)
-
-
-@with_tables
-def jaxpr_of(program: Partitioned) -> Translated:
-    """Translates a partitioned program.
+def jaxpr_of(program: Partitioned) -> Any:
+    """Translates a partitioned program to a closed jaxpr, from the whole flat arguments to the whole flat results.
 
     Raises:
         TraceError: an instruction has no counterpart in JAX.
@@ -170,42 +110,36 @@ def jaxpr_of(program: Partitioned) -> Translated:
         return found if isinstance(found, tuple) else (found,)
 
     def whole(*arrays: Any) -> tuple[Any, ...]:
-        read = [_data(arrays[i]) for i in program.kept]
+        read = [jax.random.key_data(arrays[i]) if _is_key(arrays[i]) else arrays[i] for i in program.kept]
         run = local
         if program.mesh.size > 1:
+            mesh = program.mesh.abstract_jax_mesh
             run = jax.shard_map(
-                local, mesh=program.mesh.abstract_jax_mesh, in_specs=program.in_specs, out_specs=program.out_specs,
-                check_vma=False,
-            )  # fmt: skip
-        return tuple(_typed(x, like) for x, like in zip(run(*read), program.results, strict=True))
+                local, mesh=mesh, in_specs=program.in_specs, out_specs=program.out_specs, check_vma=False
+            )
+        return tuple(
+            jax.random.wrap_key_data(x, impl=impl_of_keys(like)) if _is_key(like) else x
+            for x, like in zip(run(*read), program.results, strict=True)
+        )
 
-    types_used = (a.dtype for c in program.module.computations.values() for i in c.instructions.values()
-                  for a in arrays_of(i.type))  # fmt: skip
-    with no_mesh_set(), wide_enough_for(DTYPES[t] for t in {*types_used} if t in DTYPES):
-        return Translated(jax.make_jaxpr(whole)(*shapes_of(program.arguments)))
-
-
-def _data(x: Any) -> Any:
-    """The numbers of random keys; other arrays as they are."""
-    return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    with no_mesh_set(), jax.enable_x64(True):  # numbers of 64 bits may be inside of a program without such arguments
+        return jax.make_jaxpr(whole)(*shapes_of(program.arguments))
 
 
-def _typed(x: Any, like: Any) -> Any:
-    """Numbers as random keys, where the result has keys."""
-    is_key = jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key)
-    return jax.random.wrap_key_data(x, impl=impl_of_keys(like)) if is_key else x
+def _is_key(x: Any) -> bool:
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _run(call: Callable[[], Any]) -> Any:
     return call()
 
 
-@tabulated(4096)
-def _frame(file: str, line: int, function: str) -> Callable[[Callable[[], Any]], Any]:
-    """A function that calls its argument in a frame of this file, line and function."""
+def _in_frame(frame: Frame, call: Callable[[], Any]) -> Callable[[], Any]:
+    """A call from a frame of this file, line and function."""
+    file, line, function = frame
     name = function or "<module>"
     code = _run.__code__.replace(co_filename=file, co_firstlineno=line - 1, co_name=name, co_qualname=name)
-    return types.FunctionType(code, {})
+    return functools.partial(types.FunctionType(code, {}), call)
 
 
 class _Reader:
@@ -223,22 +157,24 @@ class _Reader:
             # What XLA adds without a line belongs to what it reads.
             inherited = (frames[o] for o in made.operands if frames.get(o))
             frames[name] = self.module.frames_of(made) or next(inherited, ())
-            if made.opcode in ("parameter", "constant"):
-                values[name] = arguments[made.number] if made.opcode == "parameter" else constant(made)
+            if made.opcode == "parameter":
+                values[name] = arguments[made.number]
                 continue
             call: Callable[[], Any] = functools.partial(self._checked, made, [values[o] for o in made.operands])
             for frame in frames[name]:  # the first is the innermost
-                call = functools.partial(_frame(*frame), call)
+                call = _in_frame(frame, call)
             values[name] = call()
         return values[computation.root]
 
     def _checked(self, made: Instruction, operands: Sequence[Any]) -> Any:
-        run = INSTRUCTIONS.get(made.opcode) or getattr(self, f"_{made.opcode.replace('-', '_')}", None)
+        run = _INSTRUCTIONS.get(made.opcode) or getattr(self, f"_{made.opcode.replace('-', '_')}", None)
         try:
             if run is None:
                 raise NotImplementedError
             found = run(made, *operands)
-            if [(np.shape(x), x.dtype) for x in jax.tree.leaves(found)] != kinds_of(made):
+            if [(np.shape(x), x.dtype) for x in jax.tree.leaves(found)] != [
+                (t.shape, t.dtype) for t in _types_of(made)
+            ]:
                 raise TypeError(f"the translation has the type {jax.tree.map(jax.typeof, found)}")
         except TraceError:
             raise
@@ -252,74 +188,54 @@ class _Reader:
             ) from error
         return found
 
+    # Instructions that contain computations.
+
     def _operation(self, name: str) -> str:
-        """The opcode of a computation that is one operation on its two parameters, else empty."""
+        """The opcode of a computation that is one operation on its two parameters, or is one of these; else empty."""
         computation = self.module.computations[name]
-        root = computation.behind(computation.root, COPIES)
+        root = computation.behind(computation.root, ("copy",))
         assert root is not None
+        if root.opcode == "parameter":
+            return f"parameter {root.number}"
         made = [computation.instructions[o] for o in root.operands]
         numbers = [m.number for m in made if m.opcode == "parameter"]
-        return root.opcode if numbers == [0, 1] or (numbers == [1, 0] and root.opcode in REDUCED) else ""
+        return root.opcode if numbers == [0, 1] or (numbers == [1, 0] and root.opcode in _COMBINED) else ""
 
-    def _combine(self, name: str) -> Callable[[Any, Any], Any]:
-        """A computation that combines two tuples of numbers."""
-
-        def combine(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
-            found = self.run(name, [*a, *b])
-            return found if isinstance(found, tuple) else (found,)
-
-        return combine
+    def _combining(self, made: Instruction, *x: Any) -> tuple[Any, Any, Callable[..., Any]]:
+        """Operands, initial values and the function of a reduction, as ``lax.reduce`` takes them."""
+        (name,), n = made.called("to_apply"), len(x) // 2
+        if n > 1:
+            return x[:n], x[n:], lambda a, b: self.run(name, [*a, *b])
+        return *x, _COMBINED.get(self._operation(name)) or (lambda a, b: self.run(name, [a, b]))
 
     def _reduce(self, made: Instruction, *x: Any) -> Any:
-        (name,), axes, n = made.called("to_apply"), made.numbers("dimensions"), len(x) // 2
-        operation = self._operation(name) if n == 1 else ""
-        if operation not in REDUCED:
-            found = lax.reduce(x[:n], x[n:], self._combine(name), axes)
-            return tuple(found) if made.type.startswith("(") else found[0]
-        reduction, combine = REDUCED[operation]
-        reduced = reduction(x[0], axes)
-        return reduced if is_neutral(operation, x[1]) else combine(reduced, lax.full_like(reduced, x[1]))
+        return lax.reduce(*self._combining(made, *x), made.numbers("dimensions"))
 
     def _reduce_window(self, made: Instruction, *x: Any) -> Any:
-        (name,), (window, _), n = made.called("to_apply"), window_of(made), len(x) // 2
-        operation = self._operation(name) if n == 1 else ""
-        if operation in REDUCED:
-            return lax.reduce_window(x[0], x[1], REDUCED[operation][1], **window)
-        found = lax.reduce_window(x[:n], x[n:], self._combine(name), **window)
-        return tuple(found) if made.type.startswith("(") else found[0]
+        return lax.reduce_window(*self._combining(made, *x), **_window_of(made)[0])
 
     def _select_and_scatter(self, made: Instruction, x: Any, source: Any, init: Any) -> Any:
-        (selected,), (scattered,), (window, _) = made.called("select"), made.called("scatter"), window_of(made)
+        (selected,), (scattered,), (window, _) = made.called("select"), made.called("scatter"), _window_of(made)
         compared = self.module.computations[selected]
         chosen = {"GE": lax.ge_p, "LE": lax.le_p}[compared.instructions[compared.root].text("direction")]
-        if (self._operation(selected), self._operation(scattered), is_neutral("add", init)) != (
-            "compare",
-            "add",
-            True,
-        ):
+        if (self._operation(selected), self._operation(scattered)) != ("compare", "add") or np.any(init != 0):
             raise NotImplementedError
         del window["base_dilation"], window["window_dilation"]
         return primitives.select_and_scatter_add_p.bind(source, x, select_prim=chosen, **window)
 
-    def _scatter(self, made: Instruction, x: Any, indices: Any, *updates: Any) -> Any:
-        computation = self.module.computations[made.called("to_apply")[0]]
-        root, (update,) = computation.instructions[computation.root], updates
-        is_update = root.opcode == "parameter" and root.number == 1
-        scatter = SCATTERED["" if is_update else self._operation(made.called("to_apply")[0]) or "none"]
+    def _scatter(self, made: Instruction, x: Any, indices: Any, update: Any) -> Any:
         numbers = lax.ScatterDimensionNumbers(
             *map(made.numbers, ("update_window_dims", "inserted_window_dims", "scatter_dims_to_operand_dims")),
             *map(made.numbers, ("input_batching_dims", "scatter_indices_batching_dims")),
         )
         dropped = lax.GatherScatterMode.FILL_OR_DROP
-        return scatter(x, vectors_last(made, indices), update, numbers, mode=dropped)
+        scatter = _SCATTERED[self._operation(made.called("to_apply")[0])]
+        return scatter(x, _vectors_last(made, indices), update, numbers, mode=dropped)
 
     def _sort(self, made: Instruction, *x: Any) -> Any:
-        comparator = self.module.computations[made.called("to_apply")[0]]
-        keys = sort_keys(comparator, comparator.root)
-        if not keys or keys != tuple(range(len(keys))):
-            raise NotImplementedError("it does not sort by its first operands in rising order")
+        keys = _sorted_by(self.module.computations[made.called("to_apply")[0]], x)
         (dim,), is_stable = made.numbers("dimensions"), made.text("is_stable") == "true"
-        found = lax.sort(x, dimension=dim, is_stable=is_stable, num_keys=len(keys))
+        found = lax.sort(x, dimension=dim, is_stable=is_stable, num_keys=keys)
         return tuple(found) if made.type.startswith("(") else found[0]
 
     def _while(self, made: Instruction, x: Any) -> Any:
@@ -340,65 +256,215 @@ class _Reader:
     # What devices do together.
 
     def _partition_id(self, made: Instruction) -> Any:
-        return (
-            lax.convert_element_type(lax.axis_index(self.mesh.atoms), np.uint32) if self.mesh.size > 1 else np.uint32(0)
-        )
+        return lax.convert_element_type(lax.axis_index(self.mesh.atoms) if self.mesh.size > 1 else 0, np.uint32)
 
-    def _on_groups(self, made: Instruction, x: Sequence[Any], run: Callable[..., Any]) -> Any:
-        """Runs a collective on each operand; JAX names the groups by axes where they are such, or lists them."""
+    def _on_groups(self, made: Instruction, x: Any, run: Callable[..., Any], *dims: str, **options: Any) -> Any:
+        """Runs a collective on groups of devices; ``dims`` are its parameters that are the dimension."""
         groups = groups_of(made, self.module, ordered=True)
-        size, atoms = len(groups[0]), self.mesh.atom_sizes
-        if any(len(group) != size for group in groups):
+        if self.mesh.size == 1:
+            return x
+        if len({*map(len, groups)}) > 1:
             raise NotImplementedError("groups differ in size")
-        places = np.unravel_index(groups[0], tuple(atoms.values())) if atoms else ()
-        axes = tuple(atom for atom, place in zip(atoms, places, strict=True) if len(np.unique(place)) > 1)
-        named: dict[str, Any] = {"axis_name": axes}
-        if {*device_groups(tuple(atoms.items()), axes)} != {*groups}:
-            named = {"axis_name": self.mesh.atoms, "axis_index_groups": groups}
-        found = tuple(y if size == 1 else run(y, **named) for y in x)
-        return found if made.type.startswith("(") else found[0]
+        options |= {name: made.numbers("dimensions")[0] for name in dims}
+        return run(x, axis_name=self.mesh.atoms, axis_index_groups=groups, **options)
 
-    def _all_reduce(self, made: Instruction, *x: Any) -> Any:
+    def _all_reduce(self, made: Instruction, x: Any) -> Any:
         operation = self._operation(made.called("to_apply")[0])
         collective = {"add": lax.psum, "maximum": lax.pmax, "minimum": lax.pmin}.get(operation)
+        if collective is not None and x.dtype != np.bool_:
+            return self._on_groups(made, x, collective)
+        gathered = self._on_groups(made, lax.expand_dims(x, (0,)), lax.all_gather, tiled=True)
+        return functools.reduce(_COMBINED[operation], gathered)
 
-        def reduced(y: Any, **groups: Any) -> Any:
-            if collective is not None and y.dtype != np.bool_:
-                return collective(y, **groups)
-            return REDUCED[operation][0](lax.all_gather(y, **groups), (0,))
+    def _reduce_scatter(self, made: Instruction, x: Any) -> Any:
+        if self._operation(made.called("to_apply")[0]) != "add" or x.dtype == np.bool_:
+            raise NotImplementedError
+        return self._on_groups(made, x, lax.psum_scatter, "scatter_dimension", tiled=True)
 
-        return self._on_groups(made, x, reduced)
+    def _all_gather(self, made: Instruction, x: Any) -> Any:
+        return self._on_groups(made, x, lax.all_gather, "axis", tiled=True)
 
-    def _reduce_scatter(self, made: Instruction, *x: Any) -> Any:
-        (dim,), operation = made.numbers("dimensions"), self._operation(made.called("to_apply")[0])
+    def _all_to_all(self, made: Instruction, x: Any) -> Any:
+        return self._on_groups(made, x, lax.all_to_all, "split_axis", "concat_axis", tiled=True)
 
-        def scattered(y: Any, **groups: Any) -> Any:
-            if operation == "add" and y.dtype != np.bool_:
-                return lax.psum_scatter(y, scatter_dimension=dim, tiled=True, **groups)
-            part = shape_of(made)[dim]
-            parts = lax.all_to_all(y, split_axis=dim, concat_axis=dim, tiled=True, **groups)
-            parts = lax.reshape(parts, (*y.shape[:dim], y.shape[dim] // part, part, *y.shape[dim + 1 :]))
-            return REDUCED[operation][0](parts, (dim,))
+    def _collective_permute(self, made: Instruction, x: Any) -> Any:
+        pairs = pairs_of(made)
+        return x if self.mesh.size == 1 and pairs else lax.ppermute(x, self.mesh.atoms, pairs)
 
-        return self._on_groups(made, x, scattered)
 
-    def _all_gather(self, made: Instruction, *x: Any) -> Any:
-        (dim,) = made.numbers("dimensions")
-        return self._on_groups(made, x, functools.partial(lax.all_gather, axis=dim, tiled=True))
+# The other instructions, and their attributes.
 
-    def _all_to_all(self, made: Instruction, *x: Any) -> Any:
-        dim, *_ = made.numbers("dimensions") or (0,)
-        exchange = functools.partial(lax.all_to_all, split_axis=dim, concat_axis=dim, tiled=True)
-        if not made.type.startswith("("):
-            return self._on_groups(made, x, exchange)
-        parts = lax.concatenate([lax.expand_dims(y, (0,)) for y in x], 0)  # one operand for each member of a group
-        (found,) = self._on_groups(made, [parts], exchange)
-        return tuple(lax.index_in_dim(found, i, keepdims=False) for i in range(len(x)))
+_KINDS = {"s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex", "pred": "bool"}
+_ELEMENTWISE = """
+    abs acos acosh add and=bitwise_and asin asinh atan atan2 atanh cbrt ceil clamp complex cosh cosine=cos
+    count-leading-zeros=clz divide=div erf exponential=exp exponential-minus-one=expm1 floor imag is-finite log
+    log-plus-one=log1p logistic maximum=max minimum=min multiply=mul negate=neg not=bitwise_not
+    opt-barrier=optimization_barrier or=bitwise_or popcnt=population_count power=pow real remainder=rem rsqrt select
+    shift-left shift-right-arithmetic shift-right-logical sign sine=sin sinh sqrt subtract=sub tan tanh xor=bitwise_xor
+"""
+_COMBINED: Mapping[str, Callable[..., Any]] = {
+    "add": lax.add, "multiply": lax.mul, "maximum": lax.max, "minimum": lax.min, "and": lax.bitwise_and,
+    "or": lax.bitwise_or, "xor": lax.bitwise_xor,
+}  # fmt: skip
+"""What combines the elements of a reduction, as ``lax.reduce`` recognizes it."""
 
-    def _collective_permute(self, made: Instruction, *x: Any) -> Any:
-        pairs, alone = pairs_of(made), self.mesh.size == 1
-        found = tuple(y if alone and pairs else lax.ppermute(y, self.mesh.atoms, pairs) for y in x)
-        return found if made.type.startswith("(") else found[0]
+_SCATTERED = {"parameter 1": lax.scatter, "add": lax.scatter_add, "multiply": lax.scatter_mul,
+              "maximum": lax.scatter_max, "minimum": lax.scatter_min}  # fmt: skip
 
-    def _collective_broadcast(self, made: Instruction, *x: Any) -> Any:
-        return self._on_groups(made, x, lambda y, **groups: lax.squeeze(lax.all_gather(y, **groups)[:1], (0,)))
+
+def _elementwise(name: str) -> Callable[..., Any]:
+    run = getattr(lax, name)
+    return lambda m, *x: run(*x)
+
+
+def _sorted_by(comparator: Computation, operands: Sequence[Any]) -> int:
+    """By how many operands a comparator sorts, if it is one of ``lax.sort``: all NaNs are equal, and both zeros."""
+
+    def printed(name: str) -> str:
+        made = comparator.instructions[name]
+        inside = ",".join(map(printed, made.operands)) or made.literal
+        return f"{made.text('direction') or made.opcode}({inside})"
+
+    def key(number: int) -> str:
+        x, dtype = f"parameter({number})", operands[number // 2].dtype
+        if not jax.dtypes.issubdtype(dtype, np.floating):
+            return x
+        return f"select(NE({x},{x}),constant(nan),select(EQ({x},constant(0)),constant(0),{x}))"
+
+    for count in range(len(operands), 0, -1):
+        wanted = ""
+        for n in reversed(range(count)):
+            keys = f"({key(2 * n)},{key(2 * n + 1)})"
+            wanted = f"or(LT{keys},and(EQ{keys},{wanted}))" if wanted else f"LT{keys}"
+        if wanted == printed(comparator.root):
+            return count
+    raise NotImplementedError("its comparator is not that of jax.lax.sort")
+
+
+def _types_of(made: Instruction) -> list[jax.ShapeDtypeStruct]:
+    """The types of the results of an instruction."""
+    names = ((a.shape, re.sub("^[a-z]+", lambda kind: _KINDS[kind[0]], a.dtype)) for a in arrays_of(made.type))
+    return [jax.ShapeDtypeStruct(shape, name.replace("8e", "8_e")) for shape, name in names]
+
+
+def _numbers(parts: Sequence[str], between: str) -> list[Any]:
+    return [tuple(map(int, part.split(between))) for part in parts]
+
+
+def _window_of(made: Instruction) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """A window as ``lax.reduce_window`` describes it, and its dimensions that are reversed."""
+    parts = {key: value.split("x") for key, _, value in (p.partition("=") for p in made.text("window").split())}
+    rank = len(parts.get("size", ()))
+    names = {"size": "window_dimensions", "stride": "window_strides", "lhs_dilate": "base_dilation",
+             "rhs_dilate": "window_dilation"}  # fmt: skip
+    found: dict[str, Any] = {name: tuple(map(int, parts.get(key, [1] * rank))) for key, name in names.items()}
+    found["padding"] = tuple(_numbers(parts.get("pad", ["0_0"] * rank), "_"))
+    return found, tuple(i for i, flipped in enumerate(parts.get("rhs_reversal", ())) if flipped == "1")
+
+
+def _precision(made: Instruction) -> Any:
+    algorithm, names = made.text("algorithm"), made.text("operand_precision")
+    if algorithm:
+        return lax.DotAlgorithmPreset[algorithm.removeprefix("dot_").upper()]
+    return tuple(map(lax.Precision, names.split(","))) if names else None
+
+
+def _dot(made: Instruction, x: Any, y: Any) -> Any:
+    sides = "lhs", "rhs"
+    numbers: Any = [[made.numbers(f"{side}_{name}_dims") for side in sides] for name in ("contracting", "batch")]
+    return lax.dot_general(x, y, numbers, _precision(made), _types_of(made)[0].dtype)
+
+
+def _convolution(made: Instruction, x: Any, kernel: Any) -> Any:
+    (window, flipped), spatial = _window_of(made), "".join(map(str, range(x.ndim - 2)))
+    labels = zip(re.split("_|->", made.text("dim_labels")), ("bf", "oi", "bf"), strict=True)
+    lhs, rhs, out = (tuple(text.index(c) for c in first + spatial) for text, first in labels)
+    kernel = lax.rev(kernel, [rhs[2 + i] for i in flipped]) if flipped else kernel
+    (features,), (batches,) = (made.numbers(f"{kind}_group_count") or (1,) for kind in ("feature", "batch"))
+    return lax.conv_general_dilated(
+        x, kernel, window["window_strides"], window["padding"], window["base_dilation"],
+        window["window_dilation"], lax.ConvDimensionNumbers(lhs, rhs, out), features, batches, _precision(made),
+        _types_of(made)[0].dtype,
+    )  # fmt: skip
+
+
+def _compare(made: Instruction, x: Any, y: Any) -> Any:
+    if "TOTAL" in made.attributes.partition(" metadata=")[0] and jax.dtypes.issubdtype(x.dtype, np.inexact):
+        raise NotImplementedError("a total order of floating-point numbers is read in comparators of a sort only")
+    return getattr(lax, made.text("direction").lower())(x, y)
+
+
+def _gather(made: Instruction, x: Any, indices: Any) -> Any:
+    numbers = lax.GatherDimensionNumbers(
+        *map(made.numbers, ("offset_dims", "collapsed_slice_dims", "start_index_map")),
+        *map(made.numbers, ("operand_batching_dims", "start_indices_batching_dims")),
+    )
+    indices, sizes = _vectors_last(made, indices), made.numbers("slice_sizes")
+    return lax.gather(x, indices, numbers, sizes, mode=lax.GatherScatterMode.CLIP)
+
+
+def _vectors_last(made: Instruction, indices: Any) -> Any:
+    """The indices of a gather or a scatter; JAX has the components of an index in the last dimension."""
+    (dim,) = made.numbers("index_vector_dim")
+    indices = lax.expand_dims(indices, (dim,)) if dim == indices.ndim else indices
+    return jax.numpy.moveaxis(indices, dim, -1)
+
+
+def _topk(made: Instruction, x: Any) -> Any:
+    if made.text("largest") == "false":
+        raise NotImplementedError("it takes the least elements")
+    return tuple(lax.top_k(x, *made.numbers("k")))
+
+
+def _custom_call(made: Instruction, x: Any, *_: Any) -> Any:
+    target = made.text("custom_call_target")
+    if target == "Sharding":
+        return x
+    if re.fullmatch("lapack_[sdcz]potrf_ffi", target) and f"uplo = {ord('L')} " in made.attributes:
+        # The second result is 0: a matrix that is not positive definite has NaNs in the first.
+        return lax.linalg.cholesky(x, symmetrize_input=False), np.zeros(_types_of(made)[1].shape, np.int32)
+    raise NotImplementedError
+
+
+def _constant(made: Instruction) -> np.ndarray[Any, Any]:
+    (kind,), words = _types_of(made), re.findall(r"\([^)]*\)|[^\s{},()]+", made.literal)
+    readers: dict[str, Callable[[str], Any]] = {
+        "b": lambda word: word in ("true", "1"), "c": lambda word: complex(*map(float, word[1:-1].split(","))),
+        "i": int, "u": int,
+    }  # fmt: skip
+    return np.array([*map(readers.get(kind.dtype.kind, float), words)], kind.dtype).reshape(kind.shape)
+
+
+_INSTRUCTIONS: Mapping[str, Callable[..., Any]] = {
+    **{opcode: _elementwise(name or opcode.replace("-", "_"))
+       for opcode, _, name in (entry.partition("=") for entry in _ELEMENTWISE.split())},
+    "constant": _constant,
+    "copy": lambda m, x: x,
+    "tuple": lambda m, *x: x,
+    "get-tuple-element": lambda m, x: x[m.number],
+    "reshape": lambda m, x: lax.reshape(x, _types_of(m)[0].shape),
+    "transpose": lambda m, x: lax.transpose(x, m.numbers("dimensions")),
+    "broadcast": lambda m, x: lax.broadcast_in_dim(x, _types_of(m)[0].shape, m.numbers("dimensions")),
+    "iota": lambda m: lax.broadcasted_iota(_types_of(m)[0].dtype, _types_of(m)[0].shape, *m.numbers("iota_dimension")),
+    "reverse": lambda m, x: lax.rev(x, m.numbers("dimensions")),
+    "concatenate": lambda m, *x: lax.concatenate(x, *m.numbers("dimensions")),
+    "slice": lambda m, x: x[tuple(slice(*n) for n in _numbers(re.findall(r"[\d:]+", m.text("slice")), ":"))],
+    "pad": lambda m, x, value: lax.pad(x, value, [(*n, 0)[:3] for n in _numbers(m.text("padding").split("x"), "_")]),
+    "dynamic-slice": lambda m, x, *i: lax.dynamic_slice(x, i, _types_of(m)[0].shape, allow_negative_indices=False),
+    "dynamic-update-slice": lambda m, x, y, *i: lax.dynamic_update_slice(x, y, i, allow_negative_indices=False),
+    "convert": lambda m, x: lax.convert_element_type(x, _types_of(m)[0].dtype),
+    "bitcast-convert": lambda m, x: lax.bitcast_convert_type(x, _types_of(m)[0].dtype),
+    "round-nearest-even": lambda m, x: lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN),
+    "round-nearest-afz": lambda m, x: lax.round(x, lax.RoundingMethod.AWAY_FROM_ZERO),
+    "compare": _compare,
+    "dot": _dot,
+    "convolution": _convolution,
+    "fft": lambda m, x: lax.fft(x, m.text("fft_type"), m.numbers("fft_length")),
+    "rng-bit-generator": lambda m, key: tuple(lax.rng_bit_generator(
+        key, _types_of(m)[1].shape, _types_of(m)[1].dtype, getattr(lax.RandomAlgorithm, m.text("algorithm").upper()))),
+    "gather": _gather,
+    "topk": _topk,
+    "custom-call": _custom_call,
+    "replica-id": lambda m: np.zeros((), np.uint32),
+}  # fmt: skip
+"""Functions of an instruction and its operands."""
