@@ -262,6 +262,7 @@ WINGS = {
         language.region: Interpreter
     """,
     "exact": """
+        language.attention_primitive: IN_BLOCKS
         language.kernel_loops: LoopTable Loops call_of
         language.registry: has_rule rule_of
         language.traits: traits_of
@@ -351,6 +352,7 @@ STATE = {
     "gshard/language/registry.py": {"_RULES", "_CUSTOM", "_VERSION"},
     "gshard/language/traits.py": {"_TRAITS"},  # entered with the rules
     "gshard/exact/operations.py": {"OPERATORS"},
+    "gshard/language/attention_primitive.py": {"IN_BLOCKS"},  # entered with the primitives
     "gshard/api/jit.py": {"_CACHES"},
     "gshard/core/jax_adapter_jit.py": {"_HOOKS"},  # how many blocks are entered
     "gshard/simulator/simulate.py": {"_COMPILED"},

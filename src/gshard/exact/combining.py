@@ -45,7 +45,9 @@ def as_reduced(o: Operation, x: Value, axes: Sequence[int], how: str, keep: bool
     elif is_float(x) and how in ("max", "min"):
         found = _extreme_along(o, x, axes, how)
     elif isinstance(x, Complex) or (is_float(x) and how == "prod"):
-        found = functools.reduce(functools.partial(COMBINE[how], o), elements_along(x, axes))
+        rows = elements_along(x, axes)
+        one = o.domain.constant(np.ones([n for d, n in enumerate(x.shape) if d not in axes]), np.float32)
+        found = functools.reduce(functools.partial(COMBINE[how], o), rows) if rows else one
     else:
         f = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum, "and": np.bitwise_and,
              "or": np.bitwise_or, "xor": np.bitwise_xor}[how]  # fmt: skip
@@ -59,7 +61,8 @@ def elements_along(x: Value, axes: Sequence[int]) -> list[Value]:
     """The elements along dimensions, one array for each position."""
     others = [d for d in range(x.ndim) if d not in axes]
     shape = [x.shape[d] for d in others]
-    flat = moved(lambda v: v.transpose(*axes, *others).reshape(-1, *shape), x)
+    count = math.prod(x.shape[d] for d in axes)
+    flat = moved(lambda v: v.transpose(*axes, *others).reshape(count, *shape), x)
     return [moved(lambda v, i=i: v[i], flat) for i in range(flat.shape[0])]
 
 
@@ -75,13 +78,16 @@ def _extreme_along(o: Operation, x: Value, axes: tuple[int, ...], how: str) -> V
 
 
 def order_of(o: Operation, x: Value) -> np.ndarray:
-    """Numbers in the order of the elements; NaN is the largest."""
+    """Integers in the order of the elements; NaN is the largest, and of complex numbers the real parts come first."""
+    if isinstance(x, Complex):
+        pairs = [order_of(o, part) for part in (x.real, x.imag)]
+        return np.unique(np.stack(pairs, -1).reshape(-1, 2), axis=0, return_inverse=True)[1].reshape(x.shape)
     if not is_float(x):
         return x.astype(np.int64) if x.dtype != np.uint64 else x
     known = o.domain.decides(x)
-    ranks = o.domain.rank(x) if known is None else known
-    top = math.inf if ranks.dtype.kind == "f" else 2**63 - 1
-    return np.where(o.domain.is_nan(x), top, ranks)
+    if known is not None:
+        return np.unique(known, return_inverse=True)[1].reshape(x.shape)
+    return np.where(o.domain.is_nan(x), 2**63 - 1, o.domain.rank(x))
 
 
 def place_of_extreme(o: Operation, x: Value, axis: int, largest: bool) -> np.ndarray:
@@ -120,7 +126,7 @@ def _sort(o: Operation, *arrays: Value) -> Value:
 def _top_k(o: Operation, x: Value) -> Value:
     axis = o.params.get("axis", x.ndim - 2) % (x.ndim - 1) + 1
     ranks = order_of(o, x)
-    at = np.argsort(-ranks if ranks.dtype.kind == "f" else np.invert(ranks), axis, kind="stable")
+    at = np.argsort(np.invert(ranks), axis, kind="stable")
     at = np.take(at, range(o.shapes[0][axis - 1]), axis)
     return [moved(lambda v: np.take_along_axis(v, at, axis), x), at.astype(o.dtypes[1])]
 
@@ -210,7 +216,8 @@ def _convolution(o: Operation, x: Value, kernel: Value) -> Value:
 
     def rows(v: np.ndarray) -> np.ndarray:
         v = v.reshape(split).transpose(0, 1, 3, 2, *places, 4, *inside)
-        return v.reshape(lanes, of_batch * groups, batch // of_batch * math.prod(counts), -1)
+        inner = features // groups * math.prod(sizes)
+        return v.reshape(lanes, of_batch * groups, batch // of_batch * math.prod(counts), inner)
 
     both = of_batch * groups
     weights = moved(
@@ -260,7 +267,7 @@ def _select_and_scatter_add(o: Operation, source: Value, x: Value) -> Value:
     inside = windows(wide, sizes, strides, [1] * len(sizes), source.shape[1:], 1)
     ndim = len(sizes)
     order = [0, *range(1, 2 * ndim, 2), *range(2, 2 * ndim + 1, 2)]
-    flat = moved(lambda v: v.transpose(order).reshape(*source.shape, -1), inside)
+    flat = moved(lambda v: v.transpose(order).reshape(*source.shape, math.prod(sizes)), inside)
     chosen = np.unravel_index(place_of_extreme(o, flat, -1, largest), sizes)
     at = []
     for d in range(ndim):
@@ -308,7 +315,7 @@ def _transformed(o: Operation, x: Complex, axis: int, n: int, sign: int) -> Comp
     cosine: Value
     sine: Value
     if isinstance(d, Reals):
-        cosine, sine = np.cos(2 * np.pi * near / n), np.sin(2 * np.pi * near / n)
+        cosine, sine = np.cos(2 * np.pi * near / n)[None], np.sin(2 * np.pi * near / n)[None]
     else:
         lanes = np.broadcast_to(near, (o.lanes, n, n))
         cosine, sine = (d.function(f"{f} of {n}", lanes) for f in ("cosine", "sine"))

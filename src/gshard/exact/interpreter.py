@@ -29,6 +29,7 @@ from gshard.exact.operations import (
     moved,
 )
 from gshard.exact.shrunk import Sizes
+from gshard.language.attention_primitive import IN_BLOCKS
 from gshard.language.kernel_loops import call_of
 from gshard.language.registry import has_rule, rule_of
 from gshard.simulator.simulate import device_groups
@@ -141,7 +142,7 @@ class Interpreter:
             return self.run(called, operands)
         if not any(is_float(x) or isinstance(x, Complex) for x in operands):
             return self._by_jax(eqn, operands)
-        if (opened := _opened(eqn)) is not None and self._has_shapes(eqn):
+        if (opened := _opened(eqn, self._operation(eqn))) is not None:
             return self.run(opened, operands)
         return self._of_rows(eqn, operands)
 
@@ -199,7 +200,8 @@ class Interpreter:
         def flat(v: np.ndarray, dims: Sequence[tuple[int, ...]]) -> np.ndarray:
             rows, others = order(dims)
             count = math.prod(v.shape[d + 1] for d in rows)
-            return v.transpose(0, *(d + 1 for d in (*rows, *others))).reshape(len(v), count, -1)
+            rest = math.prod(v.shape[d + 1] for d in others)
+            return v.transpose(0, *(d + 1 for d in (*rows, *others))).reshape(len(v), count, rest)
 
         if any(isinstance(x, Complex) for x in operands):
             raise Undecided(f"'{name}' of complex numbers has no exact value.")
@@ -225,18 +227,21 @@ def _text(name: str, params: dict[str, Any]) -> str:
     return f"{name} {plain}"
 
 
-def _opened(eqn: Any) -> Any:
-    """The jaxpr of an operator that JAX lowers through a Python function; None for others."""
-    function = jax_adapter.function_of(eqn.primitive)
+def _opened(eqn: Any, o: Operation) -> Any:
+    """The jaxpr of an operator that a Python function of JAX operators defines; None for others."""
+    if o.name == "gshard_kernel":
+        return eqn.params["kernel"].plain_jaxpr(tuple(zip(o.in_shapes, o.in_dtypes, strict=True)))
+    function = IN_BLOCKS.get(o.name) or jax_adapter.function_of(eqn.primitive)
     if function is None:
         return None
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    avals = [jax.ShapeDtypeStruct(*x) for x in zip(o.in_shapes, o.in_dtypes, strict=True)]
     try:
         opened = jax.make_jaxpr(functools.partial(function, **eqn.params))(*avals)
-    except Exception:  # it needs more than shapes
+    except Exception:  # it needs more than shapes, or these shapes
         return None
     inside = {e.primitive.name for e in jax_adapter.closed(opened)[0].eqns}
-    return None if eqn.primitive.name in inside else opened
+    made = tuple(tuple(v.aval.shape) for v in jax_adapter.closed(opened)[0].outvars)
+    return None if o.name in inside or made != o.shapes else opened
 
 
 # --- regions
@@ -280,7 +285,7 @@ def _while(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]
 def _where(run: Interpreter, condition: np.ndarray, new: Value, old: Value) -> Value:
     if condition.all():
         return new
-    shape = (-1, *(1,) * (new.ndim - 1))
+    shape = (*condition.shape, *(1,) * (new.ndim - condition.ndim))
     return run.moved(lambda a, b: np.where(condition.reshape(shape), a, b), new, old)
 
 
@@ -289,29 +294,34 @@ def _reduce(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value
     count = len(operands) // 2
     axes = [d + 1 for d in eqn.params["dimensions"]]
     rows = list(zip(*(elements_along(x, axes) for x in operands[:count]), strict=True))
-    return _folded(run, eqn.params["jaxpr"], rows, operands[count:])
+    return _folded(run, eqn.params["jaxpr"], rows, operands[count:], run.sizes.shape(eqn.outvars[0]))
 
 
 def _reduce_window(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     """A reduction of windows by a function."""
     p, count, o = eqn.params, len(operands) // 2, run._operation(eqn)
     config = [(a, b, n - 1) for (a, b), n in zip(p["padding"], p["base_dilation"], strict=True)]
-    inside = []
-    for x, start in zip(operands[:count], operands[count:], strict=True):
-        wide = padded(o, x, config, start)
-        sizes = p["window_dimensions"], p["window_strides"], p["window_dilation"]
-        inside.append(elements_along(windows(wide, *sizes, o.shape, 1), range(2, 2 * x.ndim - 1, 2)))
-    return _folded(run, p["jaxpr"], list(zip(*inside, strict=True)), operands[count:])
+    own = p["window_dimensions"], p["window_strides"], p["window_dilation"]
+
+    def inside(x: Value, fill: Value) -> list[Value]:
+        return elements_along(windows(padded(o, x, config, fill), *own, o.shape, 1), range(2, 2 * x.ndim - 1, 2))
+
+    rows = list(
+        zip(*(inside(x, start) for x, start in zip(operands[:count], operands[count:], strict=True)), strict=True)
+    )
+    are_elements = inside(np.ones(operands[0].shape, bool), np.zeros(run.lanes, bool))  # what is padded does not count
+    return _folded(run, p["jaxpr"], rows, operands[count:], o.shape, are_elements)
 
 
-def _folded(run: Interpreter, jaxpr: Any, rows: Sequence[Sequence[Value]], starts: Sequence[Value]) -> list[Value]:
-    """Combines rows of arrays one after the other."""
-    carry = [
-        run.moved(lambda v, n=x.shape: np.broadcast_to(v.reshape(-1, *(1,) * (len(n) - 1)), n), start)
-        for start, x in zip(starts, rows[0], strict=True)
-    ]
-    for row in rows:
-        carry = run.run(jaxpr, [*carry, *row])
+def _folded(
+    run: Interpreter, jaxpr: Any, rows: Any, starts: Sequence[Value], shape: Sequence[int], counts: Any = ()
+) -> list[Value]:
+    """Combines rows of arrays one after the other; where ``counts`` is False an element does not count."""
+    whole = (run.lanes, *shape)
+    carry = [run.moved(lambda v: np.broadcast_to(v.reshape(-1, *(1,) * len(shape)), whole), x) for x in starts]
+    for i, row in enumerate(rows):
+        new = run.run(jaxpr, [*carry, *row])
+        carry = [_where(run, counts[i], n, c) for n, c in zip(new, carry, strict=True)] if counts else new
     return carry
 
 
@@ -429,14 +439,17 @@ def _is_key(dtype: Any) -> bool:
 
 
 def _packed(keys: Any) -> np.ndarray:
-    data = np.asarray(jax.random.key_data(keys))
+    return _of_words(np.asarray(jax.random.key_data(keys)))
+
+
+def _of_words(data: np.ndarray) -> np.ndarray:
     if data.shape[-1] != 2:
         raise Undecided("random keys of more than 64 bits have no exact value.")
-    return np.ascontiguousarray(data).view(np.uint64)[..., 0]
+    return np.asarray(data[..., 0].astype(np.uint64) << np.uint64(32) | data[..., 1])
 
 
 def _words(x: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(x)[..., None].view(np.uint32)
+    return np.stack([x >> np.uint64(32), x & np.uint64(0xFFFFFFFF)], -1).astype(np.uint32)
 
 
 def _through_jax(run: Interpreter, eqn: Any, *operands: Value) -> Value:
@@ -461,7 +474,7 @@ def _through_jax(run: Interpreter, eqn: Any, *operands: Value) -> Value:
 
 _ON_KEYS: dict[str, Callable[..., Value]] = {
     **dict.fromkeys("random_seed random_split random_fold_in random_bits random_clone".split(), _through_jax),
-    "random_wrap": lambda run, eqn, x: np.ascontiguousarray(x).view(np.uint64)[..., 0],
+    "random_wrap": lambda run, eqn, x: _of_words(x),
     "random_unwrap": lambda run, eqn, x: _words(x),
 }
 

@@ -94,6 +94,17 @@ def _concatenate(o: Operation, *arrays: Value) -> Value:
     return moved(lambda *vs: np.concatenate(vs, o.params["dimension"] + 1), *arrays)
 
 
+@operator("stack")
+def _stack(o: Operation, *arrays: Value) -> Value:
+    return moved(lambda *vs: np.stack(vs, o.params["axis"] + 1), *arrays)
+
+
+@operator("unstack")
+def _unstack(o: Operation, x: Value) -> list[Value]:
+    axis = o.params["axis"] + 1
+    return [moved(lambda v, i=i: np.take(v, i, axis), x) for i in range(x.shape[axis])]
+
+
 @operator("concatenate_slices")
 def _concatenate_slices(o: Operation, *arrays: Value) -> Value:
     axis = o.params["dimension"] + 1

@@ -305,6 +305,10 @@ def _accepted_on_tpu(arrays: dict[str, Any], params: AttentionParams) -> bool:
 _Implementation = Callable[[dict[str, Any], AttentionParams], list[Any]]
 
 
+# For each primitive its implementation in JAX operators, ``run(*operands, params=...) -> results``.
+IN_BLOCKS: dict[str, Callable[..., list[Any]]] = {}
+
+
 def _define(primitive: Primitive, names: str, blocks: _Implementation, on_tpu: _Implementation) -> None:
     """Registers an implementation in blocks and one for TPU."""
     primitive.multiple_results = True
@@ -315,6 +319,7 @@ def _define(primitive: Primitive, names: str, blocks: _Implementation, on_tpu: _
     def run(*operands: Any, params: AttentionParams) -> list[Any]:
         return blocks(by_name(operands, params), params)
 
+    IN_BLOCKS[primitive.name] = run
     jitted = jax.jit(lambda *operands, params: primitive.bind(*operands, params=params), static_argnames="params")
 
     @primitive.def_impl
