@@ -289,7 +289,11 @@ class _Comparison:
     def _differs(self, domain: Field | Reals) -> list[tuple[int, np.ndarray]]:
         """The results that differ, and where; -1 for one that differs between devices."""
         expected, _ = self._run(self.plain, domain)
+        stand_ins = {*domain.stand_ins}
+        domain.stand_ins.clear()
         found, run = self._run(self.sharded, domain)
+        if only := sorted(stand_ins ^ domain.stand_ins):
+            raise Undecided(f"only one of the programs has {', '.join(only)}, of which nothing is known here.")
         where = [(i, _where(domain, a, b)) for i, (a, b) in enumerate(zip(found, expected, strict=True))]
         wrong = [(i, w) for i, w in where if w.any()]
         if any(domain.is_nan(x).any() for x in expected if is_float(x)):
@@ -299,8 +303,8 @@ class _Comparison:
     def _different(self, domain: Field) -> Proof:
         try:
             is_confirmed = any(self._differs(Reals(draws, domain.seed)) for draws in (_DRAWS, 8 * _DRAWS))
-        except Undecided:
-            is_confirmed = True
+        except Undecided as error:
+            return self._made(UNDECIDED, cause=error.what, line=error.where or "")
         contents = Contents(domain)
         trail = Trail(contents)
         expected, _ = self._run(self.plain, domain, contents)

@@ -182,7 +182,7 @@ class Interpreter:
     def _of_rows(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
         """The results of an operator of which only the parallel dimensions are known."""
         name = eqn.primitive.name
-        if not has_rule(name, eqn.params):
+        if not has_rule(name, eqn.params) or name.endswith("_callback"):
             raise Undecided(f"'{name}' has no exact value and no rule.")
         o = self._operation(eqn)
         call = dataclasses.replace(call_of(eqn), in_shapes=o.in_shapes, out_shapes=o.shapes)
@@ -222,9 +222,8 @@ class Interpreter:
 
 
 def _text(name: str, params: dict[str, Any]) -> str:
-    """A name of an operator with those parameters that are plain values."""
-    plain = {k: v for k, v in sorted(params.items()) if isinstance(v, (int, float, str, bool))}
-    return f"{name} {plain}"
+    """A name of an operator with its parameters."""
+    return f"{name} {[(k, str(v)) for k, v in sorted(params.items()) if k not in ('sharding', 'out_sharding', 'vma')]}"
 
 
 def _opened(eqn: Any, o: Operation) -> Any:

@@ -262,6 +262,7 @@ class Field:
         self.seed = seed
         self.keeps_dtypes = keeps_dtypes  # whether a conversion to a narrower dtype is a function of its own
         self.identities: set[str] = set()  # what is assumed of functions, as text
+        self.stand_ins: set[str] = set()  # none: see ``Reals``
         self.degree = 1  # the largest degree so far
         self.reciprocals = 0  # how many numbers have been inverted
         self.outcomes: dict[int, int] = {}  # of comparisons of random numbers, by equation: 1 false, 2 true, 3 both
@@ -712,6 +713,7 @@ class Reals:
         self.draws = draws  # as in ``Field``
         self.seed = seed
         self.identities: set[str] = set()
+        self.stand_ins: set[str] = set()  # functions for which another one stands
 
     def random(self, name: str, shape: Sequence[int]) -> np.ndarray:
         """Random numbers for an argument."""
@@ -754,11 +756,13 @@ class Reals:
         """A function of NumPy or SciPy; any fixed one where they have none."""
         f = _FUNCTIONS.get(name)
         if f is None:
+            self.stand_ins.add(name)
             f = lambda *xs: np.sin(sum((i + 1.3) * np.asarray(x, np.float64) for i, x in enumerate(xs)))  # noqa: E731
         return np.asarray(_quiet(f, *operands), np.float64)
 
     def of_arrays(self, name: str, results: Sequence[tuple[Sequence[int], Any]], rows: Sequence[Value]) -> list[Value]:
         """Some fixed function of whole rows, as in ``Field``."""
+        self.stand_ins.add(name)
         digest: Any = 0.0
         for i, row in enumerate(rows):
             digest = digest + (row * np.cos(np.arange(row.shape[2]) * 1.7 + i)).sum(2)
