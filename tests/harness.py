@@ -32,14 +32,12 @@ class Row:
         primitive: the equation that is split.
         function: the program around it.
         arguments: its arrays.
-        tolerance: relative and absolute, for sums in another order; 0 demands the same bits.
     """
 
     name: str
     primitive: str
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    tolerance: float = 0.0
 
     @functools.cached_property
     def program(self):
@@ -70,7 +68,6 @@ N = whole(7, 10)
 IMAGE = normal(2, 4, 11, 9)
 MATRICES = normal(3, 4, 4)
 POSITIVE_DEFINITE = MATRICES @ MATRICES.transpose(0, 2, 1) + 4 * np.eye(4, dtype=np.float32)
-SUM = 1e-5
 
 
 @functools.cache
@@ -99,14 +96,9 @@ def kernel(x, scale):
     return call(x, scale)
 
 
-def row(name, function, *arguments, tolerance=0.0):
+def row(name, function, *arguments):
     """A row whose primitive is the first word of its name."""
-    return Row(name, name.split(",")[0], function, arguments, tolerance)
-
-
-def rounding(x):
-    """XLA's approximations of functions may differ in the last place between arrays of other shapes."""
-    return 1e-6 if x.dtype == np.float32 else 0.0
+    return Row(name, name.split(",")[0], function, arguments)
 
 
 def elementwise():
@@ -118,7 +110,7 @@ def elementwise():
         "sqrt": P, "tan": X, "tanh": X, "clz": N,
     }  # fmt: skip
     for name, x in unary.items():
-        yield row(name, getattr(lax, {"not": "bitwise_not"}.get(name, name)), x, tolerance=rounding(x))
+        yield row(name, getattr(lax, {"not": "bitwise_not"}.get(name, name)), x)
     complexes = X + 1j * Y
     for name, call in {"real": lax.real, "imag": lax.imag, "conj": lax.conj}.items():
         yield row(name, call, complexes)
@@ -143,9 +135,9 @@ def elementwise():
     }  # fmt: skip
     names = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"}
     for name, both in binary.items():
-        yield row(name, getattr(lax, names.get(name, name)), *both, tolerance=rounding(both[0]))
-    yield row("mul, by less", lambda x: x * 0.3, X, tolerance=rounding(X))
-    yield row("div, by more", lambda x: x / 7.0, X, tolerance=rounding(X))
+        yield row(name, getattr(lax, names.get(name, name)), *both)
+    yield row("mul, by less", lambda x: x * 0.3, X)
+    yield row("div, by more", lambda x: x / 7.0, X)
     yield row("mul, integers", lambda x, y: x * y, N, N[::-1].copy())
     yield row("dot_general, integers", lambda x, y: x @ y.T, N, N[::-1].copy())
     yield row("mul, size 1 stretched", lambda x, y: lax.mul_p.bind(x, y), X, X[:1])
@@ -164,7 +156,7 @@ def contractions():
         ("dot_general, tokens to experts", "gsec,gsm->egcm", ((3, 5, 4, 2), (3, 5, 6))),
     ):
         arguments = tuple(normal(*s) for s in shapes_)
-        yield row(name, lambda x, y, spec=spec: jnp.einsum(spec, x, y), *arguments, tolerance=SUM)
+        yield row(name, lambda x, y, spec=spec: jnp.einsum(spec, x, y), *arguments)
     yield row("dot_general, integers", lambda x, y: x @ y, N, N.T.copy())
     logical = lambda x, y: lax.dot_general(x, y, (((1,), (1,)), ((), ())))  # noqa: E731
     yield row("dot_general, booleans", logical, X > 1, Y > 1)
@@ -181,7 +173,7 @@ def reductions():
         ("reduce_and, bits", lambda x: jnp.bitwise_and.reduce(x, 0), N),
         ("reduce_max, all negative", lambda x: jnp.max(x, 0), -P), ("reduce_max, integers", lambda x: jnp.max(x, 1), N),
     ):  # fmt: skip
-        yield row(name, call, x, tolerance=SUM if x.dtype == np.float32 else 0.0)
+        yield row(name, call, x)
     yield from any_reductions()
     with_nan = np.round(X)
     with_nan[2, 3] = np.nan
@@ -192,7 +184,7 @@ def reductions():
     for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
         for reverse in (False, True):
             call = lambda x, name=name, reverse=reverse: getattr(lax, name)(x, axis=1, reverse=reverse)  # noqa: E731
-            yield row(f"{name}, {'backwards' if reverse else 'forwards'}", call, X, tolerance=SUM)
+            yield row(f"{name}, {'backwards' if reverse else 'forwards'}", call, X)
     yield row("cumsum, integers", lambda x: lax.cumsum(x, axis=0), N)
 
 
@@ -201,16 +193,16 @@ def any_reductions():
     by = {"add": (lax.add, 3.0), "max": (lax.max, 0.25), "min": (jnp.minimum, 0.25), "mul": (lax.mul, -2.0)}
     for name, (computation, init) in by.items():
         reduce = lambda x, f=computation, init=init: lax.reduce(x, np.float32(init), f, (1,))  # noqa: E731
-        yield row(f"reduce, {name}", reduce, X, tolerance=SUM)
+        yield row(f"reduce, {name}", reduce, X)
         both = lambda x, f=computation, init=init: lax.reduce(x, np.float32(init), f, (0, 1))  # noqa: E731
-        yield row(f"reduce, {name} of everything", both, X, tolerance=1e-4)
+        yield row(f"reduce, {name} of everything", both, X)
     yield row("reduce, given", lambda x, init: lax.reduce(x, init, lax.add, (0,)), N, np.int32(40))
     for name, f in (("and", lax.bitwise_and), ("or", lax.bitwise_or), ("xor", lax.bitwise_xor)):
         yield row(f"reduce, bits {name}", lambda x, f=f: lax.reduce(x, np.int32(12), f, (1,)), N)
     yield row("reduce, booleans", lambda x: lax.reduce(x, True, lax.bitwise_xor, (0,)), X > 0)
     norm = lambda x, y: jnp.sqrt(x * x + y * y)  # noqa: E731
-    yield row("reduce, norm", lambda x: lax.reduce(x, np.float32(2), norm, (1,)), X, tolerance=SUM)
-    yield row("reduce, norm of everything", lambda x: lax.reduce(x, np.float32(2), norm, (0, 1)), X, tolerance=SUM)
+    yield row("reduce, norm", lambda x: lax.reduce(x, np.float32(2), norm, (1,)), X)
+    yield row("reduce, norm of everything", lambda x: lax.reduce(x, np.float32(2), norm, (0, 1)), X)
 
     def extremes(x, y):
         return lax.min(x[0], y[0]), lax.max(x[1], y[1]), x[2] + y[2] + 1
@@ -309,12 +301,12 @@ def look_ups():
         at = distinct if verb == "set" else some
         for mode in ("drop", "clip"):
             rows_at = lambda a, i, u, verb=verb, mode=mode: getattr(a.at[i], verb)(u, mode=mode)  # noqa: E731
-            yield row(f"{name}, rows, {mode}", rows_at, X, at, normal(5, 10), tolerance=SUM)
+            yield row(f"{name}, rows, {mode}", rows_at, X, at, normal(5, 10))
             points = lambda a, i, j, u, verb=verb, mode=mode: getattr(a.at[i, j], verb)(u, mode=mode)  # noqa: E731
-            yield row(f"{name}, elements, {mode}", points, X, some, others_, normal(5), tolerance=SUM)
+            yield row(f"{name}, elements, {mode}", points, X, some, others_, normal(5))
     yield row("scatter, one out of range", lambda a, u: a.at[12].set(u, mode="drop"), normal(9), np.float32(5))
     yield row("scatter-add, batches", jax.vmap(lambda a, i, u: a.at[i].add(u)), normal(5, 6, 3),
-              whole(5, 4, low=0, high=6), normal(5, 4, 3), tolerance=SUM)  # fmt: skip
+              whole(5, 4, low=0, high=6), normal(5, 4, 3))  # fmt: skip
 
 
 def sliding():
@@ -328,32 +320,32 @@ def sliding():
     ):  # fmt: skip
         settings = {"window_strides": stride, "padding": padding, "lhs_dilation": base, "rhs_dilation": dilation}
         yield row(f"conv_general_dilated, {stride} {padding} {base} {dilation}", conv(**settings), IMAGE,
-                  normal(6, 4, 3, 3), tolerance=1e-4)  # fmt: skip
+                  normal(6, 4, 3, 3))  # fmt: skip
     same = {"window_strides": (1, 1), "padding": "SAME"}
     for name, image, kernel, groups in (
         ("feature groups", IMAGE, normal(6, 2, 3, 3), {"feature_group_count": 2}),
         ("depthwise", IMAGE, normal(4, 1, 3, 3), {"feature_group_count": 4}),
         ("batch groups", normal(4, 3, 5, 5), normal(6, 3, 3, 3), {"batch_group_count": 2}),
     ):
-        yield row(f"conv_general_dilated, {name}", conv(**same, **groups), image, kernel, tolerance=1e-4)
+        yield row(f"conv_general_dilated, {name}", conv(**same, **groups), image, kernel)
     for n, (stride, padding, base, dilation) in enumerate((
         ((1, 1), [(1, 1), (1, 1)], (1, 1), (1, 1)), ((1, 2), [(1, 2), (0, 3)], (2, 1), (1, 1)),
         ((2, 1), [(3, 2), (6, 5)], (1, 2), (2, 1)),
     )):  # fmt: skip
         settings = {"window_strides": stride, "padding": padding, "lhs_dilation": base, "rhs_dilation": dilation}
         yield row(f"conv_general_dilated, kernel longer than the result {n}", conv(**settings), normal(3, 4, 7, 10),
-                  normal(6, 4, 5, 9), tolerance=1e-4)  # fmt: skip
+                  normal(6, 4, 5, 9))  # fmt: skip
     nothing = {"window_strides": (1, 1), "padding": "VALID", "rhs_dilation": (2, 3)}
     yield row("conv_general_dilated, kernel too long for any result", conv(**nothing), normal(2, 3, 9, 10),
               normal(3, 3, 4, 5))  # fmt: skip
     for name, start, monoid in (("sum", 0.0, lax.add), ("max", -np.inf, lax.max), ("min", np.inf, lax.min)):
         pool = lambda x, start=start, monoid=monoid: lax.reduce_window(  # noqa: E731
             x, np.float32(start), monoid, (1, 1, 3, 2), (1, 1, 2, 1), "SAME")  # fmt: skip
-        yield row(f"reduce_window_{name}", pool, IMAGE, tolerance=SUM)
+        yield row(f"reduce_window_{name}", pool, IMAGE)
         spread = lambda x, start=start, monoid=monoid: lax.reduce_window(  # noqa: E731
             x, np.float32(start), monoid, (1, 1, 3, 2), (1, 1, 1, 2), ((0, 0), (0, 0), (2, 1), (0, 3)), (1, 1, 2, 1),
             (1, 1, 1, 3))  # fmt: skip
-        yield row(f"reduce_window_{name}, dilated", spread, IMAGE, tolerance=SUM)
+        yield row(f"reduce_window_{name}, dilated", spread, IMAGE)
     yield from any_windows()
     yield from selected()
 
@@ -372,12 +364,12 @@ def any_windows():
     inits = (np.float32(0.5), np.float32(-9), np.int32(2))
     for name, setting in settings.items():
         product = lambda x, setting=setting: lax.reduce_window(x, np.float32(1), lax.mul, *setting)  # noqa: E731
-        yield row(f"reduce_window, product, {name}", product, IMAGE, tolerance=SUM)
+        yield row(f"reduce_window, product, {name}", product, IMAGE)
         more = lambda x, setting=setting: lax.reduce_window(x, np.float32(3), lax.add, *setting)  # noqa: E731
-        yield row(f"reduce_window, from three, {name}", more, IMAGE, tolerance=SUM)
+        yield row(f"reduce_window, from three, {name}", more, IMAGE)
         norm = lambda x, setting=setting: lax.reduce_window(  # noqa: E731
             x, np.float32(2), lambda a, b: jnp.sqrt(a * a + b * b), *setting)  # fmt: skip
-        yield row(f"reduce_window, norm, {name}", norm, IMAGE, tolerance=SUM)
+        yield row(f"reduce_window, norm, {name}", norm, IMAGE)
         three = lambda x, n, setting=setting: lax.reduce_window((x, x, n), inits, spread, *setting)  # noqa: E731
         yield row(f"reduce_window, three at once, {name}", three, IMAGE, whole(*IMAGE.shape))
     pair = lambda a, b: (lax.min(a[0], b[0]), lax.max(a[1], b[1]))  # noqa: E731
@@ -411,7 +403,7 @@ def selected():
     pool = lambda x: lax.reduce_window(x, -np.inf, lax.max, (3, 2), (2, 1), "SAME")  # noqa: E731
     for name, x in (("few", X[:3, :4]), ("one", X[:1, :1]), ("none", X[:0]), ("with NaN", np.where(X > 1, np.nan, X))):
         weights = normal(*jax.eval_shape(pool, x).shape)
-        yield row(f"select_and_scatter_add, {name}", lambda x, g: jax.vjp(pool, x)[1](g), x, weights, tolerance=SUM)
+        yield row(f"select_and_scatter_add, {name}", lambda x, g: jax.vjp(pool, x)[1](g), x, weights)
         if x.size:
             yield row(f"select_and_gather_add, {name}", lambda x, t: jax.jvp(pool, (x,), (t,)), x, normal(*x.shape))
     for name, window, base, dilation in (("dilated", (3, 2), (1, 1), (2, 3)), ("spread", (1, 4), (1, 2), (1, 1))):
@@ -420,7 +412,7 @@ def selected():
         forwards = lambda x, t, pool=wide: jax.jvp(pool, (x,), (t,))  # noqa: E731
         yield row(f"select_and_gather_add, {name}", forwards, np.round(X), Y)
     yield row("select_and_scatter_add, bfloat16", lambda x, g: jax.vjp(pool, x)[1](g), X.astype(jnp.bfloat16),
-              normal(4, 10).astype(jnp.bfloat16), tolerance=2e-2)  # fmt: skip
+              normal(4, 10).astype(jnp.bfloat16))  # fmt: skip
 
 
 def ordered():
@@ -466,18 +458,16 @@ def ordered():
 
 
 def others():
-    yield row("fft", jnp.fft.fft, X, tolerance=1e-5)
-    yield row("cholesky", lax.linalg.cholesky, POSITIVE_DEFINITE, tolerance=1e-5)
-    yield row("qr", lambda x: jnp.abs(jnp.linalg.qr(x)[1]), MATRICES, tolerance=1e-4)
-    yield row(
-        "ormqr", lambda a, t: lax.linalg.ormqr(a, t, a), MATRICES, normal(*MATRICES.shape[:-2], 3), tolerance=1e-4
-    )
-    yield row("eigh", lambda x: jnp.linalg.eigvalsh(x), POSITIVE_DEFINITE, tolerance=1e-4)
-    yield row("svd", lambda x: jnp.linalg.svd(x, compute_uv=False), MATRICES, tolerance=1e-4)
-    yield row("lu", lambda x: lax.linalg.lu(x), MATRICES, tolerance=1e-5)
+    yield row("fft", jnp.fft.fft, X)
+    yield row("cholesky", lax.linalg.cholesky, POSITIVE_DEFINITE)
+    yield row("qr", lambda x: jnp.abs(jnp.linalg.qr(x)[1]), MATRICES)
+    yield row("ormqr", lambda a, t: lax.linalg.ormqr(a, t, a), MATRICES, normal(*MATRICES.shape[:-2], 3))
+    yield row("eigh", lambda x: jnp.linalg.eigvalsh(x), POSITIVE_DEFINITE)
+    yield row("svd", lambda x: jnp.linalg.svd(x, compute_uv=False), MATRICES)
+    yield row("lu", lambda x: lax.linalg.lu(x), MATRICES)
     for left in (True, False):
         solve = lambda a, b, left=left: lax.linalg.triangular_solve(a, b, left_side=left, lower=True)  # noqa: E731
-        yield row(f"triangular_solve, {left}", solve, POSITIVE_DEFINITE, normal(3, 4, 4, seed=2), tolerance=1e-4)
+        yield row(f"triangular_solve, {left}", solve, POSITIVE_DEFINITE, normal(3, 4, 4, seed=2))
     yield row("iota", lambda: lax.broadcasted_iota(jnp.int32, (7, 10), 1))
     yield row("iota, floats", lambda: lax.broadcasted_iota(jnp.float32, (7, 10), 0))
     yield row("empty", lambda: lax.empty((7, 10), jnp.float32))  # on CPU it is zeros
@@ -495,14 +485,14 @@ def others():
 def small():
     """Fewer elements than devices, one, and none: most parts are empty."""
     few, one = normal(3, 4), normal(1, 5)
-    yield row("reduce_sum, few", lambda x: jnp.sum(x, 0), few, tolerance=SUM)
+    yield row("reduce_sum, few", lambda x: jnp.sum(x, 0), few)
     yield row("reduce_max, one", lambda x: jnp.max(x, (0, 1)), one)
-    yield row("reduce_prod, nothing", lambda x: jnp.prod(x, 0), normal(0, 5), tolerance=SUM)
+    yield row("reduce_prod, nothing", lambda x: jnp.prod(x, 0), normal(0, 5))
     yield row("argmin, few", lambda x: lax.argmin(x, 0, np.int32), few)
-    yield row("cumsum, few", lambda x: lax.cumsum(x, axis=0), few, tolerance=SUM)
+    yield row("cumsum, few", lambda x: lax.cumsum(x, axis=0), few)
     yield row("cummax, few, backwards", lambda x: lax.cummax(x, axis=1, reverse=True), few)
-    yield row("dot_general, few", lambda x, y: x @ y, few, normal(4, 1), tolerance=SUM)
-    yield row("dot_general, one", lambda x, y: x @ y, normal(5, 1), one, tolerance=SUM)
+    yield row("dot_general, few", lambda x, y: x @ y, few, normal(4, 1))
+    yield row("dot_general, one", lambda x, y: x @ y, normal(5, 1), one)
     yield row("dot_general, nothing", lambda x, y: x @ y, normal(3, 0), normal(0, 2))
     yield row("slice, few", lambda x: x[1:3, ::2], few)
     yield row("pad, few", lambda x: lax.pad(x, 1.5, ((4, 0, 1), (0, 7, 0))), few)
@@ -515,23 +505,23 @@ def small():
     yield row("broadcast_in_dim, scalar", lambda x: lax.broadcast_in_dim(x, (3, 4), ()), np.float32(3))
     yield row("iota, few", lambda: lax.broadcasted_iota(jnp.uint8, (4, 3), 0))
     yield row("gather, few", lambda x, i: x.at[i].get(mode="fill"), few, np.array([2, -1, 5], np.int32))
-    yield row("scatter-add, few", lambda x, i: x.at[i].add(2.0), few, np.array([2, 0], np.int32), tolerance=SUM)
+    yield row("scatter-add, few", lambda x, i: x.at[i].add(2.0), few, np.array([2, 0], np.int32))
     yield row("dynamic_slice, few", lambda x, i: lax.dynamic_slice(x, (i, i), (2, 3)), few, np.int32(2))
     update = lambda x, i: lax.dynamic_update_slice(x, -x[:2, :1], (i, i))  # noqa: E731
     yield row("dynamic_update_slice, few", update, few, np.int32(7))
     pool = lambda x: lax.reduce_window(x, -np.inf, lax.max, (3, 2), (1, 1), "VALID")  # noqa: E731
     yield row("reduce_window_max, few", pool, few)
     conv = lambda x, k: lax.conv_general_dilated(x, k, (1,), [(2, 2)])  # noqa: E731
-    yield row("conv_general_dilated, few", conv, normal(1, 2, 4), normal(3, 2, 3), tolerance=1e-4)
+    yield row("conv_general_dilated, few", conv, normal(1, 2, 4), normal(3, 2, 3))
 
 
 def narrow():
     """Other dtypes: what an identity is, and what a collective can add, depends on them."""
     brain = X.astype(jnp.bfloat16)
-    yield row("reduce_sum, bfloat16", lambda x: jnp.sum(x, 1), brain, tolerance=2e-2)
+    yield row("reduce_sum, bfloat16", lambda x: jnp.sum(x, 1), brain)
     yield row("reduce_max, bfloat16", lambda x: jnp.max(x, 0), brain)
-    yield row("cumsum, bfloat16", lambda x: lax.cumsum(x, axis=1), brain, tolerance=5e-2)
-    yield row("dot_general, bfloat16", lambda x, y: x @ y.T, brain, Y.astype(jnp.bfloat16), tolerance=5e-2)
+    yield row("cumsum, bfloat16", lambda x: lax.cumsum(x, axis=1), brain)
+    yield row("dot_general, bfloat16", lambda x, y: x @ y.T, brain, Y.astype(jnp.bfloat16))
     yield row("argmax, bfloat16", lambda x: lax.argmax(x, 0, np.int32), brain)
     yield row("top_k, bfloat16", lambda x: lax.top_k(x, 3), brain)
     for name, dtype in (("s8", np.int8), ("u8", np.uint8), ("u32", np.uint32)):
@@ -546,11 +536,11 @@ def narrow():
         yield row(f"scatter-max, {name}", lambda x, i, u: x.at[i].max(u), numbers, np.array([2, 9, -1]), numbers[:3])
         yield row(f"gather, {name}", lambda x, i: x.at[i].get(mode="fill"), numbers, np.array([2, 9, -1, -8]))
     phases = X + 1j * Y
-    yield row("reduce_sum, complex", lambda x: jnp.sum(x, 0), phases, tolerance=SUM)
-    yield row("dot_general, complex", lambda x, y: x @ y.T, phases, phases[::-1].copy(), tolerance=SUM)
-    yield row("cumprod, complex", lambda x: lax.cumprod(x, axis=1), phases, tolerance=1e-4)
+    yield row("reduce_sum, complex", lambda x: jnp.sum(x, 0), phases)
+    yield row("dot_general, complex", lambda x, y: x @ y.T, phases, phases[::-1].copy())
+    yield row("cumprod, complex", lambda x: lax.cumprod(x, axis=1), phases)
     twice = np.array([1, 6])
-    yield row("scatter-add, complex", lambda x, i, u: x.at[i].add(u), phases, twice, phases[:2], tolerance=SUM)
+    yield row("scatter-add, complex", lambda x, i, u: x.at[i].add(u), phases, twice, phases[:2])
     yield row("sort, integers", lambda x: lax.sort(x, dimension=0), N)
     yield row("rev, booleans", lambda x: lax.rev(x, (1,)), X > 0)
     yield row("pad, integers", lambda x: lax.pad(x, -1, ((1, 2, 0), (0, 1, 1))), N)
@@ -581,7 +571,7 @@ def partial_windows():
                 lone_at = starts[4:5] if mode == "clip" else starts[:1]
                 at = (lone_at if verb is lax.scatter else starts)[:, : len(mapped)]
                 title = f"{verb.__name__.replace('_', '-')}, windows of {name}, {mode}"
-                yield row(title, write, X, at, normal(len(at), *lone.shape[1:]), tolerance=SUM)
+                yield row(title, write, X, at, normal(len(at), *lone.shape[1:]))
     columns = numbers((1,), (0,), (0, 1))
     yield row("gather, a row's window", lambda x, i: lax.gather(x, i, columns, (1, 4), mode="fill"), N, starts)
     yield row("gather, unsigned windows", lambda x, i: lax.gather(x, i, columns, (1, 4), mode="clip"), N,
@@ -611,9 +601,9 @@ def attention_rows():
     }
     for name, ((k, v), options) in ways.items():
         run = lambda q, k, v, options=options: attention(q, k, v, **options)  # noqa: E731
-        yield row(f"gshard_attention{name}", run, q, k, v, tolerance=1e-5)
+        yield row(f"gshard_attention{name}", run, q, k, v)
         back = lambda q, k, v, ct, run=run: jax.vjp(run, q, k, v)[1](ct)  # noqa: E731
-        yield row(f"gshard_attention_gradient{name}", back, q, k, v, normal(2, 10, 4, 5, seed=3), tolerance=1e-4)
+        yield row(f"gshard_attention_gradient{name}", back, q, k, v, normal(2, 10, 4, 5, seed=3))
 
 
 def rows_with_places():
@@ -634,29 +624,29 @@ def grouped():
     numbers = lax.RaggedDotDimensionNumbers
     sizes = np.array([2, 0, 4, 3, 0], np.int32)
     rows_, matrices, free = normal(10, 6), normal(5, 6, 4), normal(10, 3)
-    yield row("ragged_dot_general, rows", lax.ragged_dot, rows_, matrices, sizes, tolerance=SUM)
+    yield row("ragged_dot_general, rows", lax.ragged_dot, rows_, matrices, sizes)
     sums_of = lambda x, y, n: lax.ragged_dot_general(x, y, n, numbers((((0,), (0,)), ((), ())), (0,), ()))  # noqa: E731
-    yield row("ragged_dot_general, sums", sums_of, rows_, free, sizes, tolerance=SUM)
+    yield row("ragged_dot_general, sums", sums_of, rows_, free, sizes)
     batches = numbers((((2,), (2,)), ((0,), (0,))), (1,), (1,))
     of_batches = lambda x, y, n: lax.ragged_dot_general(x, y, n, batches)  # noqa: E731
     x, y = normal(3, 10, 6), normal(3, 5, 6, 4)
-    yield row("ragged_dot_general, batches", of_batches, x, y, sizes, tolerance=SUM)
+    yield row("ragged_dot_general, batches", of_batches, x, y, sizes)
     each = np.stack([sizes, sizes[::-1], sizes + 1][:3]).astype(np.int32)
-    yield row("ragged_dot_general, each batch its own", of_batches, x, y, each, tolerance=SUM)
+    yield row("ragged_dot_general, each batch its own", of_batches, x, y, each)
     sums = numbers((((1,), (1,)), ((0,), (0,))), (1,), ())
     sums_of_each = lambda x, y, n: lax.ragged_dot_general(x, y, n, sums)  # noqa: E731
-    yield row("ragged_dot_general, sums of each batch", sums_of_each, x, normal(3, 10, 4), each, tolerance=SUM)
+    yield row("ragged_dot_general, sums of each batch", sums_of_each, x, normal(3, 10, 4), each)
     free_first = numbers((((3,), (2,)), ((0,), (0,))), (2,), (1,))
     for count in (1, 3):  # batches of one, with sizes for each of the dimensions before the ragged one
         rows_of = lambda x, y, n: lax.ragged_dot_general(x, y, n, free_first)  # noqa: E731
         sizes_of = np.broadcast_to(each[:count, None], (count, 2, 5)).astype(np.int32)
         of_rows, of_groups = normal(count, 2, 10, 6), normal(count, 5, 6, 4)
-        yield row(f"ragged_dot_general, {count} of rows", rows_of, of_rows, of_groups, sizes_of, tolerance=SUM)
+        yield row(f"ragged_dot_general, {count} of rows", rows_of, of_rows, of_groups, sizes_of)
     batch_sizes = np.array([1, 0, 1, 1, 0], np.int32)
     which = lambda x, y, n: lax.ragged_dot_general(x, y, n, numbers((((2,), (1,)), ((0,), (0,))), (0,), ()))  # noqa: E731
-    yield row("ragged_dot_general, ragged batch", which, x, normal(3, 6, 4), batch_sizes, tolerance=SUM)
+    yield row("ragged_dot_general, ragged batch", which, x, normal(3, 6, 4), batch_sizes)
     product = gshard_kernel(lambda x, w: x @ w, like=lambda x, w: x @ w)
-    yield row("gshard_kernel, product", product, normal(7, 6), normal(6, 5), tolerance=1e-5)
+    yield row("gshard_kernel, product", product, normal(7, 6), normal(6, 5))
     yield from attention_rows()
     yield from rows_with_places()
     yield row("pallas_call, mapped", jax.vmap(kernel), normal(7, 5, 4), normal(7, 4))
@@ -666,10 +656,9 @@ def grouped():
     lower, diagonal, upper = normal(3, 6), 4 + np.abs(normal(3, 6)), normal(3, 6, seed=1)
     lower[:, 0] = upper[:, -1] = 0
     solve = lax.linalg.tridiagonal_solve
-    yield row("tridiagonal_solve", solve, lower, diagonal, upper, normal(3, 6, 5), tolerance=1e-4)
+    yield row("tridiagonal_solve", solve, lower, diagonal, upper, normal(3, 6, 5))
     gammas = lambda k, a: jax.vmap(lambda k, a: jax.random.gamma(k, a, (4,)))(k, a)  # noqa: E731
-    yield row("random_gamma", gammas, jax.random.split(jax.random.key(3), 6), np.arange(1, 7, dtype=np.float32),
-              tolerance=1e-5)  # fmt: skip
+    yield row("random_gamma", gammas, jax.random.split(jax.random.key(3), 6), np.arange(1, 7, dtype=np.float32))
     least = np.array([np.inf, 3, -np.nan, np.nan, -np.inf, -2, -np.nan], np.float32)
     yield row("top_k, negative nan", lambda x: lax.top_k(x, 7), least)
     yield row("top_k, negative nan, bfloat16", lambda x: lax.top_k(x, 6), least.astype(jnp.bfloat16))

@@ -3,9 +3,12 @@
 import math
 
 import jax
+import numpy as np
 
 from gshard.core.jax_adapter import closed
 from gshard.core.planning_tables import with_tables
+from gshard.exact.numbers import Reals
+from gshard.exact.on_parts import Exactly
 from gshard.simulator.simulate import simulate
 
 
@@ -25,3 +28,10 @@ def local_jaxpr(function, axis_sizes, *local_args):
     outer, consts = closed(jax.make_jaxpr(mapped)(*local_args))
     (eqn,) = outer.eqns
     return eqn.params["jaxpr"], consts
+
+
+def parts_of(x, sharding, mesh):
+    """Each device's part of an array; NaN, or large integers, in the padding; random parts of what is unreduced."""
+    exactly = Exactly(jax.make_jaxpr(lambda: 0)(), (), mesh, Reals(1, 0))
+    parts = exactly.parts(exactly.argument("", x), sharding)
+    return list((parts.real + 1j * parts.imag if np.iscomplexobj(x) else parts).astype(x.dtype))

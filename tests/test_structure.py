@@ -283,8 +283,10 @@ WINGS = {
         api.prove: Proof prove
         api.specs: told
         comm.collectives: collectives_of
-        comm.steps: identity
         emit.partition: partition
+        exact.numbers: Field Reals
+        exact.on_parts: Exactly first_difference near
+        exact.operations: Undecided
         explanation.compiled_program: CompiledArgument CompiledProgram
         explanation.compiled_rows: atoms_apart whole_arguments_listed
         explanation.compiled_source: CompiledSource
@@ -294,7 +296,6 @@ WINGS = {
         language.region: Interpreter
         planning.settled: on_mesh
         remat.rematerialise: MemoryLimitError bytes_of
-        simulator.simulate: simulate
         tracing.permitted: permitted
         tracing.trace: trace
         xla.hlo_collectives: CompiledCollective KINDS pairs_of

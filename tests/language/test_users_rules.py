@@ -182,4 +182,4 @@ def test_with_more_dimensions_it_is_told_until_there_is_a_rule(method):
     assert not gshard.explain(partitioned, x).lists["gathered"]
     assert not partitioned.lower(x).spmd.collectives
     checked = gshard.testing.check_rule(factor, x, primitive="ffi_call", tolerance=1e-5)
-    assert checked == ("a@a", "a@b", "a@a,b", "a@b,a")
+    assert checked == tuple(f"a@{axes}, up to rounding" for axes in ("a", "b", "a,b", "b,a"))

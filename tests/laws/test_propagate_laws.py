@@ -15,7 +15,7 @@ from gshard.core.mark import resolve
 from gshard.core.mesh import Mesh
 from gshard.emit.partition import partition
 from gshard.planning.propagate import propagate
-from gshard.testing.rule_checks import parts_of, run_on_all
+from gshard.testing import assert_proved
 from gshard.tracing.trace import trace
 from harness import normal
 
@@ -133,15 +133,13 @@ def check(name, seed):
 
     spmd = partition(plan)
     assert emitted(spmd.jaxpr, MESH.atom_sizes) == reported(spmd.collectives)
-    plain = jax.jit(lambda *a: function(lambda x: x, *a))(*arguments)
-    compare_everywhere(spmd, [*program.captured, *jax.tree.leaves(arguments)], jax.tree.leaves(plain), 3e-5)
+    assert_right(spmd, lambda *a: function(lambda x: x, *a), arguments)
 
 
-def compare_everywhere(spmd, arguments, want, close=0.0):
-    """Simulates a program on all devices, and compares each one's part of every result."""
-    for got, whole, sharding in zip(run_on_all(spmd, arguments), want, spmd.out_shardings, strict=True):
-        for part, own in zip(got, parts_of(whole, sharding, spmd.mesh), strict=True):
-            np.testing.assert_allclose(part, own, rtol=close, atol=close)
+def assert_right(spmd, f, arguments):
+    """Proves that a per-device program computes what a function does."""
+    run, captured = jax.extend.core.jaxpr_as_fun(spmd.jaxpr), spmd.program.captured
+    assert_proved(lambda *a: run(*captured, *jax.tree.leaves(a)), arguments, like=lambda *a: jax.tree.leaves(f(*a)))
 
 
 def test_unmarked_programs_are_left_alone():

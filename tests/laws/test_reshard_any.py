@@ -18,8 +18,7 @@ from gshard.core.planning_tables import tables
 from gshard.core.sharding import Sharding, common_prefix
 from gshard.device.machine import Machine
 from gshard.device.network import StepTimes
-from gshard.testing.rule_checks import parts_of
-from simulated import simulate_function
+from simulated import parts_of, simulate_function
 
 CUBE = Mesh.abstract(a=2, b=2, c=2)
 UNEVEN = Mesh.abstract(a=2, b=3)

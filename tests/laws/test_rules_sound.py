@@ -1,48 +1,30 @@
 """The law: an equation run on shards, in every way its rule allows, computes what it computes whole.
 
-``gshard.testing.rule_checks`` is what runs it: each way of splitting is put into a plan by hand, emitted by the
-partitioner as in a real program, and simulated for all devices, padding poisoned on the way in.
+``gshard.testing.check_rule`` proves it: each way of splitting is put into a plan by hand, emitted by the partitioner as
+in a real program, and run exactly for all devices, padding poisoned and parts of sums random on the way in.
 """
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from emitted import emitted, reported
 from gshard.language.registry import own_rules
-from gshard.testing import rule_checks
+from gshard.testing import check_rule
 from harness import elementwise, rows
 from sampled import sampled_rows
 
-MESH = rule_checks.SMALL
 SPLITS = 2  # of each row, drawn with a fixed seed where there are more
 SPLITS_ELEMENTWISE = 1  # of rows that differ in the primitive only: one rule serves them all
 ROWS = {r.name: r for r in rows()}
 ELEMENTWISE = {r.name for r in elementwise()}
+FIRST = {r.primitive: r.name for r in reversed(rows())}
+# Without an exact value: numbers are compared up to rounding. This list can only get shorter.
+UNDECIDED = frozenset(
+    """approx_top_k cholesky qr ormqr eigh svd lu triangular_solve tridiagonal_solve gshard_kernel pallas_call
+    random_gamma""".split()
+) | {"bitcast_convert_type, narrower"}
 
 
 def the_equation(program, primitive):
     return next((e for e in program.block.walk() if e.name == primitive), None)
-
-
-def splits_of(equation, most):
-    return rule_checks.splits_of(equation.rule, MESH, most)
-
-
-def plan_of(program, equation, split):
-    """One equation is split, everything else is whole on every device."""
-    return rule_checks.plan_of(program, equation, split, MESH)
-
-
-def run_everywhere(plan, arguments):
-    spmd = rule_checks.emit(plan)
-    assert emitted(spmd.jaxpr, MESH.atom_sizes) == reported(spmd.collectives)
-    return rule_checks.run_on_all(spmd, arguments)
-
-
-def parts_of(x, sharding):
-    return rule_checks.parts_of(x, sharding, MESH)
 
 
 @pytest.mark.quick
@@ -59,19 +41,12 @@ def test_very_many_splits_compute_the_whole(name):
 
 
 def check(row, most):
-    program = row.program
-    equation = the_equation(program, row.primitive)
-    if equation is None:
+    if the_equation(row.program, row.primitive) is None:
         pytest.skip(f"this JAX has no primitive {row.primitive} here")
-    assert equation.rule.known
-    alone = rule_checks.Alone.of(program, equation, jax.tree.leaves(row.arguments))
-    for split in splits_of(equation, most):
-        results = run_everywhere(plan_of(alone.program, equation, split), alone.arguments)
-        alone.compare(results, split, MESH, row.tolerance)
-
-
-def _array(x):
-    return x if isinstance(x, jax.Array) else np.asarray(jnp.asarray(x))
+    found = check_rule(row.function, *row.arguments, primitive=row.primitive, most=most, tolerance=1e-4)
+    is_decided = not any(text.endswith("up to rounding") for text in found)
+    assert is_decided or {row.primitive, row.name} & UNDECIDED
+    assert not is_decided or row.primitive not in UNDECIDED or row.name != FIRST[row.primitive]
 
 
 def test_every_rule_has_a_row():

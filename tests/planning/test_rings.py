@@ -9,12 +9,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from checked_calls import near
 from emitted import emitted, reported
 from gshard import shard, split
 from gshard.emit.partition import partition
 from gshard.planning.saved_plan import SavedPlan
 from gshard.stages import CollectiveMatmul
+from gshard.testing import assert_proved
 from gshard.xla import hlo_collectives
 
 GRID = ("data", "model")
@@ -110,7 +110,7 @@ def test_gradients_are_collective_matmuls_too(windowed, mesh_2x4):
 
     arguments = whole(0, 64, 48), whole(1, 48, 288)
     step = gshard.jit(jax.grad(loss, (0, 1)), mesh=mesh_2x4, collective_matmul=windowed)
-    near(step(*arguments), jax.grad(loss, (0, 1))(*arguments), 1e-4)
+    assert_proved(step, arguments)
     rings = step.lower(*arguments).plan.rings.values()
     # Both operands are needed again backward: as long as there is room they are gathered once for both.
     assert {ring.operand for ring in rings} == ({None} if windowed is True else {1, None})
@@ -138,7 +138,7 @@ def test_loops_and_rows_of_the_explanation(mesh_2x4):
 
     arguments = whole(0, 3, 64, 64) / 64, whole(1, 128, 64)
     step = gshard.jit(layers, mesh=mesh_2x4, collective_matmul=True)
-    np.testing.assert_allclose(step(*arguments), layers(*arguments), rtol=1e-5, atol=1e-5)
+    assert_proved(step, arguments)
     told = gshard.explain(step, *arguments)
     (row,) = [row for row in told.collectives if row.why == "collective matmul of dot_general"]
     part = 8 * 64 * 4

@@ -12,6 +12,7 @@ import gshard
 from gshard import replicate, split
 from gshard.core.mesh import Mesh
 from gshard.core.rule import is_valid, operand_sharding, result_sharding
+from gshard.testing import assert_proved
 from gshard.tracing.permitted import permitted
 from gshard.tracing.trace import trace
 from harness import normal
@@ -137,8 +138,7 @@ CASES = {
 def test_parts_are_combined_where_it_costs_least(name):
     function, arguments, expected = CASES[name]
     partitioned = gshard.jit(function, mesh=8)
-    got, want = partitioned(*arguments), jax.jit(function)(*arguments)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-3), got, want)
+    assert_proved(partitioned, arguments)
     found = gshard.explain(partitioned, *arguments)
     assert sorted((row.kind, row.times, row.bytes) for row in found.collectives) == sorted(expected)
 
@@ -219,7 +219,7 @@ def test_what_is_added_may_be_multiplied_by_itself_many_times():
         return lax.scan(step, jnp.zeros(3), xs)[0]
 
     xs = 1 + normal(5, 16, 3) / 1e13
-    np.testing.assert_allclose(gshard.jit(f, mesh=8)(xs), jax.jit(f)(xs), rtol=1e-5)
+    assert_proved(gshard.jit(f, mesh=8), (xs,))
 
 
 @pytest.mark.parametrize(("width", "rows", "rounds"), [(8, 1 << 14, 1), (256, 1024, 3)])
@@ -234,6 +234,6 @@ def test_gradients_of_wide_layers_are_scattered_in_the_rounds_that_make_them(wid
 
     w, x = normal(3, width, width) / width**0.5, normal(rows, width)
     partitioned = gshard.jit(f, mesh=8)
-    np.testing.assert_allclose(partitioned(w, x), jax.jit(f)(w, x), atol=1e-5)
+    assert_proved(partitioned, (w, x))
     scattered = [r for r in gshard.explain(partitioned, w, x).collectives if r.kind == "reduce_scatter"]
     assert [(r.times, r.bytes) for r in scattered] == [(rounds, 3 * width * width * 4 * 7 // 8)]

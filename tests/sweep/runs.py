@@ -23,8 +23,8 @@ from gshard.core.xla_workarounds import AS_WRITTEN
 from gshard.emit.partition import partition
 from gshard.planning.propagate import propagate
 from gshard.simulator.simulate import simulate
-from gshard.testing.rule_checks import parts_of
 from gshard.tracing.trace import trace
+from simulated import parts_of
 from sweep.comparison import difference
 
 Place = tuple[int, int]

@@ -71,7 +71,7 @@ def test_labels_are_no_floats():
     kernel = gshard.kernel(selected, like=selected)
     logits, labels = arrays(((5, 6),))[0], np.array([0, 5, 2, 1, 3])
     checked = gshard.testing.check_kernel(kernel, logits, labels)
-    assert "a@a" in checked
+    assert "a@a, up to rounding" in checked
 
 
 @pytest.mark.parametrize(

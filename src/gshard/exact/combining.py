@@ -126,6 +126,8 @@ def _sort(o: Operation, *arrays: Value) -> Value:
 def _top_k(o: Operation, x: Value) -> Value:
     axis = o.params.get("axis", x.ndim - 2) % (x.ndim - 1) + 1
     ranks = order_of(o, x)
+    if is_float(x):  # NaN with a sign is the least
+        ranks = np.where(o.domain.is_minus_nan(x), -(2**63), ranks)
     at = np.argsort(np.invert(ranks), axis, kind="stable")
     at = np.take(at, range(o.shapes[0][axis - 1]), axis)
     return [moved(lambda v: np.take_along_axis(v, at, axis), x), at.astype(o.dtypes[1])]

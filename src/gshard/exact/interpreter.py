@@ -67,6 +67,7 @@ class Interpreter:
     observe: Observer | None = None
     most_iterations: int = 10_000  # of a while loop
     axes: Axes = ()  # the manual axes of the mesh; lanes are draws, then devices in the order of these axes
+    trusts_rules: bool = True  # operators without an exact value are functions along what their rules call parallel
     equations: int = 0  # how many have run
     unequal: list[Unequal] = dataclasses.field(default_factory=list)
 
@@ -118,6 +119,8 @@ class Interpreter:
         try:
             results = self._results(eqn, operands)
         except Undecided as error:
+            if isinstance(self.domain, Reals) and not self.trusts_rules and eqn.primitive.name not in _REGIONS:
+                return self.by_jax(eqn, operands)
             if error.where is None:
                 raise Undecided(error.what, jax_adapter.user_line(eqn.source_info)) from None
             raise
@@ -141,9 +144,11 @@ class Interpreter:
                 return [log_of_sum(self._operation(eqn), *operands)]
             return self.run(called, operands)
         if not any(is_float(x) or isinstance(x, Complex) for x in operands):
-            return self._by_jax(eqn, operands)
-        if (opened := _opened(eqn, self._operation(eqn))) is not None:
+            return self.by_jax(eqn, operands)
+        if (opened := _opened(eqn, self._operation(eqn), self.trusts_rules)) is not None:
             return self.run(opened, operands)
+        if not self.trusts_rules:
+            raise Undecided(f"'{name}' has no exact value.")
         return self._of_rows(eqn, operands)
 
     def _operation(self, eqn: Any) -> Operation:
@@ -164,20 +169,27 @@ class Interpreter:
         variables = [v for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, core.Literal)]
         return all(self.sizes.shape(v) == tuple(v.aval.shape) for v in variables)
 
-    def _by_jax(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-        """The results of an equation of integers, which JAX runs once for each different lane."""
-        if not self._has_shapes(eqn):
+    def by_jax(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+        """The results of an equation, which JAX runs once for each different lane."""
+        avals, results = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
+        if not self._has_shapes(eqn) and not any(_is_key(a.dtype) for a in (*avals, *results)):
             raise Undecided(f"'{eqn.primitive.name}' cannot be run at another size.")
         seen: dict[bytes, list[Any]] = {}
         rows = []
         for lane in range(self.lanes):
-            local = [np.asarray(x[lane], v.aval.dtype) for x, v in zip(operands, eqn.invars, strict=True)]
-            key = b"".join(x.tobytes() for x in local)
+            local = [_of_lane(x, lane if x.shape[0] > 1 else 0, aval) for x, aval in zip(operands, avals, strict=True)]
+            key = b"".join(np.ascontiguousarray(x).tobytes() for x in local)
             if key not in seen:
-                seen[key] = [np.asarray(r) for r in jax_adapter.bind(eqn.primitive, eqn.params, local)]
+                arrays = [_unpacked(x, a) if _is_key(a.dtype) else x for x, a in zip(local, avals, strict=True)]
+                found = jax_adapter.bind(eqn.primitive, eqn.params, arrays)
+                seen[key] = [_packed(r) if _is_key(r.dtype) else np.asarray(r) for r in found]
             rows.append(seen[key])
-        found = [np.stack(parts) for parts in zip(*rows, strict=True)]
-        return [self.domain.from_bits(x) if jax.dtypes.issubdtype(x.dtype, np.floating) else x for x in found]
+        return [self._from_bits(np.stack(parts)) for parts in zip(*rows, strict=True)]
+
+    def _from_bits(self, x: np.ndarray) -> Value:
+        if jax.dtypes.issubdtype(x.dtype, np.complexfloating):
+            return Complex(self.domain.from_bits(x.real), self.domain.from_bits(x.imag))
+        return self.domain.from_bits(x) if jax.dtypes.issubdtype(x.dtype, np.floating) else x
 
     def _of_rows(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
         """The results of an operator of which only the parallel dimensions are known."""
@@ -226,10 +238,13 @@ def _text(name: str, params: dict[str, Any]) -> str:
     return f"{name} {[(k, str(v)) for k, v in sorted(params.items()) if k not in ('sharding', 'out_sharding', 'vma')]}"
 
 
-def _opened(eqn: Any, o: Operation) -> Any:
+def _opened(eqn: Any, o: Operation, opens_kernels: bool) -> Any:
     """The jaxpr of an operator that a Python function of JAX operators defines; None for others."""
-    if o.name == "gshard_kernel":
+    if o.name == "gshard_kernel" and opens_kernels:
+        o.domain.identities.add("kernels compute what their plain functions do")
         return eqn.params["kernel"].plain_jaxpr(tuple(zip(o.in_shapes, o.in_dtypes, strict=True)))
+    if o.name == "custom_partitioning" and o.in_shapes == tuple(x.shape for x in eqn.params["call"].in_avals):
+        return eqn.params["call"]
     function = IN_BLOCKS.get(o.name) or jax_adapter.function_of(eqn.primitive)
     if function is None:
         return None
@@ -297,7 +312,7 @@ def _reduce(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value
 
 
 def _reduce_window(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """A reduction of windows by a function."""
+    """A reduction of windows by a function. Elements of the padding are left out."""
     p, count, o = eqn.params, len(operands) // 2, run._operation(eqn)
     config = [(a, b, n - 1) for (a, b), n in zip(p["padding"], p["base_dilation"], strict=True)]
     own = p["window_dimensions"], p["window_strides"], p["window_dilation"]
@@ -347,7 +362,7 @@ def _shard_map(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Va
     try:
         run.axes = axes
         parts = [
-            run.moved(functools.partial(_cut, axes=inner, spec=_entries(spec), lanes=lanes), x)
+            run.moved(functools.partial(cut, axes=inner, spec=_entries(spec)), x)
             for x, spec in zip(operands, params["in_specs"], strict=True)
         ]
         results = run.run(params["jaxpr"], parts)
@@ -374,7 +389,7 @@ def _entries(spec: Any) -> list[tuple[str, ...]]:
     return [tuple(a for a in e if isinstance(a, str)) for e in entries]
 
 
-def _cut(v: np.ndarray, axes: Axes, spec: Sequence[tuple[str, ...]], lanes: int) -> np.ndarray:
+def cut(v: np.ndarray, axes: Axes, spec: Sequence[tuple[str, ...]]) -> np.ndarray:
     """The part of each device: ``[lanes, ...] -> [lanes * devices, ...]``."""
     sizes = dict(axes)
     shape, where = [len(v)], {}
@@ -393,11 +408,11 @@ def _cut(v: np.ndarray, axes: Axes, spec: Sequence[tuple[str, ...]], lanes: int)
         if a not in where:
             split = np.broadcast_to(np.expand_dims(split, at), (*split.shape[:at], n, *split.shape[at:]))
         at += 1
-    return split.reshape(-1, *split.shape[1 + len(axes) :])
+    return split.reshape(math.prod(split.shape[: 1 + len(axes)]), *split.shape[1 + len(axes) :])
 
 
 def _joined(v: np.ndarray, axes: Axes, spec: Sequence[tuple[str, ...]], lanes: int) -> np.ndarray:
-    """The inverse of ``_cut``."""
+    """The inverse of ``cut``."""
     names = [a for a, _ in axes]
     split = v.reshape(lanes, *(n for _, n in axes), *v.shape[1:])
     for i in reversed(range(len(axes))):
@@ -451,28 +466,17 @@ def _words(x: np.ndarray) -> np.ndarray:
     return np.stack([x >> np.uint64(32), x & np.uint64(0xFFFFFFFF)], -1).astype(np.uint32)
 
 
-def _through_jax(run: Interpreter, eqn: Any, *operands: Value) -> Value:
-    """An operation on random keys, which JAX runs once for each different lane."""
-    seen: dict[bytes, Any] = {}
-    lanes = []
-    for lane in range(run.lanes):
-        local: list[Any] = [x[lane] for x in operands]
-        key = b"".join(np.ascontiguousarray(x).tobytes() for x in local)
-        if key not in seen:
-            arrays = [
-                jax.random.wrap_key_data(jnp.asarray(_words(x)), impl=jax_adapter.impl_of_keys(v.aval))
-                if _is_key(v.aval.dtype)
-                else x
-                for x, v in zip(local, eqn.invars, strict=True)
-            ]
-            (result,) = jax_adapter.bind(eqn.primitive, eqn.params, arrays)
-            seen[key] = _packed(result) if _is_key(result.dtype) else np.asarray(result)
-        lanes.append(seen[key])
-    return np.stack(lanes)
+def _unpacked(x: np.ndarray, aval: Any) -> Any:
+    return jax.random.wrap_key_data(jnp.asarray(_words(x)), impl=jax_adapter.impl_of_keys(aval))
+
+
+def _of_lane(x: Value, lane: int, aval: Any) -> np.ndarray:
+    if isinstance(x, Complex):
+        return np.asarray(x.real[lane] + 1j * x.imag[lane], aval.dtype)
+    return np.asarray(x[lane], None if _is_key(aval.dtype) else aval.dtype)
 
 
 _ON_KEYS: dict[str, Callable[..., Value]] = {
-    **dict.fromkeys("random_seed random_split random_fold_in random_bits random_clone".split(), _through_jax),
     "random_wrap": lambda run, eqn, x: _of_words(x),
     "random_unwrap": lambda run, eqn, x: _words(x),
 }

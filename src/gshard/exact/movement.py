@@ -164,6 +164,9 @@ OPERATORS.update(
         "squeeze": lambda o, x: reshaped(x, (x.shape[0], *o.shape)),
         "expand_dims": lambda o, x: reshaped(x, (x.shape[0], *o.shape)),
         "rev": lambda o, x: moved(lambda v: np.flip(v, tuple(d + 1 for d in o.params["dimensions"])), x),
+        "stack": lambda o, *xs: moved(lambda *vs: np.stack(vs, o.params["axis"] + 1), *xs),
+        "unstack": lambda o, x: [
+            moved(lambda v, i=i: np.take(v, i, o.params["axis"] + 1), x) for i in range(len(o.shapes))],
         "tile": lambda o, x: moved(lambda v: np.tile(v, (1, *o.params["reps"])), x),
     }
 )  # fmt: skip

@@ -28,8 +28,8 @@ _ROOT = (P + 1) // 4  # x to this power is a root of a square, and is a square i
 _BASE = 5**7 % P  # its powers are all squares
 
 # Symbols: numbers that no residue stands for, as elements of ``Residues.p``.
-NAN, INFINITY, MINUS_INFINITY, HUGE, MINUS_HUGE = range(P, P + 5)
-_AS_FLOATS = np.array([math.nan, math.inf, -math.inf, 1e150, -1e150])
+NAN, INFINITY, MINUS_INFINITY, HUGE, MINUS_HUGE, MINUS_NAN = range(P, P + 6)
+_AS_FLOATS = np.array([math.nan, math.inf, -math.inf, 1e150, -1e150, -math.nan])
 _IS_HUGE = 1e100  # floats beyond this are symbols
 MASK = 1e9  # float constants of at least this size are masks: any other number vanishes beside them
 
@@ -167,7 +167,7 @@ def simplest(x: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     """Numerators and denominators of the simplest fractions that a dtype rounds to these numbers, 0.3333333 as 1/3."""
     values, place = np.unique(x, return_inverse=True)
     close = float(jax.numpy.finfo(dtype).eps) / 2
-    fractions = [_simplest(float(v), close) for v in values]
+    fractions = [_simplest(float(v), close) for v in (*values, 0.0)]
     tops, bottoms = (np.array(n, object)[place].reshape(x.shape) for n in zip(*fractions, strict=True))
     return tops, bottoms
 
@@ -290,6 +290,7 @@ class Field:
             if np.isfinite(real[small != real]).any():
                 self.identities.add(f"constants of at least {MASK:g} are masks")
             p = self._with_symbols(p, np.where(np.isfinite(real), np.sign(real) * 1e150, real), small == real)
+            p = np.where(Reals.is_minus_nan(real), MINUS_NAN, p)
         is_positive = bool((real >= 0).all())
         return Residues(p, q, real=real, has_symbols=has_symbols, degree=0, is_positive=is_positive)
 
@@ -299,7 +300,7 @@ class Field:
         finite = np.where(np.isfinite(real), real, 0.0)
         p, has_symbols = exact(finite, P), not bool(np.isfinite(real).all())
         if has_symbols:
-            p = self._with_symbols(p, real, np.isfinite(real))
+            p = np.where(Reals.is_minus_nan(real), MINUS_NAN, self._with_symbols(p, real, np.isfinite(real)))
         return Residues(p, exact(finite, Q), real=real, has_symbols=has_symbols, degree=0)
 
     def to_ints(self, x: Residues, dtype: Any) -> np.ndarray:
@@ -539,7 +540,7 @@ class Field:
     def function(self, name: str, *operands: Value) -> Residues:
         """A function of which nothing is known but that equal operands have equal results."""
         p = (self._hashed(name, *operands) % np.uint64(P)).astype(np.int64)
-        nan = [x.p == NAN for x in operands if isinstance(x, Residues) and x.has_symbols]
+        nan = [self.is_nan(x) for x in operands if isinstance(x, Residues) and x.has_symbols]
         if nan:
             p = np.where(functools.reduce(np.logical_or, nan), NAN, p)
         return Residues(p, has_symbols=bool(nan))
@@ -599,7 +600,7 @@ class Field:
         known = (p, None), np.where(zeros | (a.p >= P), 1, a.p), t
         has_symbols = bool(a.has_symbols or zeros.any())
         if has_symbols:
-            p = np.where(zeros, MINUS_INFINITY, np.where(a.p >= P, np.where(a.p == NAN, NAN, INFINITY), p))
+            p = np.where(zeros, MINUS_INFINITY, np.where(a.p >= P, np.where(self.is_nan(a), NAN, INFINITY), p))
         real = None if a.real is None else _quiet(np.log, a.real)
         return Residues(p, np.zeros_like(p), known=known, real=real, has_symbols=has_symbols)
 
@@ -610,7 +611,8 @@ class Field:
             x = a.x[0] * ((P + 1) // 2) % P, _in_q(lambda q: q * ((Q + 1) // 2), a.x[1])
         root = lambda m, p: power(p, _ROOT)  # noqa: E731
         of_p = dataclasses.replace(a, q=None)
-        return self._apply(root, np.sqrt, True, of_p, x=x, is_positive=True)
+        of_floats = lambda v: np.sqrt(np.where(np.isfinite(v), np.abs(v), v))  # noqa: E731
+        return self._apply(root, of_floats, True, of_p, x=x, is_positive=True)
 
     def sign(self, a: Residues) -> Residues:
         """-1, 0 or 1."""
@@ -646,17 +648,21 @@ class Field:
         ranks = (self._hashed("order", np.where(is_upper, P - p, p)) >> np.uint64(3)).astype(np.int64) | 1
         ranks = np.where(p == 0, 0, np.where(is_upper, -ranks, ranks))
         if a.has_symbols:
-            of_symbols = np.array([0, 2**62 + 2, -(2**62) - 2, 2**62, -(2**62)], np.int64)
+            of_symbols = np.array([0, 2**62 + 2, -(2**62) - 2, 2**62, -(2**62), 0], np.int64)
             ranks = np.where(symbols, of_symbols[np.where(symbols, a.p - P, 0)], ranks)
         return ranks
 
     def is_nan(self, a: Residues) -> np.ndarray:
         """Where a is NaN."""
-        return a.p == NAN
+        return (a.p == NAN) | (a.p == MINUS_NAN)
+
+    def is_minus_nan(self, a: Residues) -> np.ndarray:
+        """Where a is NaN with a sign, of constants and bits only."""
+        return a.p == MINUS_NAN
 
     def is_finite(self, a: Residues) -> np.ndarray:
         """Where a is neither NaN nor infinite."""
-        return (a.p < P) | (a.p >= HUGE)
+        return (a.p < P) | (a.p == HUGE) | (a.p == MINUS_HUGE)
 
     def pair(self, a: Residues, b: Residues) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of two arrays that can be compared."""
@@ -695,7 +701,8 @@ class Field:
     def differs(self, a: Value, b: Value) -> np.ndarray:
         """Where two arrays are not equal."""
         if isinstance(a, Residues):
-            return np.asarray(self.flat(a).p != self.flat(b).p)
+            a, b = self.flat(a), self.flat(b)
+            return np.asarray((a.p != b.p) & ~(self.is_nan(a) & self.is_nan(b)))
         return np.asarray(a != b)
 
 
@@ -734,6 +741,7 @@ class Reals:
     pair = staticmethod(lambda a, b: (a, b))
     is_nan, is_finite, sign = np.isnan, np.isfinite, np.sign
     note_outcomes = staticmethod(lambda equation, a, b, found: None)
+    is_minus_nan = staticmethod(lambda x: np.isnan(x) & np.signbit(x))
     add, neg, mul, dot = np.add, np.negative, np.multiply, np.matmul
     exp, log, sqrt, reciprocal = (
         staticmethod(functools.partial(_quiet, f)) for f in (np.exp, np.log, np.sqrt, np.reciprocal)

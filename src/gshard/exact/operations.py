@@ -251,6 +251,8 @@ def _bitcast(o: Operation, x: Value) -> Value:
         found = np.ascontiguousarray(x).view(o.dtype)
         return found.reshape(o.lanes, *o.shape)
     if is_float(x):  # two floats of 16 bits in one integer keep their dimension
+        if len(o.shape) >= x.ndim:
+            raise Undecided("parts of the bits of floats have no exact value.")
         return x
     return o.domain.from_bits(np.ascontiguousarray(x).view(o.dtype).reshape(o.lanes, *o.shape))
 

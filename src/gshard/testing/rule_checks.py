@@ -1,4 +1,4 @@
-"""Rule checks: checks a rule, or the two functions of a ``gshard.kernel``, by simulating every split."""
+"""Rule checks: checks a rule, or the two functions of a ``gshard.kernel``, by running every split."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ import numpy as np
 from gshard.api.kernel_function import KernelFunction
 from gshard.api.prove import Proof, prove
 from gshard.comm.collectives import collectives_of
-from gshard.comm.steps import identity
 from gshard.core.errors import ArgumentError, RuleError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
-from gshard.core.mark import positions_of_parts
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Constant, Equation, Program, Value
@@ -29,10 +27,12 @@ from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE, Rule, Split, is_val
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import Collective, SpmdProgram, by_kind
 from gshard.emit.partition import partition
+from gshard.exact.numbers import Field, Reals
+from gshard.exact.on_parts import Exactly, first_difference, near
+from gshard.exact.operations import Undecided
 from gshard.language.kernel_primitive import kernel_p
 from gshard.language.region import Interpreter
 from gshard.planning.settled import on_mesh
-from gshard.simulator.simulate import simulate
 from gshard.tracing.permitted import permitted
 from gshard.tracing.trace import trace
 
@@ -61,20 +61,24 @@ def check_rule(
     most: int | None = None,
     tolerance: float = 1e-5,
 ) -> tuple[str, ...]:
-    """Checks that an equation run on shards, in every way its rule allows, computes what it computes whole.
+    """Proves that an equation run on shards, in every way its rule allows, computes what it computes whole.
+
+    As ``gshard.prove``, it runs exactly, for random numbers. Operators without an exact value run in JAX, and their
+    numbers are compared up to a tolerance.
 
     Args:
         f: a function around the equation; results of the equation that it does not use are not looked at.
-        args: its arguments. What they hold is for you to choose: numbers that vary in sign and are never all equal,
-            dimensions that do not divide by the mesh, and one that is smaller than it.
+        args: its arguments: dimensions that do not divide by the mesh, and one that is smaller than it. Zeros,
+            infinities and equal elements stay what they are; other floats count where the operator has no exact value:
+            take numbers that vary in sign and are never all equal.
         primitive: the equations to check, by name or as the primitive itself; None for all that ``f`` has.
         mesh: devices to simulate, as ``gshard.jit`` takes them or an abstract mesh; by default 2 x 3 of them. None need
             exist.
         most: check no more than so many splits of an equation, drawn with a fixed seed, those of one factor first.
-        tolerance: relative and absolute, for sums that are made in another order; 0 demands the same bits.
+        tolerance: relative and absolute, for operators without an exact value.
 
     Returns:
-        the splits that were checked, as text.
+        the splits that were checked, as text; "up to rounding" follows those that are not proved.
 
     Raises:
         RuleError: a split computes something else; it names the split, its factors and the first element that differs.
@@ -86,7 +90,8 @@ def check_rule(
     name = getattr(primitive, "name", primitive)
     devices = SMALL if mesh is None else Mesh.of(mesh)
     program = on_mesh(trace(f, *args), devices)
-    found = [e for e in program.block.equations if e.rule is not None and e.mark is None and name in (None, e.name)]
+    named = [e for e in program.block.equations if e.name == name or (name is None and e.mark is None)]
+    found = [e for e in named if e.rule is not None]
     if not found:
         inside = any(name in (None, e.name) for e in program.block.walk())
         raise RuleError(
@@ -103,12 +108,9 @@ def check_rule(
                 f"primitive '{equation.name}' has no rule.", equation.line, hint="Register one: gshard.rule(...)."
             )
         alone = Alone.of(program, equation, jax.tree.leaves(args)).of_finite()
-        rule = alone.equation.operator_rule
-        for split in (*splits_of(rule, devices, most), *alone.passing(devices)):
+        for split in (*splits_of(alone.equation.operator_rule, devices, most), *alone.passing(devices)):
             spmd = emit(plan_of(alone.program, alone.equation, split, devices))
-            alone.compare_sent(spmd, split)
-            alone.compare(run_on_all(spmd, alone.arguments), split, devices, tolerance)
-            checked.append(split_text(rule, split, devices))
+            checked.append(alone.check(spmd, split, tolerance))
     return tuple(checked)
 
 
@@ -127,23 +129,20 @@ class Alone:
     program: Program  # it
     equation: Equation  # its only equation
     arguments: tuple[Any, ...]  # the values of the operands that are not constants
-    expected: tuple[Any, ...]  # what the primitive computes from them; None for results that the program does not read
+    is_read: tuple[bool, ...]  # whether the program reads a result; others are not compared
 
     @staticmethod
     def of(program: Program, equation: Equation, leaves: Sequence[Any]) -> Alone:
         """Takes an equation out of a program, outside of loops, that is called with these arrays."""
         values = dict(zip(program.block.inputs, (*program.captured, *map(jnp.asarray, leaves)), strict=True))
-        before = itertools.takewhile(lambda e: e is not equation, program.block.equations)
-        _Unmarked().evaluate((*before, equation), values)
+        _Unmarked().evaluate(itertools.takewhile(lambda e: e is not equation, program.block.equations), values)
         inputs = tuple(dict.fromkeys(v for v in equation.inputs if isinstance(v, Value)))
-        made = [values[v] for v in equation.outputs]
         read = {v for e in program.block.walk() for v in e.inputs} | set(program.block.outputs)
-        expected = tuple(x if v in read else None for v, x in zip(equation.outputs, made, strict=True))
         block = Block(inputs, (equation,), equation.outputs)
         names = tuple(f"operand {equation.inputs.index(v)}" for v in inputs)
-        tree = jax.tree.structure(made)
+        tree = jax.tree.structure([0] * len(equation.outputs))
         own = Program(block, (), (None,) * len(inputs), names, tree, equation.name)
-        return Alone(own, equation, tuple(values[v] for v in inputs), expected)
+        return Alone(own, equation, tuple(values[v] for v in inputs), tuple(v in read for v in equation.outputs))
 
     def of_finite(self) -> Alone:
         """The same where all sums are said to be finite: with the ways of ``Rule.finite``, which are checked too."""
@@ -153,29 +152,59 @@ class Alone:
         )
 
     def passing(self, mesh: Mesh) -> list[Split]:
-        """Every way in which the rule lets values pass that are still to be combined, over one atom."""
+        """Every way in which the rule lets values pass that are still to be combined, over one atom.
+
+        Alone, and beside a factor that is split over another atom.
+        """
         given = dict(zip(self.program.block.inputs, self.arguments, strict=True))
+        rule, operands_of = self.equation.operator_rule, self.equation.inputs
+        first = next((s for s in splits_of(rule, mesh) if list(s.values()) == [mesh.atoms[:1]]), {})
 
         def divides(x: Value | Constant, monoid: str) -> bool:
             return isinstance(x, Value) and _divides(given[x], monoid)
 
-        return [
-            {-1 - k: mesh.atoms[-1:]}
-            for k, (monoid, operands) in enumerate(self.equation.operator_rule.linear)
-            if mesh.atoms and all(divides(self.equation.inputs[i], monoid) for i in operands)
+        ways = [
+            {**base, -1 - k: mesh.atoms[-1:]}
+            for k, (monoid, operands) in enumerate(rule.linear)
+            if mesh.atoms and all(divides(operands_of[i], monoid) for i in operands)
+            for base in ([{}, first] if first else [{}])
         ]
+        return [way for way in ways if len(way) == 1 or is_valid(rule, way, mesh)]
 
-    def compare(self, results: Sequence[Sequence[Any]], split: Split, mesh: Mesh, tolerance: float) -> None:
-        """Compares the results on every device with the expected ones."""
-        for i, (per_device, whole) in enumerate(zip(results, self.expected, strict=True)):
-            if whole is None:
-                continue
-            want = numbers_of(whole)
-            for device, got in enumerate(map(numbers_of, per_device)):
-                if found := first_difference(got, want, tolerance, f"on device {device}", "unsplit"):
-                    raise self._lie(split, mesh, f"result {i}: {found}")
+    def _whole(self) -> Any:
+        """The jaxpr of the equation."""
 
-    def compare_sent(self, spmd: SpmdProgram, split: Split) -> None:
+        def run(*arrays: Any) -> Any:
+            values = dict(zip(self.program.block.inputs, arrays, strict=True))
+            _Unmarked().evaluate(self.program.block.equations, values)
+            return [values[v] for v in self.equation.outputs]
+
+        return jax.make_jaxpr(run)(*self.arguments)
+
+    @functools.cached_property
+    def _runs(self) -> dict[Any, Exactly]:
+        return {}
+
+    def check(self, spmd: SpmdProgram, split: Split, tolerance: float) -> str:
+        """Checks a per-device program that ``emit`` made; returns its split as text."""
+        mesh = spmd.mesh
+        self._compare_sent(spmd, split)
+        text = split_text(self.equation.operator_rule, split, mesh)
+        try:
+            if not self._difference(spmd, Field, 0.0):
+                return text
+        except Undecided:
+            pass
+        if found := self._difference(spmd, Reals, tolerance):
+            raise self._lie(split, mesh, found)
+        return f"{text}, up to rounding"
+
+    def _difference(self, spmd: SpmdProgram, domain: type[Field | Reals], tolerance: float) -> str:
+        if (domain, spmd.mesh) not in self._runs:
+            self._runs[domain, spmd.mesh] = Exactly(self._whole(), self.arguments, spmd.mesh, domain(2, 0))
+        return self._runs[domain, spmd.mesh].difference(spmd, self.is_read, tolerance)
+
+    def _compare_sent(self, spmd: SpmdProgram, split: Split) -> None:
         """Compares what the devices send with what the rule's ``local`` reports of it."""
         sent, said = emitted(spmd.jaxpr, spmd.mesh.atom_sizes), reported(spmd.collectives)
         if sent != said:
@@ -261,62 +290,6 @@ def emit(plan: Plan) -> SpmdProgram:
     return partition(dataclasses.replace(plan, entry=tuple(map(plan.sharding, block.inputs)), leave=leave))
 
 
-def run_on_all(spmd: SpmdProgram, arguments: Sequence[Any]) -> list[list[Any]]:
-    """Simulates a per-device program that ``emit`` made; each result as a list over the devices."""
-    mesh = spmd.mesh
-    (equation,) = (e for e in spmd.jaxpr.jaxpr.eqns if "in_specs" in e.params)
-    values: dict[Any, list[Any]] = {
-        var: [x] * mesh.size for var, x in zip(spmd.jaxpr.jaxpr.constvars, spmd.jaxpr.consts, strict=True)
-    }
-    for var, x, sharding in zip(spmd.jaxpr.jaxpr.invars, arguments, spmd.in_shardings, strict=True):
-        values[var] = parts_of(x, sharding, mesh)
-    stacked = [values[v] for v in equation.invars]
-    return [list(result) for result in simulate(equation.params["jaxpr"], (), mesh.atom_sizes, stacked)]
-
-
-def parts_of(x: Any, sharding: Sharding, mesh: Mesh) -> list[Any]:
-    """Each device's part of a whole array; where a dimension does not divide, padded with what spoils results.
-
-    If it is unreduced, the parts are to be combined: no device has the array itself.
-    """
-    if sharding.unreduced:
-        partial = tuple(a for a, _ in sharding.unreduced)
-        cut = Sharding(sharding.dims)
-        split = [parts_of(part, cut, mesh) for part in _divided(x, sharding.unreduced[0][1], mesh.count(partial))]
-        part_of = {int(d): part for part, devices in enumerate(positions_of_parts((partial,), mesh)) for d in devices}
-        return [split[part_of[device]][device] for device in range(mesh.size)]
-    if _is_key(x):
-        data = parts_of(jax.random.key_data(x), Sharding((*sharding.dims, ())), mesh)
-        return [jax.random.wrap_key_data(jnp.asarray(part), impl=jax.random.key_impl(x)) for part in data]
-    x = np.asarray(x)
-    local = sharding.local_shape(mesh, x.shape)
-    missing = [size * mesh.count(atoms) - n for n, size, atoms in zip(x.shape, local, sharding.dims, strict=True)]
-    if any(missing):
-        x = np.pad(x, [(0, n) for n in missing], constant_values=_poison(x.dtype))
-    parts: list[Any] = [None] * mesh.size
-    devices = positions_of_parts(sharding.dims, mesh)
-    for at in np.ndindex(devices.shape[:-1]):
-        part = x[tuple(slice(i * size, (i + 1) * size) for i, size in zip(at, local, strict=True))]
-        for device in devices[at]:
-            parts[device] = part
-    return parts
-
-
-def _divided(x: Any, monoid: str, count: int) -> list[np.ndarray]:
-    """Parts whose combination is ``x``: each element is with one device, and noise of both signs is spread."""
-    x, rng = np.asarray(x), np.random.default_rng(count)
-    owner = rng.integers(0, count, x.shape)
-    parts = [np.where(owner == i, x, np.asarray(identity(monoid, x.dtype), x.dtype)) for i in range(count)]
-    if monoid in ("add", "xor") and x.dtype != np.bool_:
-        # What one device has too much, the next one lacks.
-        for i in range(count):
-            extra = rng.integers(-3, 4, x.shape).astype(x.dtype)
-            j = (i + 1) % count
-            parts[i] = parts[i] + extra if monoid == "add" else parts[i] ^ extra
-            parts[j] = parts[j] - extra if monoid == "add" else parts[j] ^ extra
-    return parts
-
-
 def _divides(x: Any, monoid: str) -> bool:
     """Whether numbers of this dtype can be parts under a monoid."""
     if _is_key(x):
@@ -328,35 +301,8 @@ def _divides(x: Any, monoid: str) -> bool:
     )
 
 
-def _poison(dtype: Any) -> Any:
-    if dtype == np.bool_:
-        return True
-    value = np.nan if jnp.issubdtype(dtype, jnp.inexact) else int(jnp.iinfo(dtype).max) // 3
-    return np.asarray(value).astype(dtype)
-
-
 def _is_key(x: Any) -> bool:
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def numbers_of(x: Any) -> np.ndarray:
-    """An array as numbers; random keys as the words they are made of."""
-    return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
-
-
-def first_difference(got: np.ndarray, want: np.ndarray, tolerance: float, one: str, other: str) -> str:
-    """The first element that is not equal, or near where it is inexact, and how many are not; nothing if all are."""
-    if got.shape != want.shape or got.dtype != want.dtype:
-        raise RuleError(f"a result is {got.dtype}{list(got.shape)} where {want.dtype}{list(want.shape)} belongs.")
-    right = np.asarray(got == want)
-    if jnp.issubdtype(want.dtype, jnp.inexact):
-        wide = np.complex128 if jnp.issubdtype(want.dtype, jnp.complexfloating) else np.float64
-        right = np.isclose(got.astype(wide), want.astype(wide), rtol=tolerance, atol=tolerance, equal_nan=True)
-    if right.all():
-        return ""
-    at = tuple(map(int, np.argwhere(~right)[0]))
-    differ = f"({(~right).sum()} of {right.size} differ)"
-    return f"element {list(at)} is {got[at]} {one}, and {want[at]} {other} {differ}"
 
 
 # Kernel checks: checks that the two functions of a ``gshard.kernel`` compute the same, whole and on shards.
@@ -395,7 +341,7 @@ def check_kernel(
     >>> import gshard
     >>> double = gshard.kernel(lambda x: x + x, like=lambda x: 2 * x)
     >>> check_kernel(double, np.float32([1, -2, 3]), mesh=2)
-    ('a@devices', 'a@devices', 'a@devices')
+    ('a@devices, up to rounding', 'a@devices, up to rounding', 'a@devices, up to rounding')
     """
     if not isinstance(kernel, KernelFunction):
         hint = "Give what gshard.kernel(fast, like=plain) returns."
@@ -461,7 +407,10 @@ def _compare(
 ) -> None:
     fast, plain = (jax.tree.leaves(jax.jit(compute, static_argnums=0)(f, *arguments)) for f in (kernel, kernel.like))
     for i, (got, want) in enumerate(zip(fast, plain, strict=True)):
-        if found := first_difference(numbers_of(got), numbers_of(want), tolerance, "of fast", "of like"):
+        if (got.shape, got.dtype) != (want.shape, want.dtype):
+            raise RuleError(f"a result is {got.dtype}{list(got.shape)} where {want.dtype}{list(want.shape)} belongs.")
+        got, want = (np.asarray(jax.random.key_data(x) if _is_key(x) else x) for x in (got, want))
+        if found := first_difference(~near(got, want, tolerance), got, want, "of fast", "of like"):
             raise RuleError(
                 f"the two functions of kernel {kernel} do not compute the same.",
                 user_line(),
