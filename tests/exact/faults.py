@@ -7,6 +7,7 @@ device and the sharded one. The line on which the name of a fault stands is the 
 import dataclasses
 import inspect
 import math
+import re
 import zlib
 from collections.abc import Callable
 
@@ -56,11 +57,17 @@ class Program:
 
         return [made(text) for text in self.shapes.split()]
 
-    def line(self, fault):
-        """The line of a fault, in this file."""
-        lines, first = inspect.getsourcelines(self.function)
-        (found,) = (number for number, text in enumerate(lines, first) if f'fault == "{fault}"' in text)
-        return found
+    def lines(self, fault):
+        """The lines of a fault, and those that are as right ("# or: ...").
+
+        Where something is left out, these are where it is made or read. The equations of a rule for gradients have the
+        line of the call; a number or a flag for a helper is used in it; JAX adds up gradients where a replicated
+        argument is read.
+        """
+        sources = [inspect.getsourcelines(f) for f in (self.function, squares)]
+        numbered = [(n, text) for lines, first in sources for n, text in enumerate(lines, first)]
+        also = re.compile(rf"# or: .*\b{fault}\b")
+        return {n for n, text in numbered if f'fault == "{fault}"' in text or also.search(text)}
 
 
 def program(axes, shapes, **faults):
@@ -85,7 +92,7 @@ def ring(n, by=1):
 
 
 def squares(w, x, y):
-    return jnp.mean((jnp.tanh(x @ w) - y) ** 2)
+    return jnp.mean((jnp.tanh(x @ w) - y) ** 2)  # or: unsummed value undivided replicas
 
 
 def step(w, x, y):
@@ -98,8 +105,8 @@ def data_parallel(fault, mesh):
     @manual(mesh, (P(), P("data"), P("data")), (P(), P()))
     def sharded(w, x, y):
         value, g = jax.value_and_grad(squares)(w, x, y)
-        combine = psum if fault == "sums" else pmax if fault == "max" else pmean
-        g = g if fault == "unsummed" else combine(g, "data")
+        combined = (psum if fault == "sums" else pmax if fault == "max" else pmean)(g, "data")
+        g = g if fault == "unsummed" else combined
         return value if fault == "value" else pmean(value, "data"), w - 0.1 * g
 
     return step, sharded
@@ -146,9 +153,9 @@ def accumulation(fault, mesh):
             return g if fault == "stale" else total + g, g
 
         first = w if fault == "start" else jnp.zeros_like(w)
-        total, each = lax.scan(one, first, (x.reshape(3, 2, 6), y.reshape(3, 2, 3)))
+        total, each = lax.scan(one, first, (x.reshape(3, 2, 6), y.reshape(3, 2, 3)))  # or: stale start last
         total = each[-1] if fault == "last" else total
-        return pmean(total / (2 if fault == "parts" else 3), "data")
+        return pmean(total / (2 if fault == "parts" else 3), "data")  # or: both
 
     return plain, sharded
 
@@ -186,12 +193,12 @@ def tensor_parallel(fault, mesh):
     @manual(mesh, (*weights, P("data"), P("data")), (P(), weights))
     def sharded(w0, w1, w2, b, x, y):
         def loss(w0, w1, w2, b):
-            h = jnp.tanh(enter(jnp.tanh(x @ w0)) @ w1)
-            z = leave(h @ w2 + b) if fault == "bias" else leave(h @ w2) + b
+            h = jnp.tanh(enter(jnp.tanh(x @ w0)) @ w1)  # or: entering batch
+            z = leave(h @ w2 + b) if fault == "bias" else leave(h @ w2) + b  # or: leaving
             return jnp.mean((z - y) ** 2)
 
         value, gradients = jax.value_and_grad(loss, (0, 1, 2, 3))(w0, w1, w2, b)
-        g0, g1, g2, gb = gradients if fault == "batch" else pmean(gradients, "data")
+        g0, g1, g2, gb = gradients if fault == "batch" else pmean(gradients, "data")  # or: entering
         return pmean(value, "data"), (g0, psum(g1, "data") if fault == "wide" else g1, g2, gb)
 
     return plain, sharded
@@ -202,7 +209,7 @@ def tensor_parallel(fault, mesh):
 )
 def attention_by_heads(fault, mesh):
     def attend(q, k, v, scale, seen):
-        scores = jnp.where(seen, jnp.einsum("bqhd,bkhd->bhqk", q, k) * scale, -jnp.inf)
+        scores = jnp.where(seen, jnp.einsum("bqhd,bkhd->bhqk", q, k) * scale, -jnp.inf)  # or: scale
         return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(2, 5, -1)
 
     def plain(x, wq, wk, wv, wo):
@@ -227,7 +234,7 @@ def attention_by_heads(fault, mesh):
 )  # fmt: skip
 def sequence_parallel(fault, mesh):
     def normed(h, scale):
-        return h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-5) * scale
+        return h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-5) * scale  # or: norm
 
     def plain(x, places, scale, w1, w2):
         def loss(scale, w1, w2):
@@ -241,9 +248,9 @@ def sequence_parallel(fault, mesh):
     def sharded(x, places, scale, w1, w2):
         def loss(scale, w1, w2):
             start = 0 if fault == "start" else axis_index("seq") * 2 + (1 if fault == "shift" else 0)
-            h = normed(x + lax.dynamic_slice_in_dim(places, start, 2), scale)
+            h = normed(x + lax.dynamic_slice_in_dim(places, start, 2), scale)  # or: start
             h = all_gather(h, "seq", axis=1 if fault == "order" else 0).reshape(8, 6)
-            out = jnp.tanh(h @ w1) @ w2
+            out = jnp.tanh(h @ w1) @ w2  # or: part
             out = out.reshape(4, 2, 6)[0] if fault == "part" else psum_scatter(out, "seq", tiled=True)
             return jnp.sum((x + out) ** 2)
 
@@ -272,13 +279,13 @@ def vocabulary_loss(fault, mesh):
         @manual(mesh, (P("data"), P(None, "vocab"), P("data")), P())
         def loss(x, w, labels):
             logits, counted = x @ w, labels > (3 if fault == "pad" else 4)
-            top = lax.stop_gradient(logits.max(1))
+            top = lax.stop_gradient(logits.max(1))  # or: shift
             top = top if fault == "shift" else pmax(top, "vocab")
-            total = jnp.sum(jnp.exp(logits - top[:, None]), 1)
+            total = jnp.sum(jnp.exp(logits - top[:, None]), 1)  # or: denominator
             total = total if fault == "denominator" else psum(total, "vocab")
             at = labels - axis_index("vocab") * 3 - (1 if fault == "offset" else 0)
             own = (at >= 0) & (at < (2 if fault == "edge" else 3))
-            of = jnp.where(own, jnp.take_along_axis(logits, jnp.clip(at, 0, 2)[:, None], 1)[:, 0], 0)
+            of = jnp.where(own, jnp.take_along_axis(logits, jnp.clip(at, 0, 2)[:, None], 1)[:, 0], 0)  # or: label
             of = of if fault == "label" else psum(of, "vocab")
             sums = jnp.sum(jnp.where(counted, jnp.log(total) + top - of, 0)), jnp.sum(counted)
             return pmean(sums[0] / sums[1], "data") if fault == "means" else jnp.divide(*psum(sums, "data"))
@@ -302,7 +309,7 @@ def fully_sharded(fault, mesh):
         full = all_gather(w1, "data", tiled=True), all_gather(w2, "data", tiled=True)
         g1, g2 = jax.grad(loss, (0, 1))(*full, x, y)
         g1 = psum_scatter(g1, "data", tiled=True) / (16 if fault == "square" else 4)
-        g2 = g2[:1] if fault == "slices" else psum_scatter(g2, "data", tiled=True)
+        g2 = g2[:1] if fault == "slices" else psum_scatter(g2, "data", tiled=True)  # or: undivided
         g2 = g2 if fault == "undivided" else ppermute(g2, "data", ring(4)) / 4 if fault == "other" else g2 / 4
         return w1 - 0.1 * g1, w2 - 0.1 * g2
 
@@ -333,8 +340,8 @@ def experts(fault, mesh):
     def route(x, router, limit=2, slots=1):
         gates = jax.nn.softmax(x @ router)
         chosen = jax.nn.one_hot(jnp.argmax(gates, -1), 8, dtype=jnp.int32)
-        slot = jnp.cumsum(chosen, 0) - slots
-        kept = (chosen > 0) & (slot < limit)
+        slot = jnp.cumsum(chosen, 0) - slots  # or: slot
+        kept = (chosen > 0) & (slot < limit)  # or: full
         return jnp.where(kept[..., None], jax.nn.one_hot(slot, 3), 0), jnp.max(gates, -1)
 
     def plain(x, router, w1, w2):
@@ -349,13 +356,13 @@ def experts(fault, mesh):
     @manual(mesh, (P("expert"), P(), P("expert"), P("expert")), P("expert"))
     def sharded(x, router, w1, w2):
         to, gate = route(x, router, 1 if fault == "full" else 2, 0 if fault == "slot" else 1)
-        inputs = jnp.einsum("tec,td->ecd", to, x)
+        inputs = jnp.einsum("tec,td->ecd", to, x)  # or: first
         inputs = inputs.reshape(2, 4, 3, 6).swapaxes(0, 1) if fault == "there" else inputs.reshape(4, 2, 3, 6)
         inputs = inputs if fault == "first" else all_to_all(inputs, "expert", 0, 0)
         inputs = inputs.swapaxes(0, 1).reshape(2, 12, 6)
         w2 = w2[::-1] if fault == "weights" else w2
         outputs = jnp.einsum("ecf,efd->ecd", jnp.tanh(jnp.einsum("ecd,edf->ecf", inputs, w1)), w2)
-        outputs = outputs.reshape(2, 4, 3, 6).swapaxes(0, 1)
+        outputs = outputs.reshape(2, 4, 3, 6).swapaxes(0, 1)  # or: left
         outputs = outputs if fault == "left" else all_to_all(outputs, "expert", 0, 0)
         outputs = (outputs.swapaxes(0, 1) if fault == "back" else outputs).reshape(8, 3, 6)
         return jnp.einsum("tec,ecd->td", to, outputs) * (1 if fault == "gate" else gate[:, None])
@@ -489,10 +496,11 @@ def embedding(fault, mesh):
     @manual(mesh, (P("rows"), P()), (P(), P("rows")))
     def sharded(table, ids):
         at = ids - axis_index("rows") * (4 if fault == "offset" else 3)
-        own = jnp.full(at.shape, True) if fault == "unmasked" else (at >= 0) & (at < (2 if fault == "edge" else 3))
+        own = ((at >= 0) & (at < (2 if fault == "edge" else 3)))[..., None]
 
         def read(table):
-            return jnp.where(own[..., None], table[jnp.clip(at, 0, 2)], 0)
+            rows = table[jnp.clip(at, 0, 2)]  # or: unmasked
+            return rows if fault == "unmasked" else jnp.where(own, rows, 0)
 
         rows, back = jax.vjp(read, table)
         rows = pmax(rows, "rows") if fault == "larger" else psum(rows, "rows")
@@ -509,7 +517,7 @@ def dropout(fault, mesh):
     key = jax.random.key(7)
 
     def drop(x, key, keep=0.8):
-        return jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x / keep, 0)
+        return jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x / keep, 0)  # or: keep
 
     def plain(x, w):
         def part(i, x):
@@ -533,17 +541,17 @@ def dropout(fault, mesh):
 def router(fault, mesh):
     def plain(x, w):
         scores = x @ w
-        return jnp.argmax(scores, -1), jax.nn.softmax(scores).max(-1)
+        return jnp.argmax(scores, -1), 1 / jnp.exp(scores - scores.max(-1, keepdims=True)).sum(-1)
 
     @manual(mesh, (P(), P(None, "expert")), (P(), P()))
     def sharded(x, w):
         scores, start = x @ w, axis_index("expert") * (4 if fault == "stride" else 2)
-        top, at = scores.max(-1), jnp.argmax(scores, -1)
+        top, at = scores.max(-1), jnp.argmax(scores, -1)  # or: offset
         tops = all_gather(top, "expert")
         ats = all_gather(at if fault == "offset" else at + start, "expert")
         owner = tops.argmin(0) if fault == "least" else tops.argmax(0)
         chosen = ats.max(0) if fault == "largest" else jnp.take_along_axis(ats, owner[None], 0)[0]
-        total = jnp.exp(scores - tops.max(0)[:, None]).sum(-1)
+        total = jnp.exp(scores - tops.max(0)[:, None]).sum(-1)  # or: gate
         return chosen, 1 / (total if fault == "gate" else psum(total, "expert"))
 
     return plain, sharded
@@ -557,10 +565,10 @@ def clipping(fault, mesh):
 
     @manual(mesh, (P("model"), P()), (P("model"), P()))
     def sharded(g, b):
-        own, shared = jnp.sum(g * g), jnp.sum(b * b)
-        total = psum(own + shared, "model") if fault == "all" else (
-            own if fault == "local" else psum(own, "model")) + (0 if fault == "bias" else shared)  # fmt: skip
-        norm = total if fault == "root" else jnp.sqrt(total)
+        own, shared = jnp.sum(g * g), jnp.sum(b * b)  # or: local
+        total = own if fault == "local" else psum(own + shared if fault == "all" else own, "model")
+        total = total + (0 if fault == "bias" or fault == "all" else shared)  # or: root
+        norm = total if fault == "root" else jnp.sqrt(total)  # or: bias
         scale = jnp.minimum(1, (1 if fault == "bound" else 0.5) / norm)
         return g * scale, b * scale
 
@@ -571,7 +579,7 @@ def clipping(fault, mesh):
 def sharded_adam(fault, mesh):
     def step(w, g, m, v, old=False, count=3):
         new, v = 0.9 * m + 0.1 * g, 0.95 * v**2 + 0.05 * g * g
-        change = (m if old else new) / (1 - 0.9**count) / (jnp.sqrt(v / (1 - 0.95**count)) + 1e-8)
+        change = (m if old else new) / (1 - 0.9**count) / (jnp.sqrt(v / (1 - 0.95**count)) + 1e-8)  # or: moment count
         return w - 0.01 * change, new, v
 
     def plain(w, m, v, x, y):
@@ -600,7 +608,8 @@ def histogram(fault, mesh):
         def count(ids, extra):
             places = axis_index("data") * 4 + jnp.arange(4)
             real = places <= 13 if fault == "tail" else places < 13
-            own = jnp.zeros(6, jnp.int32).at[ids + 1 if fault == "bins" else ids].add(real.astype(jnp.int32))
+            at = ids + 1 if fault == "bins" else ids
+            own = jnp.zeros(6, jnp.int32).at[at].add(real.astype(jnp.int32))  # or: local
             total = own if fault == "local" else (pmax if fault == "most" else psum)(own, "data")
             total = psum(total, "data") if fault == "twice" else total
             sums = all_gather(ids.sum(), "data")
@@ -623,7 +632,7 @@ def balance_loss(fault, mesh):
     @manual(mesh, (P("data"), P()), P())
     def sharded(x, w):
         chances = jax.nn.softmax(x @ w)
-        share, chance = jax.nn.one_hot(jnp.argmax(chances, -1), 5).mean(0), chances.mean(0)
+        share, chance = jax.nn.one_hot(jnp.argmax(chances, -1), 5).mean(0), chances.mean(0)  # or: product share chance
         share = share if fault == "share" or fault == "product" else pmean(share, "data")
         chance = chance if fault == "chance" else pmean(chance, "data")
         return (4 if fault == "count" else 5) * jnp.sum(share * chance)
@@ -639,7 +648,7 @@ def split_layer_norm(fault, mesh):
 
     @manual(mesh, (P("data", "model"), P("model"), P("model")), P("data"), check=True)
     def sharded(x, scale, w):
-        total = x.sum(-1, keepdims=True)
+        total = x.sum(-1, keepdims=True)  # or: local
         mean = total / 3 if fault == "local" else psum(total, "model") / (3 if fault == "size" else 6)
         centred = x - mean
         variance = pmean((centred**2).mean(-1, keepdims=True), "data" if fault == "variance" else "model")
@@ -658,7 +667,7 @@ def gathered_product(fault, mesh):
         part, out = x, jnp.zeros((8, 3))
         for t in range(3 if fault == "blocks" else 4):
             at = (axis_index("model") - t + (1 if fault == "place" else 0)) % 4
-            out = lax.dynamic_update_slice(out, (x if fault == "first" else part) @ w, (at * 2, 0))
+            out = lax.dynamic_update_slice(out, (x if fault == "first" else part) @ w, (at * 2, 0))  # or: blocks
             part = ppermute(part, "model", ring(4, -1 if fault == "turn" else 1))
         return jnp.tanh(out)
 
@@ -682,6 +691,6 @@ def decoding(fault, mesh):
         scores = jnp.where(seen, written[0] @ q, -1e30)
         top = scores.max() if fault == "top" else pmax(scores.max(), "seq")
         p = jnp.exp(scores - top)
-        return psum(p @ values, "seq") / psum(p.sum(), "seq"), written[0]
+        return psum(p @ values, "seq") / psum(p.sum(), "seq"), written[0]  # or: stale
 
     return plain, sharded

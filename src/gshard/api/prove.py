@@ -24,6 +24,7 @@ from gshard.exact.from_hlo import jaxpr_of, partitioned_hlo
 from gshard.exact.interpreter import Interpreter
 from gshard.exact.numbers import Field, Reals, Value
 from gshard.exact.operations import Complex, Undecided, is_float
+from gshard.exact.repairs import Repair, repair
 from gshard.exact.shrunk import Sizes, elements_of, shrunk
 from gshard.tracing.by_jax import name_of
 
@@ -262,15 +263,15 @@ class _Comparison:
 
     def _run(self, program: _Program, domain: Field | Reals, observe: Any = None) -> tuple[list[Value], Interpreter]:
         run = Interpreter(domain, self.sizes, observe)
-        body = jax_adapter.closed(program.jaxpr)[0]
-        held = [run.constant(c, v) for c, v in zip(program.constants, body.invars)]
-        variables = body.invars[len(held) :]
-        operands = [
-            self._argument(run, i, v, x) for i, (v, x) in enumerate(zip(variables, program.arguments, strict=True))
-        ]
-        results = run.run(program.jaxpr, [*held, *operands])
+        results = run.run(program.jaxpr, self._operands(run, program))
         self._equations += run.equations
         return results, run
+
+    def _operands(self, run: Interpreter, program: _Program) -> list[Value]:
+        body = jax_adapter.closed(program.jaxpr)[0]
+        held = [run.constant(c, v) for c, v in zip(program.constants, body.invars)]
+        variables = zip(body.invars[len(held) :], program.arguments, strict=True)
+        return held + [self._argument(run, i, v, x) for i, (v, x) in enumerate(variables)]
 
     def _argument(self, run: Interpreter, i: int, v: Any, x: Any) -> Value:
         shape, dtype = self.sizes.shape(v), v.aval.dtype
@@ -328,7 +329,19 @@ class _Comparison:
         if not is_confirmed:
             cause = "the programs are equal for numbers of float64, by an identity of which nothing is known here"
             return self._made(UNDECIDED, cause=cause, line=blame.line, result=result)
-        return self._made(DIFFERENT, cause=blame.cause, line=blame.line, result=result, elements=elements)
+        repaired = self._repaired(domain, expected)
+        cause, line = (blame.cause, blame.line) if repaired is None else (repaired.cause, repaired.line or blame.line)
+        return self._made(DIFFERENT, cause=cause, line=line, result=result, elements=elements)
+
+    def _repaired(self, domain: Field, expected: Sequence[Value]) -> Repair | None:
+        operands = self._operands(Interpreter(domain, self.sizes), self.sharded)
+
+        def wrong(run: Interpreter) -> set[int]:
+            results = run.run(self.sharded.jaxpr, operands)
+            found = {i for i, (a, b) in enumerate(zip(results, expected, strict=True)) if _where(domain, a, b).any()}
+            return found | {len(expected) + u.number for u in run.unequal}
+
+        return repair(wrong, self.sharded.jaxpr, self.plain.jaxpr, domain=domain, sizes=self.sizes)
 
 
 def _where(domain: Field | Reals, a: Value, b: Value) -> np.ndarray:

@@ -28,6 +28,9 @@ _MOVES = frozenset(
 )
 
 
+_KEEPS = _MOVES | frozenset("reshape transpose squeeze expand_dims broadcast_in_dim rev convert_element_type".split())
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class State:
     """What is known of a value of the sharded program."""
@@ -119,6 +122,7 @@ class Trail:
     def __init__(self, contents: Contents) -> None:
         self.contents = contents
         self._states: dict[int, State] = {}
+        self._made: dict[int, Any] = {}  # the equations of values
         self._kept: list[Any] = []  # values, so that no identity is used twice
         self._count = 0
 
@@ -134,10 +138,13 @@ class Trail:
         if eqn.primitive.name in _MOVES:
             moves = (*moves, eqn)
         for x in results:
+            self._made.setdefault(id(x), eqn)
             if id(x) in self._states and isinstance(x, Residues | Complex):  # a body has computed it
                 continue
             self._kept.append(x)
-            self._states[id(x)] = dataclasses.replace(self._judged(eqn, axes, before, x), moves=moves)
+            state = self._judged(eqn, axes, before, x)
+            is_right = state is _EXPLAINED and eqn.primitive.name not in _KEEPS
+            self._states[id(x)] = state if is_right else dataclasses.replace(state, moves=moves)
 
     def _judged(self, eqn: Any, axes: Axes, before: tuple[State, ...], x: Value) -> State:
         if not isinstance(x, Residues | Complex) or self.contents.contains(x):
@@ -155,6 +162,7 @@ class Trail:
 
     def derived(self, new: Value, old: Value) -> None:
         """A part of a value, or values that are joined, contain what the values contain."""
+        self._made.setdefault(id(new), self._made.get(id(old)))
         if isinstance(new, Residues | Complex) and new is not old:
             self._kept.append(new)
             some, more = self.state(new), self.state(old)
@@ -176,7 +184,10 @@ class Trail:
         if state.moves:
             last = state.moves[-1]
             return Blame(_line(last), f"elements are in other places; '{last.primitive.name}' moved them last")
-        return Blame("", "")
+        made = self._made.get(id(x))
+        if made is None:
+            return Blame("", "")
+        return Blame(_line(made), f"the result of '{made.primitive.name}' is none of the plain program at this place")
 
     def _of_departure(self, departure: Departure) -> Blame:
         here, name = _line(departure.eqn), departure.eqn.primitive.name
