@@ -20,7 +20,7 @@ from gshard.core.jax_adapter_jit import argument_names, given_to_jit, jaxpr_and_
 from gshard.core.paths import leaf_names
 from gshard.core.planning_tables import with_tables
 from gshard.exact.blame import Blame, Contents, Trail, of_unequal
-from gshard.exact.from_hlo import jaxpr_of, partitioned_hlo
+from gshard.exact.from_hlo import jaxpr_of, partitioned_hlo, written_out
 from gshard.exact.interpreter import Interpreter
 from gshard.exact.numbers import Field, Reals, Value
 from gshard.exact.operations import Complex, Undecided, is_float
@@ -94,6 +94,7 @@ class _Program:
     results: Any  # their tree
     arguments: Sequence[Any]  # the flat arguments
     names: Sequence[str]  # of the arguments
+    instead: Any = None  # what to run instead of an equation
 
 
 @with_tables
@@ -183,7 +184,7 @@ def _by_xla(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Pro
     leaves = jax.tree.leaves(given.without_static(args, kwargs))
     names = argument_names(traced.jaxpr)[len(constants) :]
     sharded = _Program(_live(translated), (), results, leaves, names)
-    return sharded, _Program(_live(jaxpr), constants, results, leaves, names)
+    return sharded, _Program(_live(jaxpr), constants, results, leaves, names, written_out)
 
 
 def _traced(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], with_shardings: bool = False) -> _Program:
@@ -262,7 +263,7 @@ class _Comparison:
         return Proof(verdict, shrunk=tuple(self.sizes.notes), equations=self._equations, **fields)
 
     def _run(self, program: _Program, domain: Field | Reals, observe: Any = None) -> tuple[list[Value], Interpreter]:
-        run = Interpreter(domain, self.sizes, observe)
+        run = Interpreter(domain, self.sizes, observe, instead=program.instead)
         results = run.run(program.jaxpr, self._operands(run, program))
         self._equations += run.equations
         return results, run

@@ -24,10 +24,11 @@ from jax.extend.core import primitives
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.core.errors import TraceError
-from gshard.core.jax_adapter import Frame, impl_of_keys, no_mesh_set, shapes_of
+from gshard.core.jax_adapter import Frame, bind, closed, impl_of_keys, no_mesh_set, shapes_of
 from gshard.core.jax_adapter_dispatch import kept_arguments
 from gshard.core.mark import resolve
 from gshard.core.mesh import Mesh
+from gshard.core.planning_tables import tabulated
 from gshard.tracing.expand import mark_of_any_sharding
 from gshard.xla.hlo_collectives import groups_of, pairs_of
 from gshard.xla.hlo_parser import BRANCHES, Computation, Instruction, Module, arrays_of, read_module
@@ -124,6 +125,29 @@ def jaxpr_of(program: Partitioned) -> Any:
 
     with no_mesh_set(), jax.enable_x64(True):  # numbers of 64 bits may be inside of a program without such arguments
         return jax.make_jaxpr(whole)(*shapes_of(program.arguments))
+
+
+# Functions that JAX or XLA writes out, by polynomials and the like, before it partitions.
+_WRITTEN_OUT = frozenset(
+    """acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cosh digamma erf_inv erfc igamma igamma_grad_a igammac
+    lgamma polygamma random_gamma_grad regularized_incomplete_beta sinh zeta""".split()
+)
+
+
+def written_out(eqn: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
+    """The jaxpr of what XLA is given of an operator, for operands of these shapes; None where that is the operator."""
+    if eqn.primitive.name not in _WRITTEN_OUT:
+        return None
+    types = tuple(jax.ShapeDtypeStruct(shape, v.aval.dtype) for shape, v in zip(shapes, eqn.invars, strict=True))
+    found = _alone(eqn.primitive, tuple(eqn.params.items()), types)
+    return None if any(e.primitive is eqn.primitive for e in closed(found)[0].eqns) else found
+
+
+@tabulated(1024)
+def _alone(primitive: Any, params: tuple[tuple[str, Any], ...], types: tuple[Any, ...]) -> Any:
+    with no_mesh_set():
+        lowered = jax.jit(lambda *x: bind(primitive, dict(params), x)).lower(*types)
+        return jaxpr_of(partitioned_hlo(lowered))
 
 
 def _is_key(x: Any) -> bool:

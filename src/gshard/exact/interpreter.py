@@ -70,6 +70,8 @@ class Interpreter:
     trusts_rules: bool = True  # operators without an exact value are functions along what their rules call parallel
     equations: int = 0  # how many have run
     unequal: list[Unequal] = dataclasses.field(default_factory=list)
+    # of an equation and the shapes of its operands: a jaxpr to run instead
+    instead: Callable[[Any, Sequence[tuple[int, ...]]], Any] | None = None
 
     @property
     def lanes(self) -> int:
@@ -136,6 +138,8 @@ class Interpreter:
             return _collective(self, eqn, operands)
         if name in _ON_KEYS:
             return [_ON_KEYS[name](self, eqn, *operands)]
+        if self.instead is not None and (other := self.instead(eqn, [x.shape[1:] for x in operands])) is not None:
+            return self.run(other, operands)
         if name in OPERATORS:
             found = OPERATORS[name](self._operation(eqn), *operands)
             return found if isinstance(found, list) else [found]

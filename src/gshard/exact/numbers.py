@@ -280,7 +280,7 @@ class Field:
         real = np.asarray(x, np.float64)
         finite = np.where(np.isfinite(real), real, 0.0)
         small = np.where(np.abs(finite) < MASK, finite, 0.0)
-        if len(np.unique(small)) <= _MOST_FRACTIONS:
+        if 0 < len(np.unique(small)) <= _MOST_FRACTIONS:
             tops, bottoms = simplest(small, dtype)
             p, q = ((tops % m).astype(np.int64) * inverse((bottoms % m).astype(np.int64), m) % m for m in (P, Q))
         else:

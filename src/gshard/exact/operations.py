@@ -291,9 +291,8 @@ def _shift(f: Callable[..., Any], arithmetic: bool = False) -> Callable[..., Any
 
 def _quotient(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     safe = np.where(y == 0, 1, y)
-    return np.where(
-        y == 0, -1, np.sign(x) * np.sign(safe) * (abs(x) // abs(safe)) if x.dtype.kind == "i" else x // safe
-    )
+    found = np.sign(x) * np.sign(safe) * (abs(x) // abs(safe)) if x.dtype.kind == "i" else x // safe
+    return np.where(y == 0, np.array(-1).astype(x.dtype), found)
 
 
 def _remainder(x: np.ndarray, y: np.ndarray) -> np.ndarray:
