@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import gshard
-from emitted import emitted, reported
 from families import CASES, SMALL
+from gshard.testing.rule_checks import emitted, reported
 from training_files import loaded
 
 BENCHMARK = Path(__file__).resolve().parent.parent / "benchmarks" / "against_xla_programs.py"

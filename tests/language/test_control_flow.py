@@ -13,10 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from checked_calls import near
-from emitted import emitted, reported
 from gshard import split
 from gshard.simulator.simulate import simulate
-from gshard.testing.rule_checks import emit
+from gshard.testing.rule_checks import emit, emitted, reported
 from harness import normal
 from placed import mesh_of
 from simulated import parts_of

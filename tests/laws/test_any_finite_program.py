@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from emitted import emitted, reported
 from gshard import shard
 from gshard.emit.partition import partition
 from gshard.planning.propagate import propagate
+from gshard.testing.rule_checks import emitted, reported
 from gshard.tracing.permitted import permitted
 from gshard.tracing.trace import trace
 from laws.test_any_program import PHASES, steps

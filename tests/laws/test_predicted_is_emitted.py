@@ -7,8 +7,8 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from checked_calls import near
-from emitted import emitted, reported
 from gshard import shard, split
+from gshard.testing.rule_checks import emitted, reported
 from gshard.xla import hlo_collectives
 from harness import normal
 from placed import in_every_way

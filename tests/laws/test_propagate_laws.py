@@ -9,13 +9,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from emitted import emitted, reported
 from gshard import shard
 from gshard.core.mark import resolve
 from gshard.core.mesh import Mesh
 from gshard.emit.partition import partition
 from gshard.planning.propagate import propagate
 from gshard.testing import assert_proved
+from gshard.testing.rule_checks import emitted, reported
 from gshard.tracing.trace import trace
 from harness import normal
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import gshard
-from emitted import reported
 from gshard import split
 from gshard.device.async_overlap import gather_stalls
 from gshard.device.machine import Machine
 from gshard.stages import CollectiveMatmul
+from gshard.testing.rule_checks import reported
 from sampled import crossed
 
 

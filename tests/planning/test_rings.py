@@ -9,12 +9,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from emitted import emitted, reported
 from gshard import shard, split
 from gshard.emit.partition import partition
 from gshard.planning.saved_plan import SavedPlan
 from gshard.stages import CollectiveMatmul
 from gshard.testing import assert_proved
+from gshard.testing.rule_checks import emitted, reported
 from gshard.xla import hlo_collectives
 
 GRID = ("data", "model")

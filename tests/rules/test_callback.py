@@ -7,7 +7,7 @@ import pytest
 from jax.experimental import io_callback
 
 import gshard
-from emitted import emitted, reported
+from gshard.testing.rule_checks import emitted, reported
 
 X = np.random.default_rng(6).standard_normal((7, 4)).astype(np.float32)
 

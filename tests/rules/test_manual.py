@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from checked_calls import near
-from emitted import emitted, reported
 from gshard.core.mesh import Mesh
+from gshard.testing.rule_checks import emitted, reported
 from placed import mesh_of
 from sampled import crossed
 

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from checked_calls import near
-from emitted import emitted, reported
 from gshard.core.errors import PlanError, RuleError, ShardingError
+from gshard.testing.rule_checks import emitted, reported
 from harness import normal
 from placed import mesh_of, put
 
