@@ -13,7 +13,7 @@ from jax import lax
 import gshard
 from families import CASES
 from gshard.core.jax_adapter import bind, called_jaxpr, closed, evaluate, jaxpr_without_dead_code, scan_counts
-from gshard.exact.shrunk import _elements, shrunk
+from gshard.exact.shrunk import elements_of, shrunk
 from steps import TENSOR, TRUE_SIZES
 
 SIZED = {"broadcast_in_dim": "shape", "reshape": "new_sizes", "iota": "shape", "empty": "shape"}
@@ -95,7 +95,7 @@ def test_a_large_training_step_becomes_small():
     arguments = step.arguments()
     plain, sharded = programs(step.function(), step.mesh(), *arguments)
     sizes = shrunk(plain, sharded)
-    assert _elements(plain) > 2e14
+    assert elements_of(plain) > 2e14
     assert max(n for jaxpr in (plain, sharded) for v in closed(jaxpr)[0].invars for n in sizes.shape(v)) < 200
     assert sum(math.prod(sizes.shape(v)) for v in closed(plain)[0].invars) < 2e7
     assert any(note.startswith("80 -> ") and "iterations of the scan at model.py" in note for note in sizes.notes)

@@ -332,6 +332,7 @@ class _Comparison:
             return self._made(UNDECIDED, cause=cause, line=blame.line, result=result)
         repaired = self._repaired(domain, expected)
         cause, line = (blame.cause, blame.line) if repaired is None else (repaired.cause, repaired.line or blame.line)
+        line = line or jax_adapter.user_line()  # an equation that JAX adds has none: the call of ``prove``
         return self._made(DIFFERENT, cause=cause, line=line, result=result, elements=elements)
 
     def _repaired(self, domain: Field, expected: Sequence[Value]) -> Repair | None:
