@@ -119,6 +119,21 @@ def test_a_result_that_devices_do_not_share():
         assert_proved(sharded, (X,), like=lambda x: x.sum(0))
 
 
+def test_devices_that_would_wait():
+    def local(x):
+        return jax.lax.cond(x.sum() > 0, lambda x: jax.lax.psum(x, "d"), lambda x: x, x)
+
+    sharded = jax.shard_map(local, mesh=mesh(d=2), in_specs=P("d"), out_specs=P("d"), check_vma=False)
+    proof = gshard.prove(sharded, X, like=lambda x: x)
+    assert proof.verdict == "undecided"
+    assert "would wait" in proof.cause
+
+
+def test_an_axis_that_vmap_makes_a_dimension():
+    rows = jax.vmap(lambda x: x / jax.lax.psum(x, "i"), axis_name="i")
+    assert_proved(rows, (X,), like=lambda x: x / x.sum(0))
+
+
 def test_what_xla_makes_of_a_function():
     def step(w, x):
         return w - 0.1 * jax.grad(lambda w: (jax.nn.gelu(x @ w) ** 2).sum())(w)

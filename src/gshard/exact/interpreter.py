@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import jax
@@ -15,7 +16,7 @@ from jax.extend import core
 
 from gshard.core import jax_adapter
 from gshard.core.rule import PARALLEL
-from gshard.exact.combining import elements_along, windows
+from gshard.exact.combining import as_reduced, elements_along, windows
 from gshard.exact.movement import padded
 from gshard.exact.numbers import Field, Reals, Value
 from gshard.exact.operations import (
@@ -32,7 +33,7 @@ from gshard.exact.shrunk import Sizes
 from gshard.language.attention_primitive import IN_BLOCKS
 from gshard.language.kernel_loops import call_of
 from gshard.language.registry import has_rule, rule_of
-from gshard.simulator.simulate import device_groups
+from gshard.simulator.simulate import communicates, device_groups
 
 Axes = tuple[tuple[str, int], ...]
 
@@ -295,9 +296,19 @@ def _while(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]
         (goes_on,) = run.run(params["cond_jaxpr"], [*operands[:first], *carry])
         if not goes_on.any():
             return carry
+        _refuse_apart(run, goes_on, (params["cond_jaxpr"], params["body_jaxpr"]))
         results = run.run(params["body_jaxpr"], [*operands[first:second], *carry])
         carry = [_where(run, goes_on, new, old) for new, old in zip(results, carry, strict=True)]
     raise Undecided(f"a while loop runs more than {run.most_iterations} times.")
+
+
+def _refuse_apart(run: Interpreter, chosen: np.ndarray, bodies: Sequence[Any]) -> None:
+    """Refuses loops and branches with collectives that not all devices run together: they would wait forever."""
+    by_draw = chosen.reshape(run.domain.draws, -1)
+    if (by_draw != by_draw[:, :1]).any() and any(map(communicates, bodies)):
+        raise Undecided(
+            "devices leave a loop or take a branch apart, and there is a collective inside: they would wait."
+        )
 
 
 def _where(run: Interpreter, condition: np.ndarray, new: Value, old: Value) -> Value:
@@ -347,6 +358,7 @@ def _cond(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     branches = eqn.params["branches"]
     chosen = np.clip(operands[0], 0, len(branches) - 1)
     taken = [int(i) for i in np.unique(chosen)]
+    _refuse_apart(run, chosen, [branches[i] for i in taken])
     results = run.run(branches[taken[0]], operands[1:])
     for i in taken[1:]:
         others = run.run(branches[i], operands[1:])
@@ -503,8 +515,12 @@ def _collective(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[V
     name, params = eqn.primitive.name, eqn.params
     named = params.get("axis_name", params.get("axes", ()))
     named = tuple(named) if isinstance(named, (tuple, list)) else (named,)
-    if any(isinstance(a, int) for a in named):  # vmap has replaced an axis by a dimension
-        raise Undecided(f"'{name}' over a dimension of an array has no exact value.")
+    if dims := [a + 1 for a in named if isinstance(a, int)]:  # vmap has replaced an axis by a dimension
+        if name not in ("psum", "pmax", "pmin"):
+            raise Undecided(f"'{name}' over a dimension of an array has no exact value.")
+        operands = [as_reduced(run._operation(eqn), x, dims, name[1:]) for x in operands]
+        named = tuple(a for a in named if not isinstance(a, int))
+        eqn = SimpleNamespace(primitive=eqn.primitive, params={**params, "axes": named}, outvars=eqn.outvars)
     if not named:
         return list(operands)
     groups = _groups(run, eqn)
