@@ -130,7 +130,11 @@ def test_devices_that_would_wait():
 
 
 def test_an_axis_that_vmap_makes_a_dimension():
-    rows = jax.vmap(lambda x: x / jax.lax.psum(x, "i"), axis_name="i")
+    def one(x):
+        jax.debug.print("{x}", x=x)
+        return x / jax.lax.psum(x, "i")
+
+    rows = jax.vmap(one, axis_name="i")
     assert_proved(rows, (X,), like=lambda x: x / x.sum(0))
 
 

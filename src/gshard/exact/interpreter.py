@@ -133,6 +133,8 @@ class Interpreter:
 
     def _results(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
         name = eqn.primitive.name
+        if not eqn.outvars:  # a debug print
+            return []
         if name in _REGIONS:
             return _REGIONS[name](self, eqn, operands)
         if name in _COLLECTIVES and not jax_adapter.sub_jaxprs(eqn.params):
