@@ -37,7 +37,7 @@ def at(jaxpr, sizes, *arrays):
 
 
 def equation(eqn, sizes, xs):
-    name, p, called = eqn.primitive.name, dict(eqn.params), called_jaxpr(eqn)
+    name, p, called = eqn.primitive.name, dict(sizes.params(eqn)), called_jaxpr(eqn)
     run = lambda key, *xs: at(p[key], sizes, *xs)  # noqa: E731
     if called is not None:
         return at(called, sizes, *xs)

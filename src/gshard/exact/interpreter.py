@@ -163,7 +163,7 @@ class Interpreter:
         ins, outs = eqn.invars, eqn.outvars
         return Operation(
             eqn.primitive.name,
-            eqn.params,
+            self.sizes.params(eqn),
             tuple(() if isinstance(v, core.Literal) else shape(v) for v in ins),
             tuple(map(shape, outs)),
             tuple(v.aval.dtype for v in ins),

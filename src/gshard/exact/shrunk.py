@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from gshard.core.jax_adapter import called_jaxpr, closed, scan_counts, sub_jaxprs, user_line
-from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE
+from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE, Rule
 from gshard.exact.positions import PASSES, Dims, Number, Numbers, is_integer, is_real, literal
 from gshard.language.kernel_loops import Loops, call_of
 from gshard.language.registry import rule_of
@@ -35,6 +35,7 @@ _SAME = frozenset(
     scatter-add scatter-max scatter-min scatter-mul scatter-sub sharding_constraint slice sort split top_k""".split()
 )
 _EXCHANGES = frozenset("all_gather all_to_all ppermute".split())  # collectives that only move elements
+_MOVES = frozenset("concatenate concatenate_slices pad slice split".split())  # equations that move blocks of elements
 # Equations that work in the same way along dimensions of all sizes.
 _ALONG = frozenset("argmax argmin cumlogsumexp cummax cummin cumprod cumsum rev sort".split())
 
@@ -49,6 +50,7 @@ class Sizes:
     _lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)
     _literals: Mapping[tuple[int, int], tuple[tuple[int, ...], int]] = dataclasses.field(default_factory=dict)
     _limits: Mapping[Any, int] = dataclasses.field(default_factory=dict)
+    _blocks: Mapping[int, Mapping[int, int]] = dataclasses.field(default_factory=dict)
 
     def shape(self, v: Any) -> tuple[int, ...]:
         """The smaller shape of a variable or a literal of one of the programs."""
@@ -59,6 +61,25 @@ class Sizes:
     def length(self, eqn: Any) -> int:
         """The smaller number of iterations of a scan."""
         return self._size(self._lengths[id(eqn)]) if id(eqn) in self._lengths else int(eqn.params["length"])
+
+    def params(self, eqn: Any) -> dict[str, Any]:
+        """The parameters of an equation, with the bounds of slices and paddings for the smaller sizes."""
+        p, blocks = eqn.params, self._blocks.get(id(eqn))
+        if blocks is None:
+            return p
+
+        def scaled(n: int, d: int) -> int:
+            pairs = self._leaves(blocks[d]) if d in blocks else []
+            return n // math.prod(before for before, _ in pairs) * math.prod(after for _, after in pairs)
+
+        if "padding_config" in p:
+            config = enumerate(p["padding_config"])
+            return {**p, "padding_config": tuple((scaled(a, d), scaled(b, d), inner) for d, (a, b, inner) in config)}
+        if "start_indices" in p:
+            bounds = {key: tuple(map(scaled, p[key], range(len(p[key])))) for key in ("start_indices", "limit_indices")}
+            return {**p, **bounds}
+        d = p["axis"] if "axis" in p else p["dimension"]
+        return {**p, **{key: jax.tree.map(lambda n: scaled(n, d), p[key]) for key in ("sizes", "slices") if key in p}}
 
     def number(self, eqn: Any, i: int) -> int | None:
         """The number in place of a literal, operand ``i``, that is a size; None if the literal stays."""
@@ -127,7 +148,7 @@ def shrunk(plain: Any, sharded: Any, given: Sequence[Any] = (), *, most: int = M
 
     limits = {v: x.loops[0] for body in (a, b) for v, x in zip(body.invars, numbers, strict=True)
               if x is not None and x.loops[0] in ranges}  # fmt: skip
-    sizes = Sizes([], leaves, reader.dims, reader.lengths, reader.literals, limits)
+    sizes = Sizes([], leaves, reader.dims, reader.lengths, reader.literals, limits, reader.blocks)
     changes = [(reader.count(dim), math.prod(map(sizes._size, dim)), reader.axes_of(dim)) for dim in outer]
     for eqn in reader.scans:
         where = f" iterations of the scan at {user_line(eqn.source_info)}"
@@ -156,6 +177,7 @@ class _Reader(Numbers):
         self.dims: dict[Any, Dims] = {}  # of each variable
         self.scans: list[Any] = []  # all scans
         self.lengths: dict[int, int] = {}  # the loop of each scan, by the identity of its equation
+        self.blocks: dict[int, dict[int, int]] = {}  # the loops of blocks that an equation moves, by its identity
         self._axes: dict[Any, tuple[int, int]] = {}  # the size and the loop of each mesh axis
 
     def axes_of(self, dim: Loops) -> str:
@@ -239,7 +261,12 @@ class _Reader(Numbers):
             self.keep_whole(dim for dims in operands for dim in dims)
             self.enter(eqn.outvars, [self.whole(v.aval.shape) for v in eqn.outvars])
             return ()
-        loops = [table.new(factor.size) for factor in rule.factors]
+        loops, blocks = [table.new(factor.size) for factor in rule.factors], self._blocks_of(eqn, rule)
+
+        def dims_of(own: Any, v: Any) -> Dims:
+            at = enumerate(zip(own, v.aval.shape, strict=True))
+            return [self._of_blocks(n, blocks[d]) if d in blocks else [loops[f] for f in fs] for d, (fs, n) in at]
+
         kinds = [factor.monoid if factor.kind == REDUCE else factor.kind for factor in rule.factors]
         stays = ("pick",) if name in _ALONG else ("pick", COMMUNICATE, REPLICATE)
         looked_up = self.looked_up(eqn, operands, numbers)
@@ -248,11 +275,30 @@ class _Reader(Numbers):
         if name.startswith("scatter"):  # along dimensions that updates do not cover, they are at positions
             found |= {f for own in rule.operands[2] for f in own}
             table.keep_whole(loops[f] for own in rule.operands[0] for f in own if f not in found)
-        for dims, own in zip(operands, rule.operands, strict=True):
-            pairs = [(dim, [loops[f] for f in fs]) for dim, fs in zip(dims, own, strict=True) if fs]
+        for v, dims, own in zip(eqn.invars, operands, rule.operands, strict=True):
+            pairs = [(dim, loops) for dim, loops in zip(dims, dims_of(own, v), strict=True) if loops]
             self.join(*zip(*pairs)) if pairs else None
-        self.enter(eqn.outvars, [[[loops[f] for f in fs] for fs in own] for own in rule.results])
+        self.enter(eqn.outvars, list(map(dims_of, rule.results, eqn.outvars)))
         return tuple(loop for loop, kind in zip(loops, kinds, strict=True) if kind in ("add", "mul", COMMUNICATE))
+
+    def _blocks_of(self, eqn: Any, rule: Rule) -> dict[int, int]:
+        """The loop of a block, for each dimension along which an equation moves blocks of elements.
+
+        Blocks are as large as possible: all bounds, and all sizes of the dimension, are multiples.
+        """
+        found = dict[int, int]()
+        for d in range(eqn.outvars[0].aval.ndim if rule.index and eqn.primitive.name in _MOVES else 0):
+            spans = [span for index in rule.index or () for span in index[d]]
+            if spans:
+                sizes = [v.aval.shape[d] for v in (*eqn.invars, *eqn.outvars) if v.aval.ndim]
+                bounds = [n for span in spans for n in (span.start, span.count)]
+                is_dense = all(span.step == 1 for span in spans)
+                found[d] = self.table.new(math.gcd(*sizes, *bounds) if is_dense else 1)
+        return self.blocks.setdefault(id(eqn), found) if found else found
+
+    def _of_blocks(self, n: int, block: int) -> Loops:
+        """A dimension of ``n`` elements: the number of blocks stays whole."""
+        return [*self.whole([n // max(self.table.sizes[block], 1)])[0], block]
 
     def _collective(self, eqn: Any, operands: list[Dims]) -> None:
         """Collectives keep shapes, but for a dimension that is gathered or cut: the parts are its major loop."""
