@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 import gshard
+import gshard.rules
 from families import CASES
 from gshard.core.jax_adapter import bind, called_jaxpr, closed, evaluate, jaxpr_without_dead_code, scan_counts
 from gshard.exact.shrunk import elements_of, shrunk
@@ -112,12 +113,15 @@ WHOLE = {
     "window": (lambda x: jnp.where(jnp.arange(64)[:, None] < jnp.arange(64) + 9, x @ x.T, 0.0), (64, 2)),
     "compared with data": (lambda x: x * (jnp.arange(96) < x.astype(int)), (2, 96)),
     "rows at computed indices": (lambda x: x[x.sum(1).astype(int)], (64, 2)),
-    "rows at indices": (lambda x, t: x[t], (5, 3)),
-    "one hot": (lambda x, t: jax.nn.one_hot(t, 64) @ x, (5, 3)),
+    "rows at indices": (lambda x, t: x[t], (2, 3)),
+    "one hot": (lambda x, t: jax.nn.one_hot(t, 64) @ x, (2, 3)),
     "indices that are compared": (lambda x, t: x[t] * (t != 7)[:, None], (64, 2)),
     "indices as numbers": (lambda x, t: x[t] * t.astype(np.float32)[:, None], (64, 2)),
     "indices of two arrays": (lambda x, t: x[t] + x.T[t, :1], (64, 96)),
     "slice": (lambda x: x[:, :5], (2, 96)),
+    "halves": (lambda x: jnp.concatenate([x[:, 48:], x[:, :48]], 1), (2, 6)),
+    "quarters": (lambda x: jnp.pad(lax.split(x, (24, 72), 1)[1], ((0, 0), (24, 0))), (2, 12)),
+    "some positions": (lambda x: x[:, :48] + jnp.arange(96.0)[48:], (2, 96)),
     "counts": (lambda x: jnp.where((x > 0).sum(1) > 7, 1.0, 0.0), (2, 96)),
     "scan": (lambda x: lax.scan(lambda c, r: (c + r, c), x[0] * 0, x)[1], (64, 2)),
     "random numbers": (lambda x: x + jax.random.normal(jax.random.key(0), x.shape), (64, 96)),

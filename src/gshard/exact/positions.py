@@ -32,16 +32,17 @@ _LINEAR = frozenset("add sub neg max min clamp select_n".split())
 class Number:
     """What is known of the numbers of a value.
 
-    They are functions of a ``device``; its ``offset``, the device times the size of a loop; the ``position`` along
-    loops, or an ``index``, a given position; a ``place``, such a position less an offset, or one that is moved by 1;
-    ``derived`` from positions, or counts; ``negative``, whether one of these is less than 0, which is false;
-    ``wrapped``: one of these plus a size, for the case that it is negative; or a ``literal``.
+    They are functions of a ``device``; an ``offset``, a multiple of the size of loops; a ``position`` along loops, or a
+    count along them; an ``index``, a position that is given, less an offset or moved by 1; or a ``literal``.
     """
 
     kind: str
     loops: tuple[int, ...] = ()  # the loops on whose sizes they depend
     value: Any = None  # of a literal, and where it is: its equation and the number of the operand
     site: tuple[int, int] = (0, 0)
+
+
+_ANY = Number("")  # numbers that depend on no size
 
 
 class Numbers:
@@ -86,25 +87,25 @@ class Numbers:
         """Whether numbers are positions among ``n`` elements; the first use of an index determines its range."""
         if x.kind == "index" and self.count(x.loops) == 0:
             self.table.sizes[x.loops[0]] = n
-        return x.kind in ("index", "place", "position") and self.count(x.loops) == n
+        return x.kind in ("index", "position") and self.count(x.loops) == n
 
-    def _is_size(self, literal: Number, loops: tuple[int, ...]) -> bool:
+    def _scales(self, literal: Number, x: Number) -> bool:
         """Whether a literal is the size of loops, or next to it. Then it changes with the size."""
-        delta = int(literal.value) - self.count(loops)
-        if literal.value < 2 or abs(delta) > 1:
-            return False
-        before, of_before = self.literals.setdefault(literal.site, (loops, delta))
-        if of_before != delta:
-            return False
-        self.join([list(before)], [list(loops)])
-        return True
+        c, loops = int(literal.value), list(x.loops)
+        if x.kind == "offset" and c > 1 and c % self.count(loops) == 0:
+            loops = [*self.whole([c // self.count(loops)])[0], *loops]
+        delta = 0 if x.kind == "index" and self.are_positions(x, c) else c - self.count(loops)
+        if c < 2 or abs(delta) > (x.kind != "offset"):
+            return c == 0 or (abs(c) == 1 and x.kind != "offset")
+        before, of_before = self.literals.setdefault(literal.site, (tuple(loops), delta))
+        self.join([list(before)], [loops])
+        return of_before == delta
 
-    def moved(self, x: Number | None) -> list[Number | None]:
-        """What is known of some elements of an array."""
-        if x is None or x.kind in ("index", "place", "derived"):
-            return [x]
-        self.settle([x])
-        return []
+    def passing(self, numbers: Sequence[Number | None], *kinds: str) -> list[Number | None]:
+        """Numbers of these kinds pass; the others are settled."""
+        found = [x if x is not None and x.kind in kinds else None for x in numbers]
+        self.settle(x for x, y in zip(numbers, found, strict=True) if y is None)
+        return found
 
     def looked_up(self, eqn: Any, operands: list[Dims], numbers: list[Number | None]) -> int | None:
         """The dimension of the operand along which indices are positions, for a look-up of single elements."""
@@ -130,69 +131,53 @@ class Numbers:
         found = self._understood(name, numbers, known, literals, any(reals), real) if known else None
         if found is None:
             self.settle((*known, *literals))
-        return found if found is None or found.kind else None
+        return None if found == _ANY else found
 
     def _understood(
         self, name: str, numbers: Sequence[Number | None], known: list[Number], literals: list[Number], reals: bool,
         real: bool,
     ) -> Number | None:  # fmt: skip
-        """The numbers of the result; of no kind if they do not matter; None if the equation is not understood."""
+        """What is known of the numbers of the result; None if the equation is not understood."""
         kinds, loops = {x.kind for x in known}, tuple(loop for x in known for loop in x.loops)
-        anything, of_data, (x, *_) = Number(""), len(known) + len(literals) < len(numbers), known
+        of_data, compares, x, y = len(known) + len(literals) < len(numbers), name in _COMPARES, known[0], known[-1]
         if real:
-            if kinds <= {"position", "derived"}:
-                return anything if of_data else Number("derived", loops)
-            return None
+            return None if kinds != {"position"} else _ANY if of_data else Number("position", loops)
         if name in PASSES or reals:
             return None
-        if name == "select_n" and numbers[0] is not None and numbers[0].kind == "negative":
-            return numbers[1]
-        if len(numbers) == 2 and literals:
-            first, c = numbers[1] is literals[0], int(literals[0].value)
-            if (name, c) in (("add", 0), ("mul", 1)) or (first and (name, c) == ("sub", 0)):
-                return x
-            if first and (name, c) == ("lt", 0) and kinds <= {"device", "offset", "position", "index"}:
-                return Number("negative")
-            if name == "add" and c > 1 and kinds <= {"offset", "position", "index"}:
-                self.are_positions(x, c)
-                return Number("wrapped", loops)
-            if name == "mul" and c > 1 and kinds <= {"device", "offset"}:
-                self.settle(known)
-                size, delta = self.literals.setdefault(literals[0].site, ((self.table.new(c),), 0))
-                return None if delta else Number("offset", size)
-        if name in ("add", "sub") and len(known) == len(numbers) == 2 and "offset" in kinds:
-            x, offset = known[::-1] if name == "add" and x.kind == "offset" else known
-            n, part = self.count(x.loops), self.count(offset.loops)
-            if name == "add" and x.kind == "position" and n == part:
-                self.join([list(x.loops)], [list(offset.loops)])
-                return Number("position", loops)
-            if (
-                name == "sub"
-                and x.kind in ("index", "position")
-                and offset.kind == "offset"
-                and n > part > n % part == 0
-            ):
-                self.join([list(x.loops)], [[*self.whole([n // part])[0], *offset.loops]])
-                return Number("place", offset.loops)
-        if kinds == {"device"} or (kinds == {"device", "offset"} and not of_data):
+        if name == "mul" and len(known) == len(literals) == 1 and x.kind in ("device", "offset"):
             self.settle(known)
-            return anything if of_data else Number("device")
-        if (of_data and not (name == "select_n" and numbers[0] is None and len(known) + len(literals) == 2)) or (
-            name not in _COMPARES | _LINEAR
-        ):
+            size, delta = self.literals.setdefault(literals[0].site, ((self.table.new(int(literals[0].value)),), 0))
+            return None if delta else x if literals[0].value == 1 else Number("offset", size)
+        if "device" in kinds and kinds <= {"device", "offset"}:
+            self.settle(known)
+            return _ANY if of_data else Number("device")
+        if name == "add" and x.kind == "offset":
+            x, y = y, x
+        if name in ("add", "sub") and len(known) == 2 and y.kind == "offset" != x.kind:
+            n, part = self.count(x.loops), self.count(y.loops)
+            if name == "add" and x.kind == "position" and n == part:
+                self.join([list(x.loops)], [list(y.loops)])
+                return Number("position", loops)
+            if name == "add" or x.kind not in ("index", "position") or not n > part > n % part == 0:
+                return None
+            self.join([list(x.loops)], [[*self.whole([n // part])[0], *y.loops]])
+            return Number("index", y.loops)
+        is_choice = name == "select_n" and numbers[0] is None and len(known) + len(literals) == 2
+        if (of_data and not is_choice) or name not in _COMPARES | _LINEAR:
             return None
-        if kinds <= {"position", "derived"} and all(abs(c.value) <= 1 for c in literals):
-            return anything if name in _COMPARES else Number("derived", loops)
-        if kinds <= {"index", "place", "position"}:
-            n = max(self.count(y.loops) for y in known)
-            for y in known:
-                if y.loops != x.loops and not (n and self.are_positions(x, n) and self.are_positions(y, n)):
-                    return None
-                self.join([list(x.loops)], [list(y.loops)]) if y.loops != x.loops else None
-            if all(abs(c.value) <= 1 or (name not in ("add", "sub") and self._is_size(c, x.loops)) for c in literals):
-                same = kinds == {"index"} and name in ("max", "min")
-                return anything if name in _COMPARES else Number("index" if same else "place", x.loops)
-        return None
+        if kinds == {"position"} and all(abs(c.value) <= 1 for c in literals):
+            return _ANY if compares else Number("position", loops)
+        if kinds != {"offset"} and not kinds <= {"index", "position"}:
+            return None
+        n = max(self.count(y.loops) for y in known)
+        for y in known:
+            if y.loops != x.loops and not (n == self.count(y.loops) or (n and self.are_positions(y, n))):
+                return None
+            self.are_positions(x, n)
+            self.join([list(x.loops)], [list(y.loops)]) if y.loops != x.loops else None
+        if not all([self._scales(c, x) for c in literals]):
+            return None
+        return _ANY if compares else Number("offset" if kinds == {"offset"} else "index", x.loops)
 
 
 def is_real(v: Any) -> bool:
