@@ -123,31 +123,29 @@ class Numbers:
 
     def elementwise(self, eqn: Any, numbers: Sequence[Number | None]) -> Number | None:
         """What is known of the result of an elementwise equation. Loops stay whole if numbers are used otherwise."""
-        name, reals, real = eqn.primitive.name, [is_real(v) for v in eqn.invars], is_real(eqn.outvars[0])
-        known = [x for x in numbers if x is not None and x.kind != "literal"]
-        literals = [x for x in numbers if x is not None and x.kind == "literal"]
-        if name in PASSES and real == reals[0] and eqn.outvars[0].aval.dtype.itemsize >= 4:
+        same_type = has_type(eqn.invars[0], np.inexact) == has_type(eqn.outvars[0], np.inexact)
+        if eqn.primitive.name in PASSES and same_type and eqn.outvars[0].aval.dtype.itemsize >= 4:
             return numbers[0]  # a narrower type may not have all of them
-        found = self._understood(name, numbers, known, literals, any(reals), real) if known else None
+        known = [x for x in numbers if x is not None and x.kind != "literal"]
+        found = self._understood(eqn, numbers, known) if known else None
         if found is None:
-            self.settle((*known, *literals))
+            self.settle(numbers)
         return None if found == _ANY else found
 
-    def _understood(
-        self, name: str, numbers: Sequence[Number | None], known: list[Number], literals: list[Number], reals: bool,
-        real: bool,
-    ) -> Number | None:  # fmt: skip
+    def _understood(self, eqn: Any, numbers: Sequence[Number | None], known: list[Number]) -> Number | None:
         """What is known of the numbers of the result; None if the equation is not understood."""
+        name, x, y = eqn.primitive.name, known[0], known[-1]
+        literals = [c for c in numbers if c is not None and c.kind == "literal"]
         kinds, loops = {x.kind for x in known}, tuple(loop for x in known for loop in x.loops)
-        of_data, compares, x, y = len(known) + len(literals) < len(numbers), name in _COMPARES, known[0], known[-1]
-        if real:
+        of_data, compares = len(known) + len(literals) < len(numbers), name in _COMPARES
+        if has_type(eqn.outvars[0], np.inexact):
             return None if kinds != {"position"} else _ANY if of_data else Number("position", loops)
-        if name in PASSES or reals:
+        if name in PASSES or any(has_type(v, np.inexact) for v in eqn.invars):
             return None
-        if name == "mul" and len(known) == len(literals) == 1 and x.kind in ("device", "offset"):
+        if name == "mul" and kinds <= {"device", "offset"} and len(literals) == 1 and (c := literals[0]).value > 0:
             self.settle(known)
-            size, delta = self.literals.setdefault(literals[0].site, ((self.table.new(int(literals[0].value)),), 0))
-            return None if delta else x if literals[0].value == 1 else Number("offset", size)
+            size, delta = self.literals.setdefault(c.site, ((self.table.new(int(c.value)),), 0))
+            return None if delta else x if c.value == 1 else Number("offset", size)
         if "device" in kinds and kinds <= {"device", "offset"}:
             self.settle(known)
             return _ANY if of_data else Number("device")
@@ -171,26 +169,15 @@ class Numbers:
             return None
         n = max(self.count(y.loops) for y in known)
         for y in known:
-            if y.loops != x.loops and not (n == self.count(y.loops) or (n and self.are_positions(y, n))):
-                return None
-            self.are_positions(x, n)
-            self.join([list(x.loops)], [list(y.loops)]) if y.loops != x.loops else None
+            if y.loops != x.loops:
+                if not (n and (kinds == {"offset"} or (self.are_positions(x, n) and self.are_positions(y, n)))):
+                    return None
+                self.join([list(x.loops)], [list(y.loops)])
         if not all([self._scales(c, x) for c in literals]):
             return None
         return _ANY if compares else Number("offset" if kinds == {"offset"} else "index", x.loops)
 
 
-def is_real(v: Any) -> bool:
-    """Whether a variable has real or complex numbers."""
-    return bool(jax.dtypes.issubdtype(v.aval.dtype, np.inexact))
-
-
-def is_integer(v: Any) -> bool:
-    """Whether a variable has integers."""
-    return bool(jax.dtypes.issubdtype(v.aval.dtype, np.integer))
-
-
-def literal(eqn: Any, i: int) -> Number | None:
-    """The number of an operand that is a literal."""
-    value = eqn.invars[i].val
-    return None if np.ndim(value) else Number("literal", (), value, (id(eqn), i))
+def has_type(v: Any, kind: Any) -> bool:
+    """Whether a variable has numbers of a kind, such as ``np.integer``."""
+    return bool(jax.dtypes.issubdtype(v.aval.dtype, kind))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,8 @@ from jax.extend.core import Literal
 
 from gshard.core.jax_adapter import called_jaxpr, closed, scan_counts, sub_jaxprs, user_line
 from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Rule
-from gshard.exact.positions import PASSES, Dims, Number, Numbers, is_integer, is_real, literal
+from gshard.exact.positions import PASSES, Dims, Number, Numbers, has_type
 from gshard.language.kernel_loops import Loops, call_of
-from gshard.language.region import REGIONS
 from gshard.language.registry import rule_of
 from gshard.language.traits import traits_of
 
@@ -34,8 +33,7 @@ _SAME = frozenset(
     device_put empty fft gather gshard_mark iota pad reduce reduce_max reduce_min reshape reshard rev scatter
     scatter-add scatter-max scatter-min scatter-mul scatter-sub sharding_constraint slice sort split top_k""".split()
 )
-_EXCHANGES = frozenset("all_gather all_to_all ppermute slice dynamic_slice".split())  # they only move elements
-_BLOCKS = frozenset("concatenate concatenate_slices pad slice split".split())  # equations that move blocks of elements
+_EXCHANGES = frozenset("all_gather all_to_all ppermute".split())  # collectives that only move elements
 # Equations that work in the same way along dimensions of all sizes.
 _ALONG = frozenset("argmax argmin cumlogsumexp cummax cummin cumprod cumsum rev sort".split())
 
@@ -57,8 +55,8 @@ class Sizes:
 
     def length(self, eqn: Any) -> int:
         """The smaller number of iterations of a scan."""
-        loop = self._read.lengths.get(id(eqn))
-        return int(eqn.params["length"]) if loop is None else self._size([loop])
+        found = self._read.lengths.get(id(eqn))
+        return int(eqn.params["length"]) if found is None else self._size(found[:1])
 
     def params(self, eqn: Any) -> dict[str, Any]:
         """The parameters of an equation, with bounds of slices and paddings for the smaller sizes."""
@@ -120,7 +118,7 @@ def shrunk(plain: Any, sharded: Any, given: Sequence[Any] = (), *, most: int = M
         return Sizes()
     reader, (a, b) = _Reader(), (closed(jaxpr)[0] for jaxpr in (plain, sharded))
     dims = list(map(reader.dims_of, a.invars))
-    numbers = [Number("index", (reader.table.new(0),)) if is_integer(v) else None for v in a.invars]
+    numbers = [Number("index", (reader.table.new(0),)) if has_type(v, np.integer) else None for v in a.invars]
     for jaxpr in (plain, sharded):
         reader.settle(reader.body(jaxpr, dims, numbers))
     for x, array in zip(numbers, given, strict=False):
@@ -139,24 +137,22 @@ def shrunk(plain: Any, sharded: Any, given: Sequence[Any] = (), *, most: int = M
         if leaf not in whole and reader.table.sizes[leaf] > size:
             small.setdefault(leaf, size)
     sizes = Sizes([], reader, small)
-    changes = [(reader.count(dim), sizes._size(dim), "") for dim in outer]
-    for eqn in reader.scans:
-        where = f" iterations of the scan at {user_line(eqn.source_info)}"
-        changes.append((int(eqn.params["length"]), sizes.length(eqn), where))
-    sizes.notes.extend(dict.fromkeys(f"{n} -> {m}{text}" for n, m, text in changes if n != m))
+    changes = [(dim, "") for dim in outer]
+    changes += [([loop], f" iterations of the scan at {line}") for loop, line in reader.lengths.values()]
+    pairs = [(reader.count(dim), sizes._size(dim), text) for dim, text in changes]
+    sizes.notes.extend(dict.fromkeys(f"{n} -> {m}{text}" for n, m, text in pairs if n != m))
     return sizes
 
 
 def elements_of(*jaxprs: Any) -> int:
     """The number of elements of all values of programs."""
     total = 0
-    for jaxpr in jaxprs:
-        body = closed(jaxpr)[0]
-        total += sum(math.prod(v.aval.shape) for v in (*body.invars, *body.constvars))
+    for body, _ in map(closed, jaxprs):
+        total += sum(v.aval.size for v in (*body.invars, *body.constvars))
         for eqn in body.eqns:
-            inner = elements_of(*sub_jaxprs(eqn.params))
-            total += sum(math.prod(v.aval.shape) for v in eqn.outvars) + inner * int(eqn.params.get("length", 1))
-    return total
+            total += sum(v.aval.size for v in eqn.outvars)
+            total += elements_of(*sub_jaxprs(eqn.params)) * int(eqn.params.get("length", 1))
+    return int(total)
 
 
 class _Reader(Numbers):
@@ -166,18 +162,16 @@ class _Reader(Numbers):
         super().__init__()
         self.dims: dict[Any, Dims] = {}  # of each variable
         self.indices: dict[Any, tuple[int, ...]] = {}  # the loops that integer arguments index
-        self.scans: list[Any] = []  # all scans
-        self.lengths: dict[int, int] = {}  # the loop of each scan, by the identity of its equation
+        self.lengths: dict[int, tuple[int, str]] = {}  # the loop and the line of each scan, by its identity
         self.blocks: dict[int, dict[int, Loops]] = {}  # the blocks that an equation moves, by its identity
         self._axes: dict[Any, Loops] = {}  # the loop of each mesh axis
 
     def dims_of(self, v: Any) -> Dims:
         """The dimensions of an operand."""
-        if isinstance(v, Literal):
-            return self.whole(np.shape(v.val))
-        return self.dims.setdefault(v, [[self.table.new(n)] for n in v.aval.shape])
+        new = [[self.table.new(n)] for n in v.aval.shape]
+        return new if isinstance(v, Literal) else self.dims.setdefault(v, new)
 
-    def enter(self, variables: Sequence[Any], arrays: Sequence[Dims]) -> None:
+    def enter(self, variables: Sequence[Any], arrays: Iterable[Dims]) -> None:
         """Variables have these dimensions. Variables of a body that several equations share have those of all."""
         for v, dims in zip(variables, arrays, strict=True):
             self.join(self.dims_of(v), dims)
@@ -189,7 +183,8 @@ class _Reader(Numbers):
         known = dict(zip(body.invars, numbers, strict=True))
         for eqn in body.eqns:
             self.table.reading = eqn
-            xs = [literal(eqn, i) if isinstance(v, Literal) else known.get(v) for i, v in enumerate(eqn.invars)]
+            xs = [known.get(v) if not isinstance(v, Literal) else None if np.ndim(v.val) else
+                  Number("literal", (), v.val, (id(eqn), i)) for i, v in enumerate(eqn.invars)]  # fmt: skip
             known.update(zip(eqn.outvars, self._equation(eqn, list(map(self.dims_of, eqn.invars)), xs), strict=False))
         return [None if isinstance(v, Literal) else known.get(v) for v in body.outvars]
 
@@ -198,7 +193,7 @@ class _Reader(Numbers):
         name, called = eqn.primitive.name, called_jaxpr(eqn)
         if called is not None and len(closed(called)[0].invars) == len(operands):
             found = self.body(called, operands, numbers)
-            self.enter(eqn.outvars, self._results(called))
+            self.enter(eqn.outvars, map(self.dims_of, closed(called)[0].outvars))
             return found
         if name == "axis_index":
             return [Number("device")]
@@ -221,16 +216,16 @@ class _Reader(Numbers):
             if name == "scatter" and eqn.invars[1].aval.shape == (1,) and numbers[1] and numbers[1].value == 0:
                 if eqn.invars[0].aval.size == eqn.invars[2].aval.size:
                     return numbers[2:3]  # one update replaces all elements
-            self.settle(x for v, x in zip(eqn.invars, numbers, strict=True) if not is_real(v))
+            self.settle(x for v, x in zip(eqn.invars, numbers, strict=True) if not has_type(v, np.inexact))
             if name == "iota":
                 return [Number("position", tuple(self.dims[eqn.outvars[0]][eqn.params["dimension"]]))]
-            return [Number("position", counted) if is_integer(v) else None for v in eqn.outvars]
+            return [Number("position", counted) if has_type(v, np.integer) else None for v in eqn.outvars]
         return []
 
     def _rule(self, eqn: Any, operands: list[Dims], numbers: list[Number | None]) -> tuple[int, ...]:
         """Joins loops as the rule of an equation describes; returns those along which it may count."""
         table, name = self.table, eqn.primitive.name
-        rule = None if name in REGIONS else rule_of(call_of(eqn), eqn.source_info)
+        rule = None if name in ("cond", "while") else rule_of(call_of(eqn), eqn.source_info)
         is_opaque = rule is None or not (rule.local is None or name in _SAME or traits_of(name).elementwise)
         if rule is None or is_opaque or rule.on_mesh is not None or not rule.is_free or eqn.effects:
             self.keep_whole(dim for v in (*eqn.invars, *eqn.outvars) for dim in self.dims_of(v))
@@ -252,14 +247,15 @@ class _Reader(Numbers):
                     self.join([dim], [[*self.whole([count])[0], *blocks[d]]])
                 elif fs:
                     self.join([dim], [[loops[f] for f in fs]])
-        if is_real(eqn.outvars[0]) and numbers and all(numbers) and not blocks:  # no data is part of the result
+        has_data = not numbers or None in numbers
+        if has_type(eqn.outvars[0], np.inexact) and not has_data and not blocks:
             table.keep_whole(loop for loop, kind in zip(loops, kinds, strict=True) if kind != PARALLEL)
         return tuple(loop for loop, kind in zip(loops, kinds, strict=True) if kind in ("add", "mul", COMMUNICATE))
 
     def _blocks_of(self, eqn: Any, rule: Rule, numbers: list[Number | None]) -> dict[int, Loops]:
         """The blocks of elements that an equation moves along dimensions: all bounds are multiples of their size."""
         found = dict[int, Loops]()
-        for d in range(eqn.outvars[0].aval.ndim if rule.index and eqn.primitive.name in _BLOCKS else 0):
+        for d in range(eqn.outvars[0].aval.ndim if rule.index else 0):
             if spans := [span for index in rule.index or () for span in index[d]]:
                 bounds = [n for span in spans for n in (span.start, span.count)]
                 bounds += [v.aval.shape[d] for v in (*eqn.invars, *eqn.outvars) if v.aval.ndim]
@@ -300,24 +296,22 @@ class _Reader(Numbers):
                 self.settle([start])
                 self.keep_whole([dim, part])
 
-    def _results(self, jaxpr: Any) -> list[Dims]:
-        return list(map(self.dims_of, closed(jaxpr)[0].outvars))
-
     def _scan(self, eqn: Any, operands: list[Dims], numbers: list[Number | None]) -> None:
         """The iterations are a loop. It stays whole if nothing is scanned over, or if iterations are counted."""
         body, (consts, carry) = eqn.params["jaxpr"], scan_counts(eqn.params)
         first, length = consts + carry, self.table.new(int(eqn.params["length"]))
-        self.scans += [eqn] * (id(eqn) not in self.lengths)
-        loop = [self.lengths.setdefault(id(eqn), length)]
-        counters = [v for v in eqn.invars[consts:first] if is_integer(v) and not v.aval.shape]
-        if first == len(operands) or counters:
+        loop = [self.lengths.setdefault(id(eqn), (length, user_line(eqn.source_info)))[0]]
+        if first == len(operands) or any(
+            has_type(v, np.integer) and not v.aval.shape for v in eqn.invars[consts:first]
+        ):
             self.keep_whole([loop])
         self.join([dims[0] for dims in operands[first:]], [loop] * len(operands[first:]))
         self.settle(numbers[consts:first])
         numbers[consts:first] = [None] * carry
         self.settle(self.body(body, [*operands[:first], *(dims[1:] for dims in operands[first:])], numbers))
-        self.enter(closed(body)[0].invars[consts:first], self._results(body)[:carry])
-        self.enter(eqn.outvars, [*operands[consts:first], *([loop, *dims] for dims in self._results(body)[carry:])])
+        results = list(map(self.dims_of, closed(body)[0].outvars))
+        self.enter(closed(body)[0].invars[consts:first], results[:carry])
+        self.enter(eqn.outvars, [*operands[consts:first], *([loop, *dims] for dims in results[carry:])])
 
     def _shard_map(self, eqn: Any, operands: list[Dims], numbers: list[Number | None]) -> None:
         """A dimension outside is the axes of its spec, and the dimension inside."""
@@ -326,9 +320,10 @@ class _Reader(Numbers):
             self._axes.setdefault(name, self.whole([int(n)])[0])
         inside = list(map(self.dims_of, closed(body)[0].invars))
         self.settle(self.body(body, inside, numbers))
+        inside += map(self.dims_of, closed(body)[0].outvars)
         specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
         outside = (*operands, *map(self.dims_of, eqn.outvars))
-        for dims, parts, spec in zip(outside, (*inside, *self._results(body)), specs, strict=True):
+        for dims, parts, spec in zip(outside, inside, specs, strict=True):
             names = [*map(_names, spec), *[()] * (len(dims) - len(spec))]
             self.join(dims, [[*(self._axes[a][0] for a in own), *part] for own, part in zip(names, parts)])
 
