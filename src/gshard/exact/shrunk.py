@@ -27,15 +27,13 @@ from gshard.language.traits import traits_of
 SMALL = (2, 3)  # smaller sizes, in turn, so that programs that exchange two dimensions differ
 MOST = 30_000  # programs with at most as many elements of all values stay as they are
 
-# Equations that run on smaller arrays with the same parameters, but for shapes and bounds (``Sizes.params``).
+# Equations that run on smaller arrays with the same parameters, but for shapes and bounds.
 _SAME = frozenset(
     """argmax argmin broadcast_in_dim concatenate concatenate_slices cumlogsumexp cummax cummin cumprod cumsum
     device_put empty fft gather gshard_mark iota pad reduce reduce_max reduce_min reshape reshard rev scatter
     scatter-add scatter-max scatter-min scatter-mul scatter-sub sharding_constraint slice sort split top_k""".split()
 )
 _EXCHANGES = frozenset("all_gather all_to_all ppermute".split())  # collectives that only move elements
-# Equations that work in the same way along dimensions of all sizes.
-_ALONG = frozenset("argmax argmin cumlogsumexp cummax cummin cumprod cumsum rev sort".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,21 +57,16 @@ class Sizes:
         return int(eqn.params["length"]) if found is None else self._size(found[:1])
 
     def params(self, eqn: Any) -> dict[str, Any]:
-        """The parameters of an equation, with bounds of slices and paddings for the smaller sizes."""
+        """The parameters of an equation, with the starts of slices and the paddings for the smaller sizes."""
         p, blocks = eqn.params, self._read.blocks.get(id(eqn), {})
 
-        def scaled(n: int, d: int) -> int:
-            return n // self._read.count(blocks[d]) * self._size(blocks[d]) if d in blocks else n
+        def scaled(bounds: Any, d: int) -> Any:
+            block = blocks.get(d, [])
+            return jax.tree.map(lambda n: n // max(self._read.count(block), 1) * self._size(block), bounds)
 
-        changed: dict[str, Any] = {}
-        for key in (key for key in p if blocks):
-            if key in ("start_indices", "limit_indices"):
-                changed[key] = tuple(map(scaled, p[key], range(len(p[key]))))
-            elif key == "padding_config":
-                changed[key] = tuple((scaled(a, d), scaled(b, d), c) for d, (a, b, c) in enumerate(p[key]))
-            elif key in ("sizes", "slices"):
-                changed[key] = jax.tree.map(lambda n: scaled(n, p.get("axis", p.get("dimension"))), p[key])
-        return {**p, **changed}
+        keys = [key for key in ("start_indices", "padding_config") if key in p and blocks]
+        along = {"slices": scaled(p["slices"], p["dimension"])} if "slices" in p and blocks else {}
+        return {**p, **{key: tuple(map(scaled, p[key], range(len(p[key])))) for key in keys}, **along}
 
     def number(self, eqn: Any, i: int) -> int | None:
         """The number in place of a literal, operand ``i``, that is a size; None if the literal stays."""
@@ -226,17 +219,17 @@ class _Reader(Numbers):
         """Joins loops as the rule of an equation describes; returns those along which it may count."""
         table, name = self.table, eqn.primitive.name
         rule = None if name in ("cond", "while") else rule_of(call_of(eqn), eqn.source_info)
-        is_opaque = rule is None or not (rule.local is None or name in _SAME or traits_of(name).elementwise)
-        if rule is None or is_opaque or rule.on_mesh is not None or not rule.is_free or eqn.effects:
+        is_local = rule is None or not (rule.local is None or name in _SAME or traits_of(name).elementwise)
+        if rule is None or is_local or rule.on_mesh is not None or not rule.is_free or eqn.effects:
             self.keep_whole(dim for v in (*eqn.invars, *eqn.outvars) for dim in self.dims_of(v))
             self.settle(numbers)
             return ()
         loops, blocks = [table.new(factor.size) for factor in rule.factors], self._blocks_of(eqn, rule, numbers)
         kinds = [factor.monoid if factor.kind == REDUCE else factor.kind for factor in rule.factors]
-        stays = ("pick",) if name in _ALONG else ("pick", COMMUNICATE, REPLICATE)
         looked_up = self.looked_up(eqn, operands, numbers)
         found = set() if looked_up is None else set(rule.operands[0][looked_up])
-        table.keep_whole(loops[f] for f, kind in enumerate(kinds) if kind in stays and f not in found)
+        stays = {f for f, kind in enumerate(kinds) if kind in ("pick", COMMUNICATE, REPLICATE)} - found
+        table.keep_whole(loops[f] for f in stays)
         if name.startswith("scatter"):  # along dimensions that updates do not cover, they are at positions
             found |= {f for own in rule.operands[2] for f in own}
             table.keep_whole(loops[f] for own in rule.operands[0] for f in own if f not in found)
@@ -247,22 +240,23 @@ class _Reader(Numbers):
                     self.join([dim], [[*self.whole([count])[0], *blocks[d]]])
                 elif fs:
                     self.join([dim], [[loops[f] for f in fs]])
-        has_data = not numbers or None in numbers
-        if has_type(eqn.outvars[0], np.inexact) and not has_data and not blocks:
-            table.keep_whole(loop for loop, kind in zip(loops, kinds, strict=True) if kind != PARALLEL)
-        return tuple(loop for loop, kind in zip(loops, kinds, strict=True) if kind in ("add", "mul", COMMUNICATE))
+        counted = [loop for loop, kind in zip(loops, kinds, strict=True) if kind != PARALLEL]
+        if has_type(eqn.outvars[0], np.inexact) and numbers and None not in numbers and not blocks:
+            table.keep_whole(counted)  # no data is part of the result
+        return tuple(counted)
 
     def _blocks_of(self, eqn: Any, rule: Rule, numbers: list[Number | None]) -> dict[int, Loops]:
         """The blocks of elements that an equation moves along dimensions: all bounds are multiples of their size."""
-        found = dict[int, Loops]()
+        blocks = self.blocks.setdefault(id(eqn), {}) if rule.index else dict[int, Loops]()
         for d in range(eqn.outvars[0].aval.ndim if rule.index else 0):
             if spans := [span for index in rule.index or () for span in index[d]]:
                 bounds = [n for span in spans for n in (span.start, span.count)]
                 bounds += [v.aval.shape[d] for v in (*eqn.invars, *eqn.outvars) if v.aval.ndim]
+                blocks.setdefault(d, [self.table.new(math.gcd(*bounds))])
                 moved = [span.start and (x := numbers[span.operand]) and x.kind == "position" for span in spans]
-                is_free = not any(moved) and all(span.step == 1 for span in spans)
-                found[d] = [self.table.new(math.gcd(*bounds) if is_free else 1)]
-        return self.blocks.setdefault(id(eqn), found) if found else found
+                if any(moved) or any(span.step > 1 for span in spans):
+                    self.keep_whole([blocks[d]])
+        return blocks
 
     def _collective(self, eqn: Any, operands: list[Dims]) -> None:
         """Collectives keep shapes, but for a dimension that is gathered or cut: the parts are its major loop."""
