@@ -28,7 +28,8 @@ def all_shrink(monkeypatch):
 
     def results(self, eqn, operands):
         found = run(self, eqn, operands)
-        assert all(tuple(x.shape[1:]) == self.sizes.shape(v) for x, v in zip(found, eqn.outvars, strict=False)), eqn
+        shapes = [(tuple(x.shape[1:]), self.sizes.shape(v)) for x, v in zip(found, eqn.outvars, strict=False)]
+        assert type(self) is not Interpreter or all(a == b for a, b in shapes), eqn  # repairs try other shapes
         return found
 
     monkeypatch.setattr(Interpreter, "_results", results)
