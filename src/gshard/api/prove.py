@@ -31,7 +31,7 @@ from gshard.tracing.by_jax import name_of
 EQUAL, DIFFERENT, UNDECIDED = "equal", "different", "undecided"
 _DRAWS = 2  # at first; more are drawn until a false "equal" is as unlikely as this:
 _CHANCE = 1e-12
-_MOST_DRAWS = 32
+_MOST_DRAWS = 40
 _MOST_ELEMENTS = 30_000_000  # of all values of programs that also run at their own sizes
 _DRAWS_FOR_COMPARISONS = 16  # or until each comparison of random numbers has been true and false
 
@@ -249,15 +249,15 @@ class _Comparison:
                     return self._different(Field(_DRAWS, draws, self.keeps_dtypes))
             except Undecided as error:
                 return self._made(UNDECIDED, cause=error.what, line=error.where or "")
-            assumed |= domain.identities
+            chance, assumed = domain.chance, assumed | domain.identities
             outcomes = {k: outcomes.get(k, 0) | domain.outcomes.get(k, 0) for k in {*outcomes, *domain.outcomes}}
             draws = wanted
-            wanted = min(math.ceil(math.log(_CHANCE) / math.log(domain.chance)), _MOST_DRAWS)
+            wanted = min(math.ceil(math.log(_CHANCE) / math.log(chance)), _MOST_DRAWS)
             if one_sided := [k for k, seen in outcomes.items() if seen != 3]:
                 wanted = max(wanted, min(2 * draws, _DRAWS_FOR_COMPARISONS))
         if one_sided:
             assumed.add(f"{counted(len(one_sided), 'comparison')} had the same outcome in all {draws} draws")
-        return self._made(EQUAL, chance=domain.chance**draws, assumed=tuple(sorted(assumed)))
+        return self._made(EQUAL, chance=chance**draws, assumed=tuple(sorted(assumed)))
 
     def _made(self, verdict: str, **fields: Any) -> Proof:
         return Proof(verdict, shrunk=tuple(self.sizes.notes), equations=self._equations, **fields)

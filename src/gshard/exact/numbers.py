@@ -383,7 +383,10 @@ class Field:
 
         To multiply a polynomial by the numbers that it divides by makes its degree ``reciprocals`` times larger.
         """
-        return min(self.degree * (1 + self.reciprocals) / P, 0.5)
+        bound = self.degree * (1 + self.reciprocals) / P
+        if bound > 0.5:
+            self.identities.add("the degree has no useful bound: each draw counts as one chance in two")
+        return min(bound, 0.5)
 
     def _of_degree(self, degree: int) -> int:
         """The degree of a product; beyond a bound its results count as random numbers of their own."""
