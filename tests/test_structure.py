@@ -511,8 +511,8 @@ def test_both_packages_are_typed() -> None:
 # Counts of today: a change may only lower them. What it adds is paid for by what goes.
 PRIVATE_NAMES = 93  # of JAX in core/jax_adapter*.py; a number that only falls
 BUDGET = {
-    "lines of src/gshard": 53_737,
-    "lines of code of src/gshard": 33_479,
+    "lines of src/gshard": 53_731,
+    "lines of code of src/gshard": 33_474,
     "lines of tests": 44_509,
     "lines of packages/m4": 11_027,
     "words of README and docs": 46_195,

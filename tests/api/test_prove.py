@@ -60,11 +60,8 @@ DIFFERENT = {
     "an order": (lambda x, y: jnp.argmax(x, 1), lambda x, y: jnp.argmin(x, 1)),
 }
 UNDECIDED = {"sines and cosines": (lambda x, y: jnp.sin(x) ** 2 + jnp.cos(x) ** 2, lambda x, y: jnp.ones_like(x))}
-PAIRS = {
-    name: (verdict, *pair)
-    for verdict, pairs in (("equal", EQUAL), ("different", DIFFERENT), ("undecided", UNDECIDED))
-    for name, pair in pairs.items()
-}
+VERDICTS = {"equal": EQUAL, "different": DIFFERENT, "undecided": UNDECIDED}
+PAIRS = {name: (verdict, *pair) for verdict, pairs in VERDICTS.items() for name, pair in pairs.items()}
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -119,14 +116,17 @@ def test_a_result_that_devices_do_not_share():
         assert_proved(sharded, (X,), like=lambda x: x.sum(0))
 
 
-def test_devices_that_would_wait():
-    def local(x):
-        return jax.lax.cond(x.sum() > 0, lambda x: jax.lax.psum(x, "d"), lambda x: x, x)
+WRONG = {
+    "would wait": lambda x: jax.lax.cond(x.sum() > 0, lambda x: jax.lax.psum(x, "a"), lambda x: x, x),
+    "another order": lambda x: jax.lax.ppermute(x, ("b", "a"), [(0, 1), (1, 0)]),
+}
 
-    sharded = jax.shard_map(local, mesh=mesh(d=2), in_specs=P("d"), out_specs=P("d"), check_vma=False)
-    proof = gshard.prove(sharded, X, like=lambda x: x)
-    assert proof.verdict == "undecided"
-    assert "would wait" in proof.cause
+
+@pytest.mark.parametrize("cause", WRONG)
+def test_what_devices_cannot_run(cause):
+    f = jax.shard_map(WRONG[cause], mesh=mesh(a=2, b=2), in_specs=P("a"), out_specs=P("a"), check_vma=False)
+    proof = gshard.prove(f, X, like=lambda x: x)
+    assert (proof.verdict, cause in proof.cause) == ("undecided", True)
 
 
 def test_an_axis_that_vmap_makes_a_dimension():

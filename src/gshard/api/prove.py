@@ -16,8 +16,7 @@ from gshard.api.compiled_programs import on_first_devices
 from gshard.api.jit import Jitted
 from gshard.core import jax_adapter
 from gshard.core.errors import ArgumentError, counted, listed
-from gshard.core.jax_adapter_jit import argument_names, given_to_jit, jaxpr_and_constants
-from gshard.core.paths import leaf_names
+from gshard.core.jax_adapter_jit import given_to_jit, jaxpr_and_constants
 from gshard.core.planning_tables import with_tables
 from gshard.exact.blame import Blame, Contents, Trail, of_unequal
 from gshard.exact.from_hlo import jaxpr_of, partitioned_hlo, written_out
@@ -93,7 +92,6 @@ class _Program:
     constants: Sequence[Any]
     results: Any  # their tree
     arguments: Sequence[Any]  # the flat arguments
-    names: Sequence[str]  # of the arguments
     instead: Any = None  # what to run instead of an equation
 
 
@@ -109,7 +107,8 @@ def prove(
     """Proves that a sharded program computes what a plain one does, or finds where it does not.
 
     Both programs run exactly, without devices: floats are residues modulo a prime, so that sums and products do not
-    depend on their order; ``tanh`` and other functions are functions of which nothing is known; arguments are random.
+    depend on their order. Arguments are random. Of ``tanh`` and other functions gshard assumes only that equal operands
+    have equal results.
     Equal residues mean equal programs up to the order of sums and products, with a probability that the result states.
 
     Args:
@@ -154,11 +153,10 @@ def _programs(f: Any, like: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if isinstance(f, Jitted):
         call = f.read(args, kwargs)
         lowered = f.lower(*args, **kwargs)
-        names = lowered.program.names[len(lowered.program.captured) :]
         out_tree = lowered.out_tree
-        sharded = _Program(_live(lowered.spmd.jaxpr), lowered.program.captured, out_tree, call.leaves, names)
+        sharded = _Program(_live(lowered.spmd.jaxpr), lowered.program.captured, out_tree, call.leaves)
         if like is None:
-            plain = _Program(_live(call.jaxpr), call.constants, out_tree, call.leaves, names)
+            plain = _Program(_live(call.jaxpr), call.constants, out_tree, call.leaves)
             return sharded, plain
         return sharded, _traced(like, args, kwargs)
     if like is None and given_to_jit(f) is not None:
@@ -182,9 +180,8 @@ def _by_xla(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Pro
     given = given_to_jit(f)
     assert given is not None
     leaves = jax.tree.leaves(given.without_static(args, kwargs))
-    names = argument_names(traced.jaxpr)[len(constants) :]
-    sharded = _Program(_live(translated), (), results, leaves, names)
-    return sharded, _Program(_live(jaxpr), constants, results, leaves, names, written_out)
+    sharded = _Program(_live(translated), (), results, leaves)
+    return sharded, _Program(_live(jaxpr), constants, results, leaves, written_out)
 
 
 def _traced(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], with_shardings: bool = False) -> _Program:
@@ -196,7 +193,6 @@ def _traced(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], with_sharding
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if is_named else None)
 
     leaves, tree = jax.tree.flatten((args, kwargs))
-    names = leaf_names(f, (args, kwargs))
     arrays = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
 
     def called(given: list[Any]) -> Any:
@@ -205,9 +201,7 @@ def _traced(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], with_sharding
         return f(*positional, **named)
 
     jaxpr, results = jax.make_jaxpr(called, return_shape=True)([shape(leaves[i]) for i in arrays])
-    return _Program(
-        _live(jaxpr), (), jax.tree.structure(results), [leaves[i] for i in arrays], [names[i] for i in arrays]
-    )
+    return _Program(_live(jaxpr), (), jax.tree.structure(results), [leaves[i] for i in arrays])
 
 
 def _refuse_different_types(f: Any, sharded: _Program, plain: _Program) -> None:
@@ -295,7 +289,7 @@ class _Comparison:
         domain.stand_ins.clear()
         found, run = self._run(self.sharded, domain)
         if only := sorted(stand_ins ^ domain.stand_ins):
-            raise Undecided(f"only one of the programs has {', '.join(only)}, of which nothing is known here.")
+            raise Undecided(f"only one program uses {', '.join(only)}, and gshard cannot compute this exactly.")
         where = [(i, _where(domain, a, b)) for i, (a, b) in enumerate(zip(found, expected, strict=True))]
         wrong = [(i, w) for i, w in where if w.any()]
         if any(domain.is_nan(x).any() for x in expected if is_float(x)):
@@ -328,7 +322,7 @@ class _Comparison:
             blame = of_unequal(trail, first)
             result = result or f"a result of shard_map (number {first.number})"
         if not is_confirmed:
-            cause = "the programs are equal for numbers of float64, by an identity of which nothing is known here"
+            cause = "the results are equal in float64, perhaps by an identity that gshard does not know"
             return self._made(UNDECIDED, cause=cause, line=blame.line, result=result)
         repaired = self._repaired(domain, expected)
         cause, line = (blame.cause, blame.line) if repaired is None else (repaired.cause, repaired.line or blame.line)

@@ -240,7 +240,7 @@ def closed(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def name_of_function(jaxpr: Any) -> str:
-    """The name of the function of which a jaxpr is the trace; empty if JAX has not kept it."""
+    """The name of the function that a jaxpr was traced from; empty if JAX has not kept it."""
     return str(getattr(closed(jaxpr)[0].debug_info, "func_src_info", "")).partition(" ")[0]
 
 

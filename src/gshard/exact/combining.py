@@ -282,7 +282,7 @@ def _select_and_scatter_add(o: Operation, source: Value, x: Value) -> Value:
     return moved(lambda v: v.reshape(wide.shape)[(slice(None), *cut)], added)
 
 
-# --- Fourier transforms: products with a table of which only its symmetry is known
+# --- Fourier transforms: products with a table. gshard assumes only that the table is symmetric
 
 
 @operator("fft")

@@ -1,9 +1,9 @@
 """From HLO: what XLA's SPMD partitioner made of a lowered function, as a JAX program.
 
-``partitioned_hlo`` compiles a lowered function, and reads the module as it is right after partitioning: the program of
-one device, with every collective, before XLA fuses and reorders. ``jaxpr_of`` turns it into a jaxpr of ``jax.lax``
-primitives with the arguments and results of the function: one ``shard_map`` over the mesh of the function. Equations
-have the source lines of their instructions.
+``partitioned_hlo`` compiles a lowered function and reads the module that XLA's partitioner leaves: the program of one
+device, with every collective, before XLA fuses and reorders instructions. ``jaxpr_of`` turns it into a jaxpr of
+``jax.lax`` primitives with the arguments and results of the function: one ``shard_map`` over the mesh of the function.
+Equations have the source lines of their instructions.
 """
 
 from __future__ import annotations

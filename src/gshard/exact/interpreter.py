@@ -50,7 +50,7 @@ class Observer(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unequal:
-    """A result that ``out_specs`` call replicated, of which devices have different parts."""
+    """A result that differs between devices, although ``out_specs`` calls it replicated."""
 
     eqn: Any  # the ``shard_map``
     number: int  # of the result
@@ -137,7 +137,9 @@ class Interpreter:
             return []
         if name in _REGIONS:
             return _REGIONS[name](self, eqn, operands)
-        if name in _COLLECTIVES and not jax_adapter.sub_jaxprs(eqn.params):
+        if (name in _COLLECTIVES or name in ("axis_index", "ragged_all_to_all")) and not jax_adapter.sub_jaxprs(
+            eqn.params
+        ):
             return _collective(self, eqn, operands)
         if name in _ON_KEYS:
             return [_ON_KEYS[name](self, eqn, *operands)]
@@ -199,7 +201,7 @@ class Interpreter:
         return self.domain.from_bits(x) if jax.dtypes.issubdtype(x.dtype, np.floating) else x
 
     def _of_rows(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-        """The results of an operator of which only the parallel dimensions are known."""
+        """The results of an operator that is an unknown function of each row of its parallel dimensions."""
         name = eqn.primitive.name
         if not has_rule(name, eqn.params) or name.endswith("_callback"):
             raise Undecided(f"'{name}' has no exact value and no rule.")
@@ -526,6 +528,8 @@ def _collective(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[V
     if not named:
         return list(operands)
     groups = _groups(run, eqn)
+    if name == "ppermute" and (groups != np.sort(groups)).any():  # versions of JAX number the devices differently
+        raise Undecided("'ppermute' names its axes in another order than the mesh.")
     if name == "axis_index":
         index = np.empty(groups.size, np.int32)
         index[groups] = np.arange(groups.shape[1])
@@ -658,6 +662,4 @@ _COLLECTIVES: dict[str, Callable[..., Value]] = {
     "all_to_all": _all_to_all,
     "ppermute": _ppermute,
     "pbroadcast": _broadcast,
-    "ragged_all_to_all": _ragged,
-    "axis_index": _ppermute,
 }

@@ -541,7 +541,7 @@ class Field:
         return np.asarray(found)
 
     def function(self, name: str, *operands: Value) -> Residues:
-        """A function of which nothing is known but that equal operands have equal results."""
+        """An unknown function: equal operands have equal results."""
         p = (self._hashed(name, *operands) % np.uint64(P)).astype(np.int64)
         nan = [self.is_nan(x) for x in operands if isinstance(x, Residues) and x.has_symbols]
         if nan:

@@ -14,8 +14,6 @@ import numpy as np
 from gshard.core.errors import GShardError
 from gshard.exact.numbers import Field, Reals, Residues, Value, moved_residues, residues_of
 
-_IS_FLOAT = (np.inexact,)
-
 
 class Undecided(GShardError):
     """An operator that cannot be run exactly."""
