@@ -9,7 +9,7 @@ VENV := .venv
 VENV_NEWEST := .venv-newest
 # The environment of `make test-next`: a JAX that pyproject.toml does not allow yet.
 VENV_NEXT := .venv-next
-# All laws but the sweeps over single operators, which the simulator runs: `make test-newest LAWS=tests/laws` runs those too.
+# All laws but the sweeps over single operators: `make test-newest LAWS=tests/laws` runs those too.
 SWEEPS := linear rules_complete rules_sound
 LAWS ?= tests/laws $(SWEEPS:%=--ignore=tests/laws/test_%.py)
 SAMPLE ?=  # of the cases of `make test-newest`: `--one-in 4` takes a quarter

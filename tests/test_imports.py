@@ -7,7 +7,7 @@ import pytest
 
 # Modules that no call of ``gshard.jit`` needs.
 UNNEEDED = (
-    "gshard.__main__", "gshard.commands", "gshard.search", "gshard.simulator",
+    "gshard.__main__", "gshard.commands", "gshard.search",
     "gshard.testing", "gshard.moe",
     "jax.experimental.pallas", "jax.export",
 )  # fmt: skip

@@ -20,7 +20,7 @@ SRC, SRC_M4 = SOURCES = ROOT / "src", ROOT / "packages" / "m4" / "src"
 # An import may point to an earlier layer or to its own.
 LAYERS = [
     "core", "comm", "language", "rules", "rewrite", "tracing", "solver", "naming", "device", "planning", "emit",
-    "remat", "lowering", "search", "xla", "explanation", "simulator", "exact", "api", "stages", "testing", "moe",
+    "remat", "lowering", "search", "xla", "explanation", "exact", "api", "stages", "testing", "moe",
     "command_options", "commands", "__main__",
 ]  # fmt: skip
 MAX_LINES = 900
@@ -28,7 +28,7 @@ LONG_FILES: set[str] = set()  # exceptions, each with its reason
 # May be the name of several modules.
 TWINS = {"__init__"}
 BANNED_STEMS = {"utils", "util", "helpers", "helper", "common", "misc"}
-MAY_NAME_PRIMITIVES = ("rules/", "language/", "tracing/", "rewrite/", "core/jax_adapter", "simulator/", "exact/")
+MAY_NAME_PRIMITIVES = ("rules/", "language/", "tracing/", "rewrite/", "core/jax_adapter", "exact/")
 # Collectives are JAX primitives too, but these words are the names of our steps and reductions.
 COLLECTIVES = {"all_gather", "all_to_all", "psum_scatter", "ragged_all_to_all", "reduce_scatter", "axis_index"}
 # "add" may be a reduction, "dot_general" cannot.
@@ -266,7 +266,6 @@ WINGS = {
         language.kernel_loops: LoopTable Loops call_of
         language.registry: has_rule rule_of
         language.traits: traits_of
-        simulator.simulate: communicates device_groups
         tracing.expand: mark_of_any_sharding
         xla.hlo_collectives: groups_of pairs_of
         xla.hlo_parser: BRANCHES Computation Instruction Module arrays_of read_module
@@ -356,7 +355,6 @@ STATE = {
     "gshard/language/attention_primitive.py": {"IN_BLOCKS"},  # entered with the primitives
     "gshard/api/jit.py": {"_CACHES"},
     "gshard/core/jax_adapter_jit.py": {"_HOOKS"},  # how many blocks are entered
-    "gshard/simulator/simulate.py": {"_COMPILED"},
     "gshard/core/phases.py": {"_lock", "_active_contexts", "_previous_threshold"},  # a setting of the process
     "gshard/core/deadline.py": {"_current"},  # of one thread, while a search runs
     "gshard/core/planning_tables.py": {"_current"},  # of one thread

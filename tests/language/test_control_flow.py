@@ -14,11 +14,10 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from checked_calls import near
 from gshard import split
-from gshard.simulator.simulate import simulate
 from gshard.testing.rule_checks import emit, emitted, reported
 from harness import normal
 from placed import mesh_of
-from simulated import parts_of
+from simulated import parts_of, simulate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +141,7 @@ def test_equals_jax_jit(case):
 
 @pytest.mark.parametrize("name", ["examples meet, five over eight", "constants", "while, five over eight"])
 def test_simulated_devices_never_wait_in_vain(name):
-    """The simulation refuses a loop that communicates and ends at different times; padding is what spoils results."""
+    """The interpreter refuses a loop that communicates and ends at different times; padding is what spoils results."""
     case = next(case for case in CASES if case.name == name)
     jitted = gshard.jit(case.function, mesh=gshard.Mesh.abstract(x=4), in_shardings=specs(case.arguments))
     plan = jitted.lower(*case.arguments).plan
@@ -151,7 +150,7 @@ def test_simulated_devices_never_wait_in_vain(name):
     given = dict(zip(spmd.jaxpr.jaxpr.constvars, ([c] * 4 for c in spmd.jaxpr.consts), strict=True))
     for v, x, sharding in zip(spmd.jaxpr.jaxpr.invars, case.arguments, spmd.in_shardings, strict=True):
         given[v] = parts_of(x, sharding, spmd.mesh)
-    results = simulate(mapped.params["jaxpr"], (), spmd.mesh.atom_sizes, [given[v] for v in mapped.invars])
+    results = simulate(mapped.params["jaxpr"], spmd.mesh.atom_sizes, [given[v] for v in mapped.invars])
     expected = jax.tree.leaves(jax.jit(case.function)(*case.arguments))
     for parts, v, want in zip(results, plan.program.block.outputs, expected, strict=True):
         split = [d for d, atoms in enumerate(plan.sharding(v).dims) if atoms]

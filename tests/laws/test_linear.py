@@ -15,16 +15,15 @@ from jax import lax
 
 from gshard.core.program import Value
 from gshard.core.rule import MONOIDS, operand_sharding
-from gshard.core.xla_workarounds import AS_WRITTEN
 from gshard.emit.partition import partition
 from gshard.planning.demands import at_boundary
-from gshard.simulator.simulate import simulate
 from gshard.testing.rule_checks import SMALL as MESH
 from gshard.testing.rule_checks import plan_of
 from gshard.tracing.trace import trace
-from harness import rows
+from harness import AS_WRITTEN, rows
 from laws.test_rules_sound import the_equation
 from sampled import others_slow
+from simulated import simulate
 
 ATOM = "b"  # of 3 devices
 
@@ -50,7 +49,7 @@ def check(program, equation, split, whole, cut, want, to_the_bit):
     for var, v in zip(spmd.jaxpr.jaxpr.invars, program.block.inputs, strict=True):
         parts = worst_parts(whole[v], cut[v]) if v in cut else [whole[v]]
         stacked[var] = [parts[device % len(parts)] for device in range(MESH.size)]
-    results = simulate(mapped.params["jaxpr"], (), MESH.atom_sizes, [stacked[var] for var in mapped.invars])
+    results = simulate(mapped.params["jaxpr"], MESH.atom_sizes, [stacked[var] for var in mapped.invars])
     close = 1e-4 if any(jnp.issubdtype(w.dtype, jnp.inexact) for w in want) else 0.0
     for result, expected in zip(results, want, strict=True):
         for got in result:

@@ -19,12 +19,11 @@ import gshard
 from gshard.core.mark import Mark
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
-from gshard.core.xla_workarounds import AS_WRITTEN
 from gshard.emit.partition import partition
 from gshard.planning.propagate import propagate
-from gshard.simulator.simulate import simulate
 from gshard.tracing.trace import trace
-from simulated import parts_of
+from harness import AS_WRITTEN
+from simulated import parts_of, simulate
 from sweep.comparison import difference
 
 Place = tuple[int, int]
@@ -181,7 +180,7 @@ def on_every_device(spmd, arguments):
     for var, x, sharding in zip(spmd.jaxpr.jaxpr.invars, given, spmd.in_shardings, strict=True):
         known[var] = parts_of(np.asarray(x, var.aval.dtype), sharding, spmd.mesh)
     operands = [[v.val] * spmd.mesh.size if hasattr(v, "val") else known[v] for v in equation.invars]
-    return simulate(equation.params["jaxpr"], (), spmd.mesh.atom_sizes, operands)
+    return simulate(equation.params["jaxpr"], spmd.mesh.atom_sizes, operands)
 
 
 def pointed_at(places, spmd, harness):

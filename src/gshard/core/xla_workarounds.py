@@ -7,8 +7,6 @@
     with_initial      a reduction over one element drops its initial value                no issue
     taken             an index out of range reads elements beside a slice                 openxla/xla#49121
     update_window     an index out of range writes elements beside a slice                openxla/xla#49121
-    AS_WRITTEN        the same; and CPU reads elements that it has overwritten            openxla/xla#49176
-    NegativePads      CPU: a pad by less than 0 may not compile AS_WRITTEN                no issue
     row_major         CPU: an FFT beside a gather gets a layout that it refuses           no issue
     all_to_all        CPU: an all-to-all of an all-to-all may not compile                 no issue
     all_gather,       CPU: collectives that move elements convert bfloat16 to float32     no issue
@@ -30,34 +28,11 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 
-from gshard.core.jax_adapter import all_gather_p, all_to_all_p, ppermute_p, ragged_all_to_all_p, shapes_of
-from gshard.core.jax_adapter_retracing import EachJaxpr, with_mapping
+from gshard.core.jax_adapter import all_gather_p, all_to_all_p, ppermute_p, ragged_all_to_all_p
+from gshard.core.jax_adapter_retracing import with_mapping
 
 # Whether XLA for CPU keeps barriers, as it does for other devices.
 _KEEPS_BARRIERS = jax.__version_info__[:2] >= (0, 12)
-
-# Compiler options that disable XLA's algebraic simplifier, so that XLA runs a program unchanged.
-AS_WRITTEN = {"xla_disable_hlo_passes": "algsimp"}
-
-
-class NegativePads(EachJaxpr):
-    """Writes each pad by less than zero as a pad and a slice, also in loops and branches.
-
-    XLA for CPU compiles no other ones without its simplifier and without its emitters of fusions.
-    """
-
-    def equation(self, e: Any) -> Any:
-        config = e.params.get("padding_config", ())
-        if all(low >= 0 and high >= 0 for low, high, _ in config):
-            return super().equation(e)
-
-        def padded(x: Any, fill: Any) -> Any:
-            whole = lax.pad(x, fill, [(max(low, 0), max(high, 0), interior) for low, high, interior in config])
-            starts, ends = ([max(-room, 0) for room in side] for side in list(zip(*config, strict=True))[:2])
-            return lax.slice(whole, starts, [n - end for n, end in zip(whole.shape, ends, strict=True)])
-
-        (call,) = jax.make_jaxpr(jax.jit(padded))(*shapes_of([v.aval for v in e.invars])).eqns
-        return call.replace(invars=e.invars, outvars=e.outvars, source_info=e.source_info)
 
 
 def opaque_identity(arrays: Sequence[Any], late: Any) -> list[Any]:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend import core
 
 from gshard.core import jax_adapter
+from gshard.core.planning_tables import tabulated
 from gshard.core.rule import PARALLEL
 from gshard.exact.combining import as_reduced, elements_along, windows
 from gshard.exact.movement import padded
@@ -33,7 +34,6 @@ from gshard.exact.shrunk import Sizes
 from gshard.language.attention_primitive import IN_BLOCKS
 from gshard.language.kernel_loops import call_of
 from gshard.language.registry import has_rule, rule_of
-from gshard.simulator.simulate import communicates, device_groups
 
 Axes = tuple[tuple[str, int], ...]
 
@@ -309,10 +309,20 @@ def _while(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]
 def _refuse_apart(run: Interpreter, chosen: np.ndarray, bodies: Sequence[Any]) -> None:
     """Refuses loops and branches with collectives that not all devices run together: they would wait forever."""
     by_draw = chosen.reshape(run.domain.draws, -1)
-    if (by_draw != by_draw[:, :1]).any() and any(map(communicates, bodies)):
+    if (by_draw != by_draw[:, :1]).any() and any(map(_communicates, bodies)):
         raise Undecided(
             "devices leave a loop or take a branch apart, and there is a collective inside: they would wait."
         )
+
+
+@tabulated(1024)
+def _communicates(jaxpr: Any) -> bool:
+    eqns = jax_adapter.closed(jaxpr)[0].eqns
+    return any(
+        e.primitive.name in (*_COLLECTIVES, "ragged_all_to_all")
+        or any(map(_communicates, jax_adapter.sub_jaxprs(e.params)))
+        for e in eqns
+    )
 
 
 def _where(run: Interpreter, condition: np.ndarray, new: Value, old: Value) -> Value:
@@ -505,14 +515,15 @@ _ON_KEYS: dict[str, Callable[..., Value]] = {
 # --- collectives
 
 
-def _groups(run: Interpreter, eqn: Any) -> np.ndarray:
-    """The devices of each group, ``[groups, members]``."""
-    params = eqn.params
-    names = params.get("axis_name", params.get("axes"))
-    names = tuple(names) if isinstance(names, (tuple, list)) else (names,)
-    parts = params.get("axis_index_groups")
-    found = device_groups(run.axes, names, None if parts is None else tuple(map(tuple, parts)))
-    return np.array(found)
+def _groups(axes: Axes, named: Sequence[Any], parts: Any) -> np.ndarray:
+    """The devices of each group, ``[groups, members]``; ``parts`` are ``axis_index_groups``."""
+    names, sizes = zip(*axes, strict=True)
+    at = [names.index(a) for a in named]
+    devices = np.moveaxis(np.arange(math.prod(sizes)).reshape(sizes), at, range(-len(at), 0))
+    groups = devices.reshape(-1, math.prod(sizes[i] for i in at))
+    if parts and len(set(map(len, parts))) > 1:
+        raise Undecided("the groups of a collective differ in size.")
+    return groups[:, np.array(parts)].reshape(-1, len(parts[0])) if parts else groups
 
 
 def _collective(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
@@ -527,7 +538,7 @@ def _collective(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[V
         eqn = SimpleNamespace(primitive=eqn.primitive, params={**params, "axes": named}, outvars=eqn.outvars)
     if not named:
         return list(operands)
-    groups = _groups(run, eqn)
+    groups = _groups(run.axes, named, params.get("axis_index_groups"))
     if name == "ppermute" and (groups != np.sort(groups)).any():  # versions of JAX number the devices differently
         raise Undecided("'ppermute' names its axes in another order than the mesh.")
     if name == "axis_index":
@@ -608,6 +619,8 @@ def _all_to_all(run: Interpreter, eqn: Any, x: Value) -> Value:
 
 def _ppermute(run: Interpreter, eqn: Any, x: Value) -> Value:
     pairs = [(int(s), int(t)) for s, t in eqn.params["perm"]]
+    if any(len({*ends}) < len(pairs) for ends in zip(*pairs, strict=True)):
+        raise Undecided("'ppermute' has a source or a destination twice.")
     source = np.zeros(x.shape[2], np.int64)
     receives = np.zeros(x.shape[2], bool)
     for s, t in pairs:
