@@ -285,7 +285,7 @@ def look_ups():
     numbers = lax.GatherDimensionNumbers
     index = np.array([[3], [0], [6], [9], [-2]], np.int32)
     pairs = np.array([[3, 4], [0, 11], [9, 2], [-1, 3], [6, 9], [2, 2]], np.int32)
-    for mode in ("clip", "fill", None):
+    for mode in ("clip", "fill", "promise_in_bounds"):
         rows_of = lambda x, i, mode=mode: lax.gather(x, i, numbers((1,), (0,), (0,)), (1, 10), mode=mode)  # noqa: E731
         yield row(f"gather, rows, {mode}", rows_of, X, index)
         yield row(f"gather, booleans, {mode}", rows_of, X > 0, index)

@@ -1,7 +1,6 @@
 """Kernels of the user's: mapped over a split dimension, in manual regions, and alone."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas
@@ -10,21 +9,6 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from checked_calls import near
-from gshard.stages import propagate, trace
-from gshard.testing.rule_checks import emit
-from harness import kernel
-
-
-@pytest.mark.parametrize("n", [8, 13])
-def test_a_mapped_kernel_sends_nothing(n, rng):
-    x, scale = rng.standard_normal((n, 5, 4), np.float32), rng.standard_normal(4, np.float32)
-
-    def f(x, scale):
-        return gshard.split(jax.tree.map(jnp.sin, jax.vmap(kernel, (0, None))(gshard.split(x, 0, 8), scale)), 0, 8)
-
-    partitioned = gshard.jit(f, mesh=8)
-    near(jax.tree.map(np.asarray, partitioned(x, scale)), jax.jit(f)(x, scale), 1e-6)
-    assert not emit(propagate(trace(f, x, scale), gshard.Mesh.of(8))).collectives
 
 
 def prefetched(order, x):

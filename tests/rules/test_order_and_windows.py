@@ -1,4 +1,4 @@
-"""What shards tell each other to sort, to reduce in any way and to pool: the right bits, and the bytes said."""
+"""What shards tell each other to sort, to reduce in any way and to pool, and what of a cache an update touches."""
 
 import jax
 import jax.numpy as jnp
@@ -76,3 +76,17 @@ def test_a_program_gathers_only_the_approximately_greatest(n, rng):
     assert sum(c.total_bytes for c in lowered.spmd.collectives) == 7 * 5 * (4 + 4)
     for got, want in zip(gshard.jit(program, mesh=mesh)(x), lax.top_k(x, 5), strict=True):
         same_bits(got, want)
+
+
+def written(x, updates, *starts):
+    return lax.dynamic_update_slice(gshard.split(x, 0, 8), updates, starts)
+
+
+def test_no_more_than_the_window_is_touched():
+    """A position of a cache that is split over its length, and donated."""
+    cache, row = jax.ShapeDtypeStruct((65536, 128), "float32"), jax.ShapeDtypeStruct((1, 128), "float32")
+    at = jax.ShapeDtypeStruct((), "int32")
+    compiled = gshard.jit(written, mesh=8, donate_argnums=0).lower(cache, row, at, at).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4096
+    costs = compiled.cost_analysis()
+    assert (costs[0] if isinstance(costs, list) else costs)["bytes accessed"] < 16 * 128 * 4

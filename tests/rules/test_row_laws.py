@@ -1,17 +1,14 @@
 """Laws of what rules say: where elements move, and the bytes that a program sends."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from gshard.comm.shards import Shards
 from gshard.core.jax_adapter import bind
 from gshard.core.mesh import Mesh
-from gshard.core.rule import COMMUNICATE, REPLICATE, place
+from gshard.core.rule import REPLICATE, place
 from gshard.rules.shape import elements, index_of
-from gshard.tracing.trace import trace
 from harness import rows
 from laws.test_rules_sound import the_equation
 from simulated import local_jaxpr
@@ -94,24 +91,3 @@ def test_a_rule_states_the_bytes_that_its_program_sends(row):
     assert equation.rule.sends is not None
     for split in splits_of(equation):
         assert equation.rule.sends(MESH, split) == noted_bytes(equation, split), split
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("primitive", "function", "shapes", "dims"),
-    [
-        ("pad", lambda x: lax.pad(x, jnp.zeros((), x.dtype), [(2, 0, 0), (1, 0, 0)]), [(7, 9)], (0, 1)),
-        ("conv_general_dilated", lambda x, y: lax.conv(x, y, (1, 1), "SAME"), [(2, 3, 8, 9), (3, 3, 3, 3)], (2, 3)),
-    ],
-    ids=["pad", "convolution"],
-)
-def test_windows_of_several_dimensions(primitive, function, shapes, dims):
-    """A fetched window changes the size of the parts whose windows are fetched next."""
-    equation = the_equation(trace(function, *(jax.ShapeDtypeStruct(s, "float32") for s in shapes)), primitive)
-    assert equation is not None
-    assert equation.rule is not None
-    assert equation.rule.sends is not None
-    factors = [equation.rule.operands[0][d][0] for d in dims]
-    assert [equation.rule.factors[f].kind for f in factors] == [COMMUNICATE, COMMUNICATE]
-    split = dict(zip(factors, (MESH.atoms_of["a"], MESH.atoms_of["b"]), strict=True))
-    assert equation.rule.sends(MESH, split) == noted_bytes(equation, split) > 0
