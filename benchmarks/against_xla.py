@@ -32,6 +32,7 @@ os.environ["XLA_FLAGS"] = (
 import jax
 import jax.numpy as jnp
 import numpy as np
+from peer import xla_function
 
 import gshard
 from gshard import moe
@@ -40,7 +41,6 @@ from gshard.emit.partition import partition
 from gshard.planning.propagate import propagate
 from gshard.tracing.trace import trace
 from gshard.xla import hlo_collectives
-from gshard.xla.peer import xla_function
 from gshard_m4 import optimizer
 
 

@@ -49,6 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import jax
 import numpy as np
 from children import measured as measured_by_children
+from gshard.xla.peer import xla_function
 from priced_hlo import seconds
 
 import flops
@@ -57,7 +58,6 @@ from families import CASES, SMALL, Case
 from gshard.device.machine import Machine
 from gshard.emit.compile import named_sharding
 from gshard.xla import hlo_collectives, hlo_parser
-from gshard.xla.peer import xla_function
 
 MACHINES = "cpu:8", "v5e:2x4", "h100:1x8"
 DEVICES, ONES = 8, {"cpu:8": "", "v5e:2x4": "1x", "h100:1x8": "1x"}

@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import numpy as np
 import overlap
+from gshard.xla.peer import xla_function
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from priced_hlo import FREE, kernel_seconds, kernels
@@ -40,7 +41,6 @@ from gshard.device.machine import Machine
 from gshard.xla.described import described_mesh
 from gshard.xla.hlo_collectives import OPCODE
 from gshard.xla.hlo_parser import Module, read_module
-from gshard.xla.peer import xla_function
 
 SIDES = "ours", "by hand", "XLA", "XLA, opened"
 FEW = 64  # bytes sent that count as none

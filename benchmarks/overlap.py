@@ -31,6 +31,7 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from peer import xla_function
 from tpu_schedules import Scheduled, estimated_cycles, schedule
 
 import gshard
@@ -39,7 +40,6 @@ from gshard.device.machine import Machine
 from gshard.device.network import seconds_among
 from gshard.emit.compile import named_sharding
 from gshard.xla.described import described_mesh
-from gshard.xla.peer import xla_function
 
 # Multiplications and additions that the matrix units of one device finish in a cycle: units of 128 x 128.
 MATRIX_UNITS = {"v3": 2, "v5e": 4}

@@ -31,6 +31,7 @@ from typing import Any
 
 import jax
 from paper_models import configured, lower, lowered_as_searched
+from peer import Marked, xla_function
 from tpu_schedules import estimated_cycles
 
 import gshard
@@ -46,7 +47,6 @@ from gshard.remat.rematerialise import MemoryLimitError, peak_of
 from gshard.xla import hlo_collectives
 from gshard.xla.described import described_mesh
 from gshard.xla.hlo_parser import Computation, Instruction, Module, read_module, type_bytes
-from gshard.xla.peer import Marked, xla_function
 
 MODELS = ("MoE(128E, 12L)", "v3:8x8", "MoE(2048E, 12L)", "v3:32x32", "MoE(2048E, 36L)", "v3:32x32")
 _TILE = (8, 128)  # of the last two dimensions of an array on a TPU

@@ -33,10 +33,10 @@ os.environ["XLA_FLAGS"] = (
 
 import jax
 import numpy as np
+from peer import xla_function
 
 import gshard
 from gshard.tracing.trace import trace
-from gshard.xla.peer import xla_function
 from gshard_m4.config import PRESETS, ModelChoice, TrainConfig
 from gshard_m4.step import initial_state, make_step
 

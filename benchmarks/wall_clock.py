@@ -9,7 +9,7 @@ virtual CPU devices:
     moe     the MoE Transformer of gshard.moe with its own marks, experts and groups split
 
 Both sides are one function each, ``gshard.jit`` and ``jax.jit``, given the same ``NamedSharding`` for every argument
-and result; marks inside the MoE model are sharding constraints for XLA (``gshard.xla.peer``). Both train from the
+and result; marks inside the MoE model are sharding constraints for XLA (``peer.py``). Both train from the
 same state on the same batch, and losses are compared. They run in turns in this process, several steps at a time; a
 ratio is the median of pairs that ran next to each other. Beside it stand, ours over XLA's: FLOPs that a device executes
 (``tests/flops.py``), bytes that it sends (``hlo_collectives``), and temporary memory (``memory_analysis``).
@@ -46,13 +46,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from peer import xla_function
 
 import flops
 import gshard
 from gshard import moe
 from gshard.tracing.trace import trace
 from gshard.xla import hlo_collectives
-from gshard.xla.peer import xla_function
 from gshard_m4 import optimizer
 
 TARGET, LIMIT = 1.0, 1.1  # of the geometric mean, and of any program

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from gpu_step import FREE
+from peer import xla_function
 from resumable import Asked, Found, answer
 
 import gshard
@@ -29,7 +30,6 @@ from gshard.tracing.trace import trace
 from gshard.xla import hlo_collectives
 from gshard.xla.described import described_mesh
 from gshard.xla.hlo_parser import Computation, Instruction, read_module
-from gshard.xla.peer import xla_function
 from gshard_m4.config import ModelChoice, TrainConfig
 from gshard_m4.step import initial_state, make_step
 

@@ -161,12 +161,6 @@ SESSIONS = {
             ["x1 6 B -> x1 7 B           all_reduce\n", "all_reduce of reduce_sum", "model.py:9"],
         ),
     ],
-    "against XLA": [
-        (
-            "explain model.py:reduced --mesh devices=8 --against xla", 0,
-            ["loss by XLA's partitioner -> loss by gshard"],
-        ),
-    ],
     "a machine has as many devices as the mesh": [
         ("explain model.py:own_gshard --machine h100:1x4", 1, ["h100:1x4 has 4 devices, and the mesh has 8."]),
     ],
@@ -353,7 +347,6 @@ MISTAKES = [
     ),
     ("step.hlo.txt --arg f32[8]", "a compiled program takes no --arg."),
     ("step.hlo.txt --why w", "instead is for what gshard partitions, and XLA partitions this program."),
-    ("step.hlo.txt --against xla", "against_xla is for what gshard partitions, and XLA partitions this program."),
     ("step.hlo.txt --mesh 4", "the program runs on 8 devices, and the mesh has 4."),
     ("step.hlo.txt --machine h100:1x4", "h100:1x4 has 4 devices"),
 ]  # fmt: skip

@@ -259,7 +259,6 @@ WINGS = {
         device.machine: KINDS Machine
         device.memory: MemoryTotals
         device.roofline: roofline
-        language.region: Interpreter
     """,
     "exact": """
         language.attention_primitive: IN_BLOCKS

@@ -72,7 +72,6 @@ def _add_explain(command: argparse.ArgumentParser) -> None:
     add("--plan", type=Path, metavar="plan.json", help="explain this plan, which gshard search --save wrote")
     add("--html", type=Path, metavar="page.html", help="write the report as one page")
     add("--json", type=Path, metavar="plan.json", help="write everything the page shows")
-    add("--against", choices=("xla",), help="show what XLA's own partitioner does otherwise, both compiled for CPUs")
     _why(command)
     add(
         "--seconds",

@@ -53,12 +53,12 @@ class TargetError(GShardError):
     """What the command line names does not exist, or is no function that can be explained."""
 
 
-def play_devices(count: int, force: bool = False) -> None:
+def play_devices(count: int) -> None:
     """Has JAX play so many devices on the CPU, unless it has begun: a target may ask for devices that do not exist."""
     told: dict[str, Any] = jax.config.values
     with contextlib.suppress(RuntimeError):  # it has begun
         jax.config.update("jax_num_cpu_devices", max(count, told.get("jax_num_cpu_devices") or 0))
-        if force or not told.get("jax_platforms"):
+        if not told.get("jax_platforms"):
             jax.config.update("jax_platforms", "cpu")
 
 
@@ -293,11 +293,10 @@ def _load(
     options: argparse.Namespace,
     target: str,
     machine: str | None,
-    force: bool = False,
     stages: tuple[type, ...] = (),
 ) -> Any:
     """The target and its arguments, loaded where there are devices for the mesh, and 8 for one of its own."""
-    play_devices(max(8, _mesh(options.mesh, machine).size), force)
+    play_devices(max(8, _mesh(options.mesh, machine).size))
     return load(target, options.arg, stages)
 
 
@@ -311,7 +310,6 @@ def _explain(options: argparse.Namespace) -> None:
     if options.after is not None:
         return check(_compare(options), baseline, options.machine)
     found, took = _explained(options, options.target)
-    against = found.against_xla(options.machine) if options.against else None
     reasons = _reasons(found, options)
     data = found.data(options.machine, options.seconds)
     on = None if data["machine"] is None else found.cost(options.machine).machine
@@ -320,14 +318,14 @@ def _explain(options: argparse.Namespace) -> None:
         print(reason)
     if isinstance(found.source, CompiledSource) and found.source.again is not None:
         data["lists"] += _try_changes(found, options.seconds, took)
-    _write_data(options, data, against)
+    _write_data(options, data)
     check(data, baseline, options.machine)
 
 
 def _compare(options: argparse.Namespace) -> dict[str, Any]:
     """Prints what changed from the first target to the second, and returns the data of the second."""
     targets = options.target, options.after
-    of_one = "arg", "why", "against", "plan"
+    of_one = "arg", "why", "plan"
     names = (*of_one, "machine", "mesh") if all(target.endswith(".json") for target in targets) else of_one
     if given := [f"--{name}" for name in names if getattr(options, name)]:
         raise ArgumentError(
@@ -356,14 +354,12 @@ def _reasons(found: Explanation, options: argparse.Namespace) -> list[str]:
 
 def _explained(options: argparse.Namespace, target: str) -> tuple[Explanation, float]:
     """The explanation of what the command line names, and the seconds that it took."""
-    with_xla = options.against is not None
     names = ("machine", "partitioner", "memory_limit")
     how: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name)}
     how |= {"plan": SavedPlan.load(options.plan)} if options.plan else {}
     f, arguments = Path(target), tuple[Any, ...]()
     if target.endswith(".py") or not f.is_file():
-        # XLA compiles for devices that exist.
-        f, arguments = _load(options, target, options.machine, force=with_xla, stages=STAGES)
+        f, arguments = _load(options, target, options.machine, stages=STAGES)
     elif options.arg:
         raise ArgumentError("a compiled program takes no --arg.", got=target)
     if options.mesh:
@@ -377,8 +373,6 @@ def _explained(options: argparse.Namespace, target: str) -> tuple[Explanation, f
             play_devices(own.size)  # ``explain`` sees where the arguments are placed
         elif options.partitioner != XLA:
             how["mesh"] = own or _mesh(None, options.machine)
-    if with_xla and "mesh" in how and how["mesh"].devices is None:
-        how["mesh"] = dict(how["mesh"].axes)
     if isinstance(f, Planned) and options.partitioner != XLA:  # it was planned for a machine
         how.pop("machine", None)
     began = time.monotonic()
@@ -399,7 +393,7 @@ def _try_changes(found: Explanation, seconds: float, took: float) -> list[tuple[
     return [("tried", *advice.lines)]
 
 
-def _write_data(options: argparse.Namespace, data: dict[str, Any], against: Difference | None) -> None:
+def _write_data(options: argparse.Namespace, data: dict[str, Any], against: Difference | None = None) -> None:
     """Prints the difference, and writes the page and the data of an explanation where that is asked for."""
     if against is not None:
         print(f"\n{against}\n")

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from benchmarks.peer import xla_function
 from jax import P, lax
 from jax.sharding import NamedSharding
 
@@ -11,7 +12,6 @@ import gshard
 from families import CASES
 from gshard.emit.compile import named_sharding
 from gshard.exact.from_hlo import jaxpr_of, partitioned_hlo
-from gshard.xla.peer import xla_function
 from placed import mesh_of
 
 GRID, LINE, SIX, ONE = {"d": 4, "t": 2}, {"d": 8}, {"d": 3, "t": 2}, {"d": 1}

@@ -9,7 +9,6 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import gshard
 from device.models import explained, f32, model
@@ -247,33 +246,3 @@ def test_what_is_no_explanation_is_refused(wrong):
     good = explained_text(BEFORE, "good.py").data(seconds=0)
     with pytest.raises(DifferenceError, match="no explanation that can be compared"):
         difference(copy.deepcopy(wrong), good)
-
-
-def test_against_xla_counts_what_both_compilers_made():
-    """The same marks and arguments: XLA gathers where we gather, and the products are those of the program."""
-    gathered = lambda x, w: jnp.tanh(gshard.split(x, 0, "data") @ w)  # noqa: E731
-    summed = lambda x, w: gshard.replicate(gshard.split(x, 1, "data") @ w)  # noqa: E731
-    found = gshard.explain(gathered, f32(512, 64), f32(64, 32), mesh={"data": 8}).against_xla("h100:1x8")
-    assert found.before.flops == found.after.flops == 2 * 512 * 64 * 32 // 8 + 512 * 32 // 8
-    assert (found.before.peak, found.after.peak) == (32768, 32768)
-    g = gshard.explain(summed, f32(64, 512), f32(512, 32), mesh={"data": 8})
-    both = g.against_xla("h100:1x8")
-    assert both.after.sent == g.total_bytes == both.before.sent
-    with pytest.raises(gshard.MeshError, match="abstract mesh"):
-        explained_text(BEFORE, "abstract.py").against_xla()
-
-
-@pytest.mark.parametrize(("whole", "check_vma"), [(True, True), (False, False)])
-def test_against_xla_runs_manual_regions_as_they_are(whole, check_vma):
-    """Weights that a region reads whole are cast to vary there, and their gradients are summed there."""
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-    def layer(x, w):
-        return jnp.tanh(x @ w if whole else jax.lax.psum(x @ w, "model") * jax.lax.axis_index("data"))
-
-    specs = (P("data"), P()) if whole else (P("data", "model"), P("model"))
-    mapped = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check_vma)
-    for f in (mapped, jax.grad(lambda x, w: jnp.sum(mapped(x, w) ** 2), 1)):
-        found = gshard.explain(f, f32(64, 64), f32(64, 64), mesh=mesh).against_xla("h100:1x8")
-        assert found.before.flops == pytest.approx(found.after.flops, rel=1e-3)
-        assert f is not mapped or found.before.sent == found.after.sent

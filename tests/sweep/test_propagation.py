@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from benchmarks.peer import xla_function
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -15,7 +16,6 @@ from gshard.core.mark import Mark
 from gshard.core.mesh import Mesh
 from gshard.planning.propagate import propagate
 from gshard.tracing.trace import trace
-from gshard.xla.peer import xla_function
 from sweep import shardy
 from sweep.harnesses import excluded, harnesses
 from sweep.runs import EVEN

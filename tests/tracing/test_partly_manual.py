@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from checked_calls import near
-from gshard.core.errors import PlanError, RuleError, ShardingError
+from gshard.core.errors import RuleError, ShardingError
 from gshard.testing.rule_checks import emitted, reported
 from harness import normal
 from placed import mesh_of, put
@@ -265,9 +265,3 @@ def test_all_of_jaxs_collectives_are_known_or_refused():
         RuleError, match=r"(?s)'pbroadcast' inside a shard_map is not known.*test_partly_manual\.py:\d+"
     ):
         gshard.jit(refused, mesh=WIDE)(normal(8, 8))
-
-
-def test_a_comparison_with_xla_that_cannot_be_made_is_refused():
-    f, x = manual(lambda x: lax.psum(x, "a"), WIDE, P("a"), P(), "a"), put(normal(8, 8), WIDE, "a", "c")
-    with pytest.raises(PlanError, match=r"(?s)leaves axes automatic.*test_partly_manual\.py:\d+.*jax\.jit"):
-        gshard.explain(f, x, mesh=WIDE).against_xla("h100:1x8")

@@ -12,10 +12,10 @@ from gshard.moe.config import TransformerConfig
 from gshard.moe.experts import expert_layer, expert_specs
 from gshard.moe.param import init_params
 from gshard.xla import hlo_collectives
-from gshard.xla.peer import xla_function
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from paper_against_xla import of_both_sides
+from peer import xla_function
 
 CONFIG = TransformerConfig(32, 24, model_dim=16, hidden_dim=32, heads=2, head_dim=8, encoder_layers=2,
     decoder_layers=2, experts=8, group_size=None, partitions=8, remat="branches")  # fmt: skip

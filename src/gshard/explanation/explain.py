@@ -356,21 +356,6 @@ class Explanation(InNotebooks):
         found: Any = self.cost(machine)
         return instead(source.plan, source.row_called(name).value, found, sorted(source.donated), source.marked)
 
-    def against_xla(self, machine: Machine | str | None = None) -> Difference:
-        """The difference from XLA's own partitioner, given the same marks, to this, as XLA compiles both, by line.
-
-        Args:
-            machine: as for ``cost``.
-
-        Raises:
-            MeshError: the mesh is abstract: XLA compiles for devices that exist. ArgumentError: it is XLA's program.
-        """
-        pair, on = self._only(PlanSource, "against_xla").against_xla(), self.cost(machine).machine
-        before, after = (read_compiled(compiled, self.mesh, on).data() for compiled in pair)
-        return difference(
-            before | {"name": f"{self.name} by XLA's partitioner"}, after | {"name": f"{self.name} by gshard"}
-        )
-
     @with_tables
     def advise(self, seconds: float = SECONDS, progress: bool | Callable[[str], object] | None = False) -> Advice:
         """What to write so that XLA sends less: a few sharding constraints, or other shardings of arguments.

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import jax
 
-from gshard.core.errors import ArgumentError, MeshError, PlanError, counted, known_names, listed
+from gshard.core.errors import ArgumentError, PlanError, counted, known_names, listed
 from gshard.core.jax_adapter import Frame, scan_counts, user_frames
 from gshard.core.layout import Named
 from gshard.core.mark import text_of_spec
-from gshard.core.memory_kinds import is_host_kind, shape_in_memory
+from gshard.core.memory_kinds import is_host_kind
 from gshard.core.mesh import Mesh
 from gshard.core.number_text import format_ms, significant
 from gshard.core.plan import Plan, local_bytes
@@ -27,7 +27,6 @@ from gshard.device.fusion_model import COLLECTIVE, device_program, is_product
 from gshard.device.machine import Machine, machine_of, unknown_devices
 from gshard.device.memory import held_at_peak
 from gshard.device.network import groups
-from gshard.emit.compile import compile_spmd, named_sharding
 from gshard.explanation.advice import advice
 from gshard.explanation.places import Place, Places, helpers_of, place_in
 from gshard.explanation.rows import (
@@ -62,7 +61,6 @@ from gshard.language.transfer import changes_memory
 from gshard.naming.argument_names import ArrayName
 from gshard.naming.array_names import ArrayNames
 from gshard.planning.demands import demands
-from gshard.xla.peer import xla_function
 
 _TO, _FROM = "to_host", "from_host"
 _SHOWN = 12  # names, or rows of what moves, in a list
@@ -496,21 +494,3 @@ class PlanSource:
             hint=known_names(name, arguments, "Arguments are")
             + " The printed tables have the others: %2, train.py:9 for a line, or the array of a collective.",
         )
-
-    def against_xla(self) -> tuple[Any, Any]:
-        """What XLA compiles of the program with its own partitioner, given the same marks, and of gshard's."""
-        if self.mesh.devices is None:
-            raise MeshError(
-                "XLA cannot compile for an abstract mesh.",
-                got=f"mesh: {self.mesh}",
-                hint="Explain for devices that exist: mesh=8, with "
-                "XLA_FLAGS=--xla_force_host_platform_device_count=8 on one CPU.",
-            )
-        program = self.plan.program
-        shardings = [
-            named_sharding(self.mesh, s, program.input_memory(i)) for i, s in enumerate(self.spmd.in_shardings)
-        ]
-        donated = tuple(len(program.captured) + i for i in self.donated)
-        theirs = jax.jit(xla_function(program, self.mesh), in_shardings=shardings, donate_argnums=donated)
-        takes = [shape_in_memory(v.shape, v.dtype, on_host=v.on_host) for v in program.block.inputs]
-        return theirs.lower(*takes).compile(), compile_spmd(self.spmd, self.donated).compiled
