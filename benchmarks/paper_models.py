@@ -42,8 +42,7 @@ from gshard.device.cost import cost as cost_of
 from gshard.device.fusion_model import PRODUCT
 from gshard.device.machine import Machine
 from gshard.explanation.search_result import SearchResult
-from gshard.moe.config import TransformerConfig
-from gshard.moe.models import MODELS
+from gshard.moe.config import MODELS, TransformerConfig
 from gshard.moe.param import Param, shapes
 from gshard.moe.transformer import loss, param_specs
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of, peak_of

@@ -247,12 +247,11 @@ WINGS = {
         planning.saved_plan: plan_of
         planning.settled: settled
         remat.rematerialise: MemoryLimitError
-        solver.moves: improve
         solver.problem: Problem
         solver.solve: Solution solve
     """,
     "xla": """
-        comm.collectives: sent_bytes sent_sizes
+        comm.steps: sent_bytes sent_sizes
         device.async_overlap: Step timed
         device.cost: Loop PricedKernel Run Stretch
         device.fusion_model: COLLECTIVE OPERATOR PRODUCT
@@ -280,7 +279,7 @@ WINGS = {
         api.kernel_function: KernelFunction
         api.prove: Proof prove
         api.specs: told
-        comm.collectives: collectives_of
+        comm.steps: collectives_of
         emit.partition: partition
         exact.numbers: Field Reals
         exact.on_parts: Exactly first_difference near
@@ -355,7 +354,7 @@ STATE = {
     "gshard/api/jit.py": {"_CACHES"},
     "gshard/core/jax_adapter_jit.py": {"_HOOKS"},  # how many blocks are entered
     "gshard/core/phases.py": {"_lock", "_active_contexts", "_previous_threshold"},  # a setting of the process
-    "gshard/core/deadline.py": {"_current"},  # of one thread, while a search runs
+    "gshard/core/time_budget.py": {"_current"},  # of one thread, while a search runs
     "gshard/core/planning_tables.py": {"_current"},  # of one thread
 }
 CHANGING = re.compile(

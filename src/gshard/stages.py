@@ -6,8 +6,8 @@
 ``partition`` (``lowering.pipeline``).
 """
 
-from gshard.api.configuration import Configuration as Configuration
-from gshard.api.configuration import Configurations as Configurations
+from gshard.api.configure import Configuration as Configuration
+from gshard.api.configure import Configurations as Configurations
 from gshard.api.jit import Jitted as Jitted
 from gshard.api.kernel_function import KernelFunction as KernelFunction
 from gshard.api.lowered import Compiled as Compiled

@@ -15,7 +15,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import NamedSharding
 
 import gshard
-from gshard.comm.collectives import KINDS
+from gshard.comm.steps import KINDS
 from gshard.core.jax_adapter import closed, sub_jaxprs
 from gshard.core.jax_adapter_context import context_of, in_context
 from gshard.core.program import NO_CONTEXT, Context

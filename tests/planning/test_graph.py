@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from every_choice import every_choice
 from families import CASES
-from gshard.comm.collectives import KINDS
 from gshard.comm.reshard import axes_of
+from gshard.comm.steps import KINDS
 from gshard.core.program import Value
 from gshard.device.cost import cost, kernel_cost
 from gshard.device.fusion_model import REGION

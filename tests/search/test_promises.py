@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import gshard
-from gshard.core.deadline import OutOfTime, until
-from gshard.core.time_budget import Progress, TimeBudget
+from gshard.core.time_budget import OutOfTime, Progress, TimeBudget, until
 from gshard.search.find import MeshSearch
 from gshard.search.presets import Preset
 from gshard.solver.solve import solve

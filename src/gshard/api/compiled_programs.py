@@ -26,7 +26,7 @@ from gshard.device.machine import Machine
 from gshard.explanation.compiled_program import read_program
 from gshard.explanation.compiled_source import CompiledSource
 from gshard.explanation.explain import Explanation, read_compiled
-from gshard.tracing.by_jax import name_of
+from gshard.tracing.trace import name_of
 
 CompiledLike = jax.stages.Compiled | jax.stages.Lowered | jax.stages.Traced | str | Path
 # The stages of jit: JAX's and ours.

@@ -43,7 +43,7 @@ from gshard.explanation.explain import Explanation
 from gshard.explanation.plan_source import PlanSource
 from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.rematerialise import bytes_of
-from gshard.tracing.by_jax import name_of
+from gshard.tracing.trace import name_of
 from gshard.xla.described import PlanningError
 
 Planned = Traced | Lowered | Compiled  # the stages of a function from gshard.jit

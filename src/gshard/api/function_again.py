@@ -20,7 +20,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.api.compiled_programs import is_from_framework, is_from_jax_jit, on_first_devices, traced_call
 from gshard.api.jit import jit
-from gshard.core.deadline import OutOfTime, until
 from gshard.core.errors import ArgumentError, GShardError
 from gshard.core.jax_adapter import (
     Expression,
@@ -43,13 +42,13 @@ from gshard.core.mesh import Mesh
 from gshard.core.paths import leaf_names
 from gshard.core.plan import Plan
 from gshard.core.spmd import SpmdProgram
+from gshard.core.time_budget import OutOfTime, until
 from gshard.device.machine import Machine, kind_of_devices
 from gshard.explanation.compiled_source import CompiledAgain, CompiledSource, source_of
-from gshard.explanation.constraint_candidates import Planned
 from gshard.explanation.traced_expressions import runs_of
-from gshard.explanation.tried_changes import Specs
+from gshard.explanation.tried_changes import Planned, Specs
 from gshard.planning.added_marks import spec_of_cut
-from gshard.tracing.by_jax import name_of
+from gshard.tracing.trace import name_of
 from gshard.xla.described import described_mesh
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -63,9 +63,8 @@ from gshard.language.registry import cleared_with_rules
 from gshard.planning.collective_matmuls import CollectiveMatmul
 from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.rematerialise import MemoryLimitError
-from gshard.tracing.by_jax import leaked, name_of, traced_by
 from gshard.tracing.changed_objects import has_objects, with_kept_objects
-from gshard.tracing.trace import program_of
+from gshard.tracing.trace import leaked, name_of, program_of, traced_by
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import no_mesh_set, user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.language.kernel_primitive import Kernel, kernel_p, shown, types_of
-from gshard.tracing.by_jax import name_of
+from gshard.tracing.trace import name_of
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -25,7 +25,7 @@ from gshard.exact.numbers import Field, Reals, Value
 from gshard.exact.operations import Complex, Undecided, is_float
 from gshard.exact.repairs import Repair, repair
 from gshard.exact.shrunk import Sizes, elements_of, shrunk
-from gshard.tracing.by_jax import name_of
+from gshard.tracing.trace import name_of
 
 EQUAL, DIFFERENT, UNDECIDED = "equal", "different", "undecided"
 _DRAWS = 2  # at first; more are drawn until a false "equal" is as unlikely as this:

@@ -12,7 +12,7 @@ from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import mesh_of_context, user_line
 from gshard.core.jax_adapter_jit import given_to_jit
 from gshard.core.paths import parameters_of
-from gshard.tracing.by_jax import name_of
+from gshard.tracing.trace import name_of
 
 
 def unwrapped(

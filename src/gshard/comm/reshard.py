@@ -37,10 +37,10 @@ from gshard.comm.steps import (
     laid_out,
     moved,
 )
-from gshard.core.deadline import check_deadline
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding, common_prefix
+from gshard.core.time_budget import check_deadline
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -17,10 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from gshard.comm.collectives import collectives_of, sent_bytes
 from gshard.comm.halo import Window, add_windows, is_number, laid_out, received
 from gshard.comm.route import Route, carry
-from gshard.comm.steps import ALL_REDUCE, PERMUTE, all_reduce
+from gshard.comm.steps import ALL_REDUCE, PERMUTE, all_reduce, collectives_of, sent_bytes
 from gshard.comm.steps import identity as identity
 from gshard.core.jax_adapter import bind, traced_together
 from gshard.core.jax_adapter_context import in_context

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import logging
 import math
@@ -9,12 +11,41 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from gshard.core.deadline import OutOfTime, until
 from gshard.core.errors import ArgumentError
 from gshard.core.planning_tables import tables
+
+
+class OutOfTime(Exception):
+    """The deadline has passed. ``gshard.search`` catches this exception; users never see it."""
+
+
+_current: contextvars.ContextVar[tuple[float, Callable[[], object]] | None] = contextvars.ContextVar(
+    "gshard_deadline", default=None
+)
+
+
+@contextlib.contextmanager
+def until(end: float, at_each_check: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Sets the deadline of a ``with`` block. It replaces the deadline of an enclosing block."""
+    token = _current.set((end, at_each_check))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def check_deadline() -> None:
+    """Raises ``OutOfTime`` after the deadline. Call it only where all data structures are consistent."""
+    deadline = _current.get()
+    if deadline is not None:
+        end, at_each_check = deadline
+        at_each_check()
+        if time.monotonic() > end:
+            raise OutOfTime
+
 
 # Prints the progress of a search and its best plan on stderr.
 
@@ -79,6 +110,8 @@ TRIAL_SECONDS = 10.0  # of all trials of an explanation, if the user gives none
 DEFAULT_SECONDS = 300.0  # the time of a search, if the user gives none
 
 T = TypeVar("T")
+M = TypeVar("M")  # a move: a change of a program
+P = TypeVar("P")  # what the program takes with it
 
 
 @dataclasses.dataclass(eq=False)
@@ -165,6 +198,27 @@ def in_a_line(error: Exception) -> str:
     'ValueError: no such size'
     """
     return f"{type(error).__name__}: {[*str(error).splitlines(), ''][0]}"
+
+
+def tried(
+    moves: Iterable[M],
+    price: Callable[[M], P],
+    seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[tuple[M, P]]:
+    """Prices the program with each move alone.
+
+    It ends where another trial, which takes as long as the longest one so far, would end too late. With any time at
+    all the first one is made.
+    """
+    end, longest = clock() + seconds, 0.0
+    for move in moves if seconds > 0 else ():
+        began = clock()
+        if longest and began + longest > end:
+            return
+        found = price(move)
+        longest = max(longest, clock() - began)
+        yield move, found
 
 
 # Lets Ctrl-C and SIGTERM end a search, which then returns the best plan so far.

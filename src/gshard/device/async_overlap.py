@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gshard.comm.collectives import KINDS
 from gshard.comm.reshard import plan_reshard
-from gshard.comm.steps import LOCAL, PERMUTE
+from gshard.comm.steps import KINDS, LOCAL, PERMUTE
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan, local_bytes
 from gshard.core.program import Block, Equation, Value, itemsize

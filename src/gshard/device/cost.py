@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from gshard.comm.collectives import KINDS, sent_bytes, sent_sizes
 from gshard.comm.route import numbered
+from gshard.comm.steps import KINDS, sent_bytes, sent_sizes
 from gshard.core.jax_adapter import user_place
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.number_text import format_ms, format_seconds

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from gshard.comm.collectives import KINDS
-from gshard.comm.steps import is_strided, is_turned
+from gshard.comm.steps import KINDS, is_strided, is_turned
 from gshard.core.jax_adapter import scan_counts
 from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Constant, Equation, Program, Value, short_dtype

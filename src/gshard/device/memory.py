@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import jax
 
-from gshard.comm.collectives import KINDS
+from gshard.comm.steps import KINDS
 from gshard.core.jax_adapter import scan_counts
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Equation, Program, Value, itemsize

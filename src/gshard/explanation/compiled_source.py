@@ -42,7 +42,6 @@ from gshard.explanation.compiled_rows import (
     whole_arguments,
     whole_arguments_listed,
 )
-from gshard.explanation.constraint_candidates import Planned, constraints_to_try
 from gshard.explanation.places import Place, Places
 from gshard.explanation.rows import (
     CollectiveRow,
@@ -57,9 +56,11 @@ from gshard.explanation.tried_changes import (
     Advice,
     Change,
     Figures,
+    Planned,
     Specs,
     Trials,
     advised,
+    constraints_to_try,
     sharding_changes,
 )
 from gshard.explanation.verdict import Verdict, sentences_of

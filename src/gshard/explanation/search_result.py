@@ -29,7 +29,7 @@ from gshard.device.memory import held_at_peak
 from gshard.emit.partition import partition
 from gshard.explanation.explain import Explanation
 from gshard.explanation.plan_source import PlanSource, rows_of_tensors
-from gshard.explanation.report.page import InNotebooks, page
+from gshard.explanation.report.page import Page
 from gshard.explanation.rows import array_lines
 from gshard.explanation.verdict import does_not_pay, headline
 from gshard.explanation.warnings import idle_devices
@@ -125,7 +125,7 @@ class FunctionSource:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class SearchResult(InNotebooks):
+class SearchResult(Page):
     """The plan that was found for a function, and what is known of it.
 
     Attributes:
@@ -302,16 +302,6 @@ class SearchResult(InNotebooks):
         spmd = run(Planned(self.plan), recomputes=self.best.chosen.recomputed)
         source = PlanSource(plan=self.plan, spmd=spmd, donated=frozenset(self.donated), marked=marked)
         return Explanation(source, machine)
-
-    def html(self, path: str | Path) -> Path:
-        """Writes the report of the plan as one page, with what the search tells of it.
-
-        Returns:
-            the path.
-        """
-        path = Path(path)
-        path.write_text(page(self._page_data()), "utf-8")
-        return path
 
     def _page_data(self) -> dict[str, Any]:
         known = [str(self), *([str(self.marks)] if "marks" in self.__dict__ else [])]  # marks take a while

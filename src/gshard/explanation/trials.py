@@ -17,14 +17,13 @@ from gshard.core.planning_tables import with_tables
 from gshard.core.program import Equation, Program, Value
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import Collective, SpmdProgram
-from gshard.core.time_budget import TRIAL_SECONDS
+from gshard.core.time_budget import TRIAL_SECONDS, tried
 from gshard.device.cost import WORTH, Cost, cost
 from gshard.explanation.advice import roots
 from gshard.explanation.difference import change_text
 from gshard.planning.added_marks import spec_of_cut, text_of_mark, with_marks
 from gshard.planning.strategies import shardings
 from gshard.rewrite.equation_graph import with_others
-from gshard.solver.moves import tried
 
 # Changes: finds marks to add, loosen or remove so that the devices may send less.
 

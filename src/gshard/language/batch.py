@@ -25,8 +25,8 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from gshard.comm.collectives import KINDS
 from gshard.comm.shards import Shards
+from gshard.comm.steps import KINDS
 from gshard.core.jax_adapter import bind, closed, is_tree_of_operands
 from gshard.core.jax_adapter_retracing import as_outside
 from gshard.core.rule import Rule, RuleMaker

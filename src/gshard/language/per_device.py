@@ -15,8 +15,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 from jax.sharding import PartitionSpec
 
-from gshard.comm.collectives import KINDS
-from gshard.comm.steps import slice_part
+from gshard.comm.steps import KINDS, slice_part
 from gshard.core.errors import RuleError, ShardingError
 from gshard.core.jax_adapter import as_if_at, bind, called_jaxpr, closed, evaluate, user_line
 from gshard.core.jax_adapter_context import context_of, in_context

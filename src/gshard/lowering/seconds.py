@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from gshard.core.deadline import check_deadline
 from gshard.core.jax_adapter import no_mesh_set
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan, local_bytes
@@ -17,6 +16,7 @@ from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Equation, Program, Value, short_dtype
 from gshard.core.rule import PARALLEL, REDUCE, Rule, Split, operand_sharding, result_sharding
 from gshard.core.sharding import Sharding
+from gshard.core.time_budget import check_deadline
 from gshard.device.cost import kernel_cost
 from gshard.device.fusion_model import (
     Kernel,

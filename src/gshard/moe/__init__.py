@@ -18,6 +18,7 @@ In reading order: ``param`` and ``config``, ``gating`` (Algorithm 1), ``ragged``
 """
 
 from gshard.moe.attention import KeysValues as KeysValues
+from gshard.moe.config import MODELS as MODELS
 from gshard.moe.config import TABLE_1 as TABLE_1
 from gshard.moe.config import ModelError as ModelError
 from gshard.moe.config import TransformerConfig as TransformerConfig
@@ -32,7 +33,6 @@ from gshard.moe.gating import Choice as Choice
 from gshard.moe.gating import Gating as Gating
 from gshard.moe.gating import balanced as balanced
 from gshard.moe.gating import top_k_gating as top_k_gating
-from gshard.moe.models import MODELS as MODELS
 from gshard.moe.param import Param as Param
 from gshard.moe.param import init_params as init_params
 from gshard.moe.param import names as names

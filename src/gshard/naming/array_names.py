@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 
 import jax
 
-from gshard.comm.collectives import KINDS
+from gshard.comm.steps import KINDS
 from gshard.core.jax_adapter import is_transposed, scopes_of
 from gshard.core.mark import Mark
 from gshard.core.program import Block, Equation, Program, Value, type_text

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from gshard.comm.collectives import KINDS
+from gshard.comm.steps import KINDS
 from gshard.core.jax_adapter import as_if_at, bind, closed
 from gshard.core.program import Block, Constant, Context, Equation, Value
 from gshard.language.region import with_edges

@@ -18,10 +18,10 @@ from gshard.core.jax_adapter import scan_counts
 from gshard.core.program import Block, Constant, Edge, Equation, Program, Value
 from gshard.core.rule import REDUCE, Rule, RuleMaker
 from gshard.language.region import Interpreter
-from gshard.language.traits import traits_of
+from gshard.language.traits import sums_in_range, traits_of
 from gshard.language.transfer import changes_memory, in_memory_of, is_handed_on, transferred
 from gshard.rewrite.driver import Split, where_split
-from gshard.rewrite.equation_graph import Others
+from gshard.rewrite.equation_graph import Neighbours, Others
 
 
 def _stacked(program: Program) -> list[tuple[Equation, Edge]]:
@@ -126,3 +126,52 @@ def _is_only_added_to(body: Block, start: Value, end: Value | Constant) -> bool:
     if producer is None or users != [producer] or sum(x is start or x is end for x in body.outputs) != 1:
         return False
     return traits_of(producer.name).adds or (producer.name == "sub" and producer.inputs[0] is start)
+
+
+_LOOPS = ("scan", "while")
+_SAME = ("convert_element_type", "copy", "name")
+
+# The smallest permitted scale. Smaller ones would flush too many parts to zero.
+_LEAST = 2.0**-32
+
+
+def added_in_rounds(name: str, blocks: Sequence[Block]) -> tuple[Block, ...]:
+    """The bodies of a region, with rules that permit parts to pass a scaling before they are added to a carry."""
+    return tuple(map(_changed, blocks)) if name in _LOOPS else tuple(blocks)
+
+
+def _changed(block: Block) -> Block:
+    graph = Neighbours(block.equations, block.outputs)
+    carried = set(block.inputs)
+    for e in block.equations:
+        if (traits_of(e.name).adds or e.name in _SAME) and not carried.isdisjoint(e.inputs):
+            carried.update(e.outputs)
+
+    added: set[Value] = set()  # values that are only scaled and added to a value from the previous iteration
+    for e in reversed(block.equations):
+        if (traits_of(e.name).adds or _scaled(e) is not None) and (
+            e.outputs[0] in added or (e.outputs[0] in graph.outputs and not carried.isdisjoint(e.inputs))
+        ):
+            added.update(v for v in e.inputs if isinstance(v, Value) and graph.is_read_once(v))
+
+    def changed(e: Equation) -> Equation:
+        operand = _scaled(e)
+        if operand is None or e.rule is None or e.outputs[0] not in added:
+            return e
+        linear = (*e.rule.linear, ("add", frozenset((operand,))))
+        return dataclasses.replace(e, rule=dataclasses.replace(e.rule, linear=linear))
+
+    equations = tuple(map(changed, block.equations))
+    return block if equations == block.equations else Block(block.inputs, equations, block.outputs)
+
+
+def _scaled(e: Equation) -> int | None:
+    """The number of the operand that a product or a division by a literal scales down; None for other equations."""
+    if e.name not in ("mul", "div") or not sums_in_range(e.outputs[0].dtype):
+        return None
+    for scaled, by in ((0, 1), (1, 0)) if e.name == "mul" else ((0, 1),):
+        x, literal = e.inputs[scaled], e.inputs[by]
+        number = literal.number if isinstance(literal, Constant) else None
+        if number and isinstance(x, Value) and _LEAST <= (number if e.name == "mul" else 1 / number) < 1:
+            return scaled
+    return None

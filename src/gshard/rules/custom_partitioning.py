@@ -18,9 +18,8 @@ import jax
 from jax.experimental.custom_partitioning import BATCHING, SdyShardingRule
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gshard.comm.collectives import collectives_of
 from gshard.comm.shards import Shards
-from gshard.comm.steps import PERMUTE
+from gshard.comm.steps import PERMUTE, collectives_of
 from gshard.core.errors import RuleError
 from gshard.core.jax_adapter import closed
 from gshard.core.jax_adapter_kernels import ir_types, read_sharding_rule

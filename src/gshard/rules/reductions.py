@@ -15,7 +15,7 @@ from gshard.core.rule import REDUCE, REPLICATE, Rule, RuleMaker
 from gshard.core.xla_workarounds import with_initial
 from gshard.language.registry import Call, rule
 from gshard.language.traits import Maker, combined, emit, if_finite, traits_of
-from gshard.rules.along_axis import AlongAxis
+from gshard.rules.shape import AlongAxis
 
 
 def monoid_of(jaxpr: Any) -> str | None:

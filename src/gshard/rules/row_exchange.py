@@ -16,8 +16,8 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from gshard.comm.collectives import sent_bytes
 from gshard.comm.shards import Shards, along
+from gshard.comm.steps import sent_bytes
 from gshard.core.jax_adapter_context import in_context
 from gshard.core.program import NO_CONTEXT
 from gshard.core.rule import Rule, RuleMaker, moves

@@ -13,7 +13,7 @@ from jax import lax
 from gshard.comm.shards import Shards, identity
 from gshard.core.rule import Rule, RuleMaker
 from gshard.language.registry import Call, rule
-from gshard.rules.along_axis import AlongAxis
+from gshard.rules.shape import AlongAxis
 
 
 @rule("sort")

@@ -24,7 +24,6 @@ from gshard.planning.added_marks import spec_of_cut, text_of_mark, with_marks
 from gshard.planning.layer_stacks import schedules_of
 from gshard.search.find import ended
 from gshard.search.pricing import PricedPlan
-from gshard.solver.moves import improve
 
 _NEAR = 5e-4  # of the plan's time: a smaller difference counts as none
 _MORE_MEMORY = 1.01  # ratio of two peaks of memory: a smaller one counts as the same
@@ -147,6 +146,21 @@ class _Trials:
         """Whether a plan is better than another one."""
         return now.rank(self.limit) < best.rank(self.limit)
 
+    def together(
+        self, start: PricedPlan, marks: Callable[[PricedPlan], Iterator[FoundMark]]
+    ) -> list[tuple[FoundMark, PricedPlan]]:
+        """Puts marks together: each is kept if the plan is better with it than with those before. It has the plans.
+
+        ``marks`` has those that are left to try, given the best plan so far; the first of them is tried next.
+        """
+        kept, best = list[tuple[FoundMark, PricedPlan]](), start
+        while not self.is_near(best) and (mark := next(marks(best), None)) is not None:
+            found = self.priced([*(earlier for earlier, _ in kept), mark])
+            if found is not None and self.is_better(found, best):
+                kept.append((mark, found))
+                best = found
+        return kept
+
     def needed(self, kept: Sequence[tuple[FoundMark, PricedPlan]]) -> tuple[list[FoundMark], PricedPlan]:
         """The marks without those that the others make superfluous, and the plan with them."""
         needed, current = [c for c, _ in kept], kept[-1][1]
@@ -183,7 +197,7 @@ def marks_of(goal: PricedPlan, limit: float, price: Callable[[Program], PricedPl
     if not trials.is_near(without):
         alone = ((mark, trials.priced([mark])) for mark in of_arguments[:_MOST])
         enough = next(((mark, now) for mark, now in alone if now is not None and trials.is_near(now)), None)
-        kept = improve(without, more, trials.priced, trials.is_better, trials.is_near) if enough is None else [enough]
+        kept = trials.together(without, more) if enough is None else [enough]
     needed, current = trials.needed(kept) if kept else ([], without)
     before = [without, *(now for _, now in kept)]
     marks = [

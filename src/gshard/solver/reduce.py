@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gshard.core.deadline import check_deadline
+from gshard.core.time_budget import check_deadline
 from gshard.solver.problem import Floats, Ints, Load, Problem, ProblemError, accumulated
 
 # Computes on the cost tables of one node or edge: allowed entries, sums, merged and best states.

@@ -13,8 +13,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from gshard.core.deadline import OutOfTime, check_deadline
-from gshard.core.time_budget import EFFORT
+from gshard.core.time_budget import EFFORT, OutOfTime, check_deadline
 from gshard.solver.descent import Descent, Forest
 from gshard.solver.messages import Flat, Messages
 from gshard.solver.problem import Floats, Ints, Problem, ProblemError

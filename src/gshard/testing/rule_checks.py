@@ -16,7 +16,7 @@ import numpy as np
 
 from gshard.api.kernel_function import KernelFunction
 from gshard.api.prove import Proof, prove
-from gshard.comm.collectives import collectives_of
+from gshard.comm.steps import collectives_of
 from gshard.core.errors import ArgumentError, RuleError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames

@@ -39,7 +39,7 @@ from gshard.rewrite.driver import Rewrite, run
 from gshard.rewrite.equation_graph import common_key, without_dead_code
 from gshard.rewrite.look_up import KnownValues, simpler
 from gshard.rewrite.rewrites import TRACE
-from gshard.rewrite.scale_in_rounds import added_in_rounds
+from gshard.rewrite.shard_scan import added_in_rounds
 from gshard.rewrite.widening import in_segments
 from gshard.tracing.expand import (
     expansion,

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gshard.comm.collectives import sent_bytes
+from gshard.comm.steps import sent_bytes
 from gshard.xla.dataflow import CALLING, MOVES, Array, Dataflow, is_move
 from gshard.xla.hlo_collectives import CompiledCollective
 from gshard.xla.hlo_parser import Instruction, arrays_of, type_bytes

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from gshard.comm.collectives import sent_bytes, sent_sizes
+from gshard.comm.steps import sent_bytes, sent_sizes
 from gshard.core.spmd import by_kind
 from gshard.xla.hlo_parser import Computation, Instruction, Module, read_module, trip_count, type_bytes
 

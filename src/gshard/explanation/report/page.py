@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import json
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 # In the order in which they run: helpers and filters first, then the sections from the top, then what draws them all.
@@ -33,6 +34,21 @@ class InNotebooks:
         return (
             f'<iframe srcdoc="{html.escape(page(data))}" title="{html.escape(data["name"])}" style="{_FRAME}"></iframe>'
         )
+
+
+class Page(InNotebooks):
+    """A result that has a page."""
+
+    def html(self, path: str | Path) -> Path:
+        """Writes the report of the best plan as one page, with what is known of the others.
+
+        Returns:
+            the path.
+        """
+        path, data = Path(path), self._page_data()
+        assert data is not None, "it has a page"
+        path.write_text(page(data), "utf-8")
+        return path
 
 
 def page(data: dict[str, Any]) -> str:
