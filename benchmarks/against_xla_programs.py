@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import jax
 import numpy as np
 from children import measured as measured_by_children
-from gshard.xla.peer import xla_function
+from peer import xla_function
 from priced_hlo import seconds
 
 import flops

@@ -28,9 +28,9 @@ from typing import Any
 import jax
 import numpy as np
 import overlap
-from gshard.xla.peer import xla_function
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from peer import xla_function
 from priced_hlo import FREE, kernel_seconds, kernels
 from tpu_schedules import cycles_of, estimated_cycles, schedule
 from twins.program import Program
