@@ -13,7 +13,8 @@ from gshard.exact.interpreter import Interpreter
 from gshard.exact.numbers import Reals
 from gshard.exact.on_parts import Exactly
 
-OF_DEVICES = {*interpreter._COLLECTIVES, "axis_index", "ragged_all_to_all", "scan", "while", "cond"}
+OF_DEVICES = """axis_index psum psum_invariant pmax pmin all_gather all_gather_invariant reduce_scatter all_to_all
+    ragged_all_to_all ppermute pbroadcast scan while cond""".split()
 
 
 class OnJax(Interpreter):

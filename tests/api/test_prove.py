@@ -148,6 +148,24 @@ def test_what_xla_makes_of_a_function():
     assert_proved(jax.jit(step, in_shardings=places), (w, x))
 
 
+def test_numbers_as_arguments():
+    """Numbers of Python are arguments of a function from ``gshard.jit`` and of its ``like``, but for static ones."""
+
+    def plain(x, rate, n, power, *, axis, scale=2):
+        return (rate * x.sum(axis) ** power + n) * scale
+
+    step = gshard.jit(
+        lambda x, *numbers, **named: plain(gshard.split(x, 0, "d"), *numbers, **named),
+        mesh=gshard.Mesh.abstract(d=2), static_argnums=3, static_argnames="axis",
+    )  # fmt: skip
+    for like in (None, plain, jax.jit(plain, static_argnums=3, static_argnames="axis")):
+        assert_proved(step, (X, 0.5, 2, 2), {"axis": 0, "scale": 2.0}, like=like)
+    wrong = gshard.prove(
+        step, X, 0.5, 3, 3, axis=0, like=lambda x, rate, n, power, axis: plain(x, rate, 3 - n, power, axis=axis)
+    )
+    assert wrong.verdict == "different"
+
+
 def test_sizes_become_smaller():
     large = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((4096, 8192), (8192, 28672))]
     f = gshard.jit(lambda x, w: jax.nn.relu(x @ gshard.split(w, 1, "m")), mesh=gshard.Mesh.abstract(m=8))

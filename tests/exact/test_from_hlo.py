@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 import gshard
 from families import CASES
 from gshard.emit.compile import named_sharding
-from gshard.exact.from_hlo import jaxpr_of, partitioned_hlo
+from gshard.exact.from_hlo import partitioned
 from placed import mesh_of
 
 GRID, LINE, SIX, ONE = {"d": 4, "t": 2}, {"d": 8}, {"d": 3, "t": 2}, {"d": 1}
@@ -105,12 +105,12 @@ def test_families(name):
 def test_what_has_no_translation_is_refused_by_name_and_line():
     lowered = jax.jit(lambda x: jax.pure_callback(np.sin, x, x)).lower(np.ones(3, np.float32))
     with pytest.raises(gshard.GShardError, match=r"custom call '\w*callback'(.|\n)*test_from_hlo.py:\d+"):
-        jaxpr_of(partitioned_hlo(lowered))
+        partitioned(lowered)
 
 
 def test_the_algorithm_of_a_product_is_kept():
     product = jax.jit(lambda x: lax.dot(x, x, precision="BF16_BF16_F32"))
-    assert "BF16_BF16_F32" in str(jaxpr_of(partitioned_hlo(product.lower(np.ones((4, 4), np.float32)))))
+    assert "BF16_BF16_F32" in str(partitioned(product.lower(np.ones((4, 4), np.float32))))
 
 
 def test_the_persistent_cache_neither_answers_nor_keeps(tmp_path):
@@ -118,7 +118,7 @@ def test_the_persistent_cache_neither_answers_nor_keeps(tmp_path):
     before = [getattr(jax.config, name) for name in names]
     try:
         list(map(jax.config.update, names, (str(tmp_path), 0)))
-        assert [len(partitioned_hlo(jax.jit(jnp.sin).lower(1.0)).module.computations) for _ in "ab"] == [1, 1]
+        assert [len(partitioned(jax.jit(jnp.sin).lower(1.0)).eqns) for _ in "ab"] == [1, 1]
     finally:
         list(map(jax.config.update, names, before))
     assert not list(tmp_path.rglob("*"))

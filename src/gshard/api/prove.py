@@ -16,10 +16,10 @@ from gshard.api.compiled_programs import on_first_devices
 from gshard.api.jit import Jitted
 from gshard.core import jax_adapter
 from gshard.core.errors import ArgumentError, counted, listed
-from gshard.core.jax_adapter_jit import given_to_jit, jaxpr_and_constants
+from gshard.core.jax_adapter_jit import given_to_jit, jaxpr_and_constants, jitted_like
 from gshard.core.planning_tables import with_tables
 from gshard.exact.blame import Blame, Contents, Trail, of_unequal
-from gshard.exact.from_hlo import jaxpr_of, partitioned_hlo, written_out
+from gshard.exact.from_hlo import partitioned, written_out
 from gshard.exact.interpreter import Interpreter
 from gshard.exact.numbers import Field, Reals, Value
 from gshard.exact.operations import Complex, Undecided, is_float
@@ -151,16 +151,16 @@ _live = jax_adapter.jaxpr_without_dead_code
 
 def _programs(f: Any, like: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Program, _Program]:
     if isinstance(f, Jitted):
-        call = f.read(args, kwargs)
-        lowered = f.lower(*args, **kwargs)
-        out_tree = lowered.out_tree
-        sharded = _Program(_live(lowered.spmd.jaxpr), lowered.program.captured, out_tree, call.leaves)
-        if like is None:
-            plain = _Program(_live(call.jaxpr), call.constants, out_tree, call.leaves)
-            return sharded, plain
-        return sharded, _traced(like, args, kwargs)
-    if like is None and given_to_jit(f) is not None:
-        return _by_xla(f, args, kwargs)
+        lowered, own = f.lower(*args, **kwargs), f if like is None else Jitted(jitted_like(f._by_jax, like), f.options)
+        call = own.read(args, kwargs)
+        sharded = _Program(_live(lowered.spmd.jaxpr), lowered.program.captured, lowered.out_tree, call.leaves)
+        return sharded, _of_jit(call.traced, call.leaves)
+    given = given_to_jit(f)
+    if like is None and given is not None:  # what XLA's partitioner makes of it
+        args, kwargs = on_first_devices((args, kwargs))
+        traced, leaves = f.trace(*args, **kwargs), jax.tree.leaves(given.without_static(args, kwargs))
+        plain = _of_jit(traced, leaves, written_out)
+        return _Program(_live(partitioned(traced.lower())), (), plain.results, leaves), plain
     if like is None:
         raise ArgumentError(
             f"prove compares {name_of(f)} with a plain function, and none is given.",
@@ -170,18 +170,9 @@ def _programs(f: Any, like: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return _traced(f, args, kwargs, with_shardings=True), _traced(like, args, kwargs)
 
 
-def _by_xla(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Program, _Program]:
-    """What XLA's partitioner makes of a function from ``jax.jit``, and its jaxpr."""
-    args, kwargs = on_first_devices((args, kwargs))
-    traced = f.trace(*args, **kwargs)
+def _of_jit(traced: jax.stages.Traced, leaves: Sequence[Any], instead: Any = None) -> _Program:
     jaxpr, constants = jaxpr_and_constants(traced)
-    translated = jaxpr_of(partitioned_hlo(traced.lower()))
-    results = jax.tree.structure(traced.out_info)
-    given = given_to_jit(f)
-    assert given is not None
-    leaves = jax.tree.leaves(given.without_static(args, kwargs))
-    sharded = _Program(_live(translated), (), results, leaves)
-    return sharded, _Program(_live(jaxpr), constants, results, leaves, written_out)
+    return _Program(_live(jaxpr), constants, jax.tree.structure(traced.out_info), leaves, instead)
 
 
 def _traced(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], with_shardings: bool = False) -> _Program:
@@ -193,7 +184,7 @@ def _traced(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], with_sharding
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if is_named else None)
 
     leaves, tree = jax.tree.flatten((args, kwargs))
-    arrays = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
+    arrays = [i for i, x in enumerate(leaves) if _is_array(x)]
 
     def called(given: list[Any]) -> Any:
         whole = dict(enumerate(leaves)) | dict(zip(arrays, given, strict=True))
@@ -204,11 +195,12 @@ def _traced(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], with_sharding
     return _Program(_live(jaxpr), (), jax.tree.structure(results), [leaves[i] for i in arrays])
 
 
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
 def _refuse_different_types(f: Any, sharded: _Program, plain: _Program) -> None:
-    for what, ours, theirs in (
-        ("arguments", _types(sharded.arguments), _types(plain.arguments)),
-        ("results", _types(_outputs(sharded)), _types(_outputs(plain))),
-    ):
+    for what, ours, theirs in zip(("arguments", "results"), _types(sharded), _types(plain), strict=True):
         if ours != theirs:
             differ = [f"{a} and {b}" for a, b in zip(ours, theirs, strict=False) if a != b]
             raise ArgumentError(
@@ -218,12 +210,11 @@ def _refuse_different_types(f: Any, sharded: _Program, plain: _Program) -> None:
             )
 
 
-def _outputs(program: _Program) -> list[Any]:
-    return [v.aval for v in jax_adapter.closed(program.jaxpr)[0].outvars]
-
-
-def _types(arrays: Sequence[Any]) -> list[str]:
-    return [jax.core.ShapedArray(np.shape(x), jax.dtypes.result_type(x)).str_short() for x in arrays]
+def _types(program: _Program) -> list[list[str]]:
+    """The types of the arguments and of the results."""
+    body = jax_adapter.closed(program.jaxpr)[0]
+    both = body.invars[len(program.constants) :], body.outvars
+    return [[f"{v.aval.dtype}[{','.join(map(str, v.aval.shape))}]" for v in own] for own in both]
 
 
 class _Comparison:
@@ -235,14 +226,17 @@ class _Comparison:
 
     def proof(self) -> Proof:
         """The verdict."""
+        try:
+            return self._proof()
+        except Undecided as error:
+            return self._made(UNDECIDED, cause=error.what, line=error.where or "")
+
+    def _proof(self) -> Proof:
         draws, wanted, assumed, outcomes = 0, _DRAWS, set[str](), dict[int, int]()
         while draws < wanted:
             domain = Field(wanted - draws, draws, self.keeps_dtypes)
-            try:
-                if self._differs(domain):
-                    return self._different(Field(_DRAWS, draws, self.keeps_dtypes))
-            except Undecided as error:
-                return self._made(UNDECIDED, cause=error.what, line=error.where or "")
+            if self._differs(domain):
+                return self._different(Field(_DRAWS, draws, self.keeps_dtypes))
             chance, assumed = domain.chance, assumed | domain.identities
             outcomes = {k: outcomes.get(k, 0) | domain.outcomes.get(k, 0) for k in {*outcomes, *domain.outcomes}}
             draws = wanted
@@ -276,49 +270,39 @@ class _Comparison:
         if jax.dtypes.issubdtype(dtype, np.floating):
             return random(f"argument {i}", shape)
         if not isinstance(x, jax.ShapeDtypeStruct):
-            return run.constant(x, v)
+            return run.constant(x if _is_array(x) else np.asarray(x, dtype), v)
         if not jax.dtypes.issubdtype(dtype, np.integer):
             return run.constant(np.random.default_rng(i).integers(0, 2, shape).astype(np.bool_))
         limit = self.sizes.limit(v) or 4
         return run.constant(np.random.default_rng(i).integers(0, limit, shape).astype(dtype))
 
-    def _differs(self, domain: Field | Reals) -> list[tuple[int, np.ndarray]]:
-        """The results that differ, and where; -1 for one that differs between devices."""
+    def _differs(self, domain: Field | Reals) -> bool:
+        """Whether a result differs between the programs or between devices."""
         expected, _ = self._run(self.plain, domain)
         stand_ins = {*domain.stand_ins}
         domain.stand_ins.clear()
         found, run = self._run(self.sharded, domain)
         if only := sorted(stand_ins ^ domain.stand_ins):
             raise Undecided(f"only one program uses {', '.join(only)}, and gshard cannot compute this exactly.")
-        where = [(i, _where(domain, a, b)) for i, (a, b) in enumerate(zip(found, expected, strict=True))]
-        wrong = [(i, w) for i, w in where if w.any()]
         if any(domain.is_nan(x).any() for x in expected if is_float(x)):
             domain.identities.add("elements that are NaN in both programs count as equal")
-        return wrong or [(-1, np.ones(1, bool)) for _ in run.unequal[:1]]
+        return bool(_wrong(domain, found, expected) or run.unequal)
 
     def _different(self, domain: Field) -> Proof:
-        try:
-            is_confirmed = any(self._differs(Reals(draws, domain.seed)) for draws in (_DRAWS, 8 * _DRAWS))
-        except Undecided as error:
-            return self._made(UNDECIDED, cause=error.what, line=error.where or "")
+        is_confirmed = any(self._differs(Reals(draws, domain.seed)) for draws in (_DRAWS, 8 * _DRAWS))
         contents = Contents(domain)
         trail = Trail(contents)
         expected, _ = self._run(self.plain, domain, contents)
-        for i, v in enumerate(jax_adapter.closed(self.plain.jaxpr)[0].invars[len(self.plain.constants) :]):
-            argument = self._argument(Interpreter(domain, self.sizes), i, v, self.plain.arguments[i])
-            contents.add(argument)
+        for x in self._operands(Interpreter(domain, self.sizes), self.plain)[len(self.plain.constants) :]:
+            contents.add(x)
         found, run = self._run(self.sharded, domain, trail)
-        names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(
-            jax.tree.unflatten(self.sharded.results, range(len(found))))]  # fmt: skip
         blame, result, elements = Blame("", ""), "", (0, 0)
-        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
-            where = _where(domain, a, b)
-            if where.any():
-                blame, result = trail.blame(a), f"result{names[i]}"
-                elements = int(where.any(0).sum()), math.prod(where.shape[1:])
-                break
-        if run.unequal:
-            first = run.unequal[0]
+        for i, where in list(_wrong(domain, found, expected).items())[:1]:
+            tree = jax.tree.unflatten(self.sharded.results, range(len(found)))
+            path, _ = jax.tree_util.tree_leaves_with_path(tree)[i]
+            blame, result = trail.blame(found[i]), f"result{jax.tree_util.keystr(path)}"
+            elements = int(where.any(0).sum()), math.prod(where.shape[1:])
+        for first in run.unequal[:1]:
             blame = of_unequal(trail, first)
             result = result or f"a result of shard_map (number {first.number})"
         if not is_confirmed:
@@ -333,11 +317,16 @@ class _Comparison:
         operands = self._operands(Interpreter(domain, self.sizes), self.sharded)
 
         def wrong(run: Interpreter) -> set[int]:
-            results = run.run(self.sharded.jaxpr, operands)
-            found = {i for i, (a, b) in enumerate(zip(results, expected, strict=True)) if _where(domain, a, b).any()}
-            return found | {len(expected) + u.number for u in run.unequal}
+            found = _wrong(domain, run.run(self.sharded.jaxpr, operands), expected)
+            return {*found} | {len(expected) + u.number for u in run.unequal}
 
         return repair(wrong, self.sharded.jaxpr, self.plain.jaxpr, domain=domain, sizes=self.sizes)
+
+
+def _wrong(domain: Field | Reals, found: Sequence[Value], expected: Sequence[Value]) -> dict[int, np.ndarray]:
+    """Where each result that differs does."""
+    where = (_where(domain, a, b) for a, b in zip(found, expected, strict=True))
+    return {i: w for i, w in enumerate(where) if w.any()}
 
 
 def _where(domain: Field | Reals, a: Value, b: Value) -> np.ndarray:

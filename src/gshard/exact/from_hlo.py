@@ -1,14 +1,12 @@
 """From HLO: what XLA's SPMD partitioner made of a lowered function, as a JAX program.
 
-``partitioned_hlo`` compiles a lowered function and reads the module that XLA's partitioner leaves: the program of one
-device, with every collective, before XLA fuses and reorders instructions. ``jaxpr_of`` turns it into a jaxpr of
-``jax.lax`` primitives with the arguments and results of the function: one ``shard_map`` over the mesh of the function.
-Equations have the source lines of their instructions.
+``partitioned`` compiles a lowered function, reads the module that XLA's partitioner leaves (the program of one device,
+with every collective, before XLA fuses and reorders instructions), and turns it into a jaxpr of ``jax.lax`` primitives:
+one ``shard_map`` over the mesh of the function. Equations have the source lines of their instructions.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 import tempfile
@@ -37,28 +35,54 @@ _PASS = "spmd-partitioning"
 _LEAST_TIME = "jax_persistent_cache_min_compile_time_secs"
 
 
-@dataclasses.dataclass(frozen=True)
-class Partitioned:
-    """A function as XLA's partitioner leaves it."""
-
-    module: Module  # the program of one device
-    mesh: Mesh  # the devices in the order of their partition numbers
-    arguments: tuple[Any, ...]  # shapes and dtypes of the whole flat arguments
-    kept: tuple[int, ...]  # the numbers of those that the program reads
-    in_specs: tuple[PartitionSpec, ...]  # how these are split over the atoms of the mesh
-    results: tuple[Any, ...]  # shapes and dtypes of the whole flat results
-    out_specs: tuple[PartitionSpec, ...]
-
-
-def partitioned_hlo(lowered: jax.stages.Lowered) -> Partitioned:
-    """Compiles a lowered function, and reads what XLA's partitioner made of it.
+def partitioned(lowered: jax.stages.Lowered) -> Any:
+    """Compiles a lowered function; returns what XLA's partitioner makes of it.
 
     Neither the environment nor files that remain are used, and JAX's persistent compilation cache neither answers nor
     keeps this compilation.
 
+    Returns:
+        a closed jaxpr from the whole flat arguments to the whole flat results.
+
     Raises:
-        TraceError: XLA wrote no module, or an argument or a result is split in a way that no mesh axes describe.
+        TraceError: XLA wrote no module, an array is split in a way that no mesh axes describe, or an instruction has no
+            counterpart in JAX.
     """
+    module, compiled = _compiled(lowered)
+    kept, arguments, results = (
+        sorted(kept_arguments(compiled)),
+        *map(jax.tree.leaves, (lowered.in_avals, lowered.out_info)),
+    )
+    takes: Any = lowered.in_tree.flatten_up_to(compiled.input_shardings)  # type: ignore[attr-defined]
+    gives: Any = lowered.out_tree.flatten_up_to(compiled.output_shardings)  # type: ignore[attr-defined]
+    takes = [takes[i] for i in kept]
+    meshes = (s.mesh for s in (*takes, *gives) if isinstance(s, NamedSharding) and s.mesh.size == module.devices)
+    mesh = Mesh.of(next(meshes, {"devices": module.devices}))
+    shapes = [x.shape for x in (*(arguments[i] for i in kept), *results)]
+    specs = [_spec(s, shape, mesh) for s, shape in zip((*takes, *gives), shapes, strict=True)]
+    reader = _Reader(module, mesh)
+
+    def local(*arrays: Any) -> tuple[Any, ...]:
+        found = reader.run(module.entry, arrays)
+        return found if isinstance(found, tuple) else (found,)
+
+    def whole(*arrays: Any) -> tuple[Any, ...]:
+        read = [jax.random.key_data(arrays[i]) if _is_key(arrays[i]) else arrays[i] for i in kept]
+        run = local
+        if mesh.size > 1:
+            ins, outs = tuple(specs[: len(kept)]), tuple(specs[len(kept) :])
+            run = jax.shard_map(local, mesh=mesh.abstract_jax_mesh, in_specs=ins, out_specs=outs, check_vma=False)
+        return tuple(
+            jax.random.wrap_key_data(x, impl=impl_of_keys(like)) if _is_key(like) else x
+            for x, like in zip(run(*read), results, strict=True)
+        )
+
+    with no_mesh_set(), jax.enable_x64(True):  # numbers of 64 bits may be inside of a program without such arguments
+        return jax.make_jaxpr(whole)(*shapes_of(arguments))
+
+
+def _compiled(lowered: jax.stages.Lowered) -> tuple[Module, jax.stages.Compiled]:
+    """The program of one device as the partitioner leaves it, and the compiled program."""
     seconds = getattr(jax.config, _LEAST_TIME)
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": _PASS}
@@ -76,16 +100,7 @@ def partitioned_hlo(lowered: jax.stages.Lowered) -> Partitioned:
             "XLA did not write the program that its partitioner made.",
             hint="Take programs compiled with xla_dump_large_constants out of JAX's persistent compilation cache.",
         )
-    kept, results = tuple(sorted(kept_arguments(compiled))), tuple(jax.tree.leaves(lowered.out_info))
-    arguments, takes, gives = tuple(jax.tree.leaves(lowered.in_avals)), lowered.in_tree, lowered.out_tree
-    given: Any = takes.flatten_up_to(compiled.input_shardings)  # type: ignore[attr-defined]
-    made: Any = gives.flatten_up_to(compiled.output_shardings)  # type: ignore[attr-defined]
-    given = [given[i] for i in kept]
-    meshes = (s.mesh for s in (*given, *made) if isinstance(s, NamedSharding) and s.mesh.size == module.devices)
-    mesh = Mesh.of(next(meshes, {"devices": module.devices}))
-    in_specs = tuple(_spec(s, arguments[i].shape, mesh) for i, s in zip(kept, given, strict=True))
-    out_specs = tuple(_spec(s, x.shape, mesh) for s, x in zip(made, results, strict=True))
-    return Partitioned(module, mesh, arguments, kept, in_specs, results, out_specs)
+    return module, compiled
 
 
 def _spec(sharding: Any, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
@@ -96,35 +111,6 @@ def _spec(sharding: Any, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     if found.order != mesh.order or any(n % mesh.count(along) for n, along in zip(shape, found.dims, strict=True)):
         raise TraceError("an array is split in a way that mesh axes do not describe.", got=f"{shape}: {sharding}")
     return PartitionSpec(*(along or None for along in found.dims))
-
-
-def jaxpr_of(program: Partitioned) -> Any:
-    """Translates a partitioned program to a closed jaxpr, from the whole flat arguments to the whole flat results.
-
-    Raises:
-        TraceError: an instruction has no counterpart in JAX.
-    """
-    reader = _Reader(program.module, program.mesh)
-
-    def local(*arrays: Any) -> tuple[Any, ...]:
-        found = reader.run(program.module.entry, arrays)
-        return found if isinstance(found, tuple) else (found,)
-
-    def whole(*arrays: Any) -> tuple[Any, ...]:
-        read = [jax.random.key_data(arrays[i]) if _is_key(arrays[i]) else arrays[i] for i in program.kept]
-        run = local
-        if program.mesh.size > 1:
-            mesh = program.mesh.abstract_jax_mesh
-            run = jax.shard_map(
-                local, mesh=mesh, in_specs=program.in_specs, out_specs=program.out_specs, check_vma=False
-            )
-        return tuple(
-            jax.random.wrap_key_data(x, impl=impl_of_keys(like)) if _is_key(like) else x
-            for x, like in zip(run(*read), program.results, strict=True)
-        )
-
-    with no_mesh_set(), jax.enable_x64(True):  # numbers of 64 bits may be inside of a program without such arguments
-        return jax.make_jaxpr(whole)(*shapes_of(program.arguments))
 
 
 # Functions that JAX or XLA writes out, by polynomials and the like, before it partitions.
@@ -146,8 +132,7 @@ def written_out(eqn: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
 @tabulated(1024)
 def _alone(primitive: Any, params: tuple[tuple[str, Any], ...], types: tuple[Any, ...]) -> Any:
     with no_mesh_set():
-        lowered = jax.jit(lambda *x: bind(primitive, dict(params), x)).lower(*types)
-        return jaxpr_of(partitioned_hlo(lowered))
+        return partitioned(jax.jit(lambda *x: bind(primitive, dict(params), x)).lower(*types))
 
 
 def _is_key(x: Any) -> bool:
@@ -196,9 +181,8 @@ class _Reader:
             if run is None:
                 raise NotImplementedError
             found = run(made, *operands)
-            if [(np.shape(x), x.dtype) for x in jax.tree.leaves(found)] != [
-                (t.shape, t.dtype) for t in _types_of(made)
-            ]:
+            kinds, wanted = ([(np.shape(x), x.dtype) for x in own] for own in (jax.tree.leaves(found), _types_of(made)))
+            if kinds != wanted:
                 raise TypeError(f"the translation has the type {jax.tree.map(jax.typeof, found)}")
         except TraceError:
             raise
@@ -214,23 +198,18 @@ class _Reader:
 
     # Instructions that contain computations.
 
-    def _operation(self, name: str) -> str:
-        """The opcode of a computation that is one operation on its two parameters, or is one of these; else empty."""
-        computation = self.module.computations[name]
-        root = computation.behind(computation.root, ("copy",))
-        assert root is not None
-        if root.opcode == "parameter":
-            return f"parameter {root.number}"
-        made = [computation.instructions[o] for o in root.operands]
-        numbers = [m.number for m in made if m.opcode == "parameter"]
-        return root.opcode if numbers == [0, 1] or (numbers == [1, 0] and root.opcode in _COMBINED) else ""
+    def _operation(self, made: Instruction, attribute: str = "to_apply") -> str:
+        """The function of two numbers that an instruction applies, as ``add``, ``GE``, ``parameter(1)`` or a text."""
+        text = _expression(self.module.computations[made.called(attribute)[0]])
+        swapped = text.removesuffix("(parameter(1),parameter(0))")
+        return swapped if swapped in _COMBINED else text.removesuffix("(parameter(0),parameter(1))")
 
     def _combining(self, made: Instruction, *x: Any) -> tuple[Any, Any, Callable[..., Any]]:
         """Operands, initial values and the function of a reduction, as ``lax.reduce`` takes them."""
         (name,), n = made.called("to_apply"), len(x) // 2
         if n > 1:
             return x[:n], x[n:], lambda a, b: self.run(name, [*a, *b])
-        return *x, _COMBINED.get(self._operation(name)) or (lambda a, b: self.run(name, [a, b]))
+        return *x, _COMBINED.get(self._operation(made)) or (lambda a, b: self.run(name, [a, b]))
 
     def _reduce(self, made: Instruction, *x: Any) -> Any:
         return lax.reduce(*self._combining(made, *x), made.numbers("dimensions"))
@@ -239,22 +218,15 @@ class _Reader:
         return lax.reduce_window(*self._combining(made, *x), **_window_of(made)[0])
 
     def _select_and_scatter(self, made: Instruction, x: Any, source: Any, init: Any) -> Any:
-        (selected,), (scattered,), (window, _) = made.called("select"), made.called("scatter"), _window_of(made)
-        compared = self.module.computations[selected]
-        chosen = {"GE": lax.ge_p, "LE": lax.le_p}[compared.instructions[compared.root].text("direction")]
-        if (self._operation(selected), self._operation(scattered)) != ("compare", "add") or np.any(init != 0):
+        (window, _), chosen = _window_of(made), {"GE": lax.ge_p, "LE": lax.le_p}.get(self._operation(made, "select"))
+        if chosen is None or self._operation(made, "scatter") != "add" or np.any(init != 0):
             raise NotImplementedError
         del window["base_dilation"], window["window_dilation"]
         return primitives.select_and_scatter_add_p.bind(source, x, select_prim=chosen, **window)
 
     def _scatter(self, made: Instruction, x: Any, indices: Any, update: Any) -> Any:
-        numbers = lax.ScatterDimensionNumbers(
-            *map(made.numbers, ("update_window_dims", "inserted_window_dims", "scatter_dims_to_operand_dims")),
-            *map(made.numbers, ("input_batching_dims", "scatter_indices_batching_dims")),
-        )
-        dropped = lax.GatherScatterMode.FILL_OR_DROP
-        scatter = _SCATTERED[self._operation(made.called("to_apply")[0])]
-        return scatter(x, _vectors_last(made, indices), update, numbers, mode=dropped)
+        numbers, scatter = _dimensions(lax.ScatterDimensionNumbers, made), _SCATTERED[self._operation(made)]
+        return scatter(x, _vectors_last(made, indices), update, numbers, mode=lax.GatherScatterMode.FILL_OR_DROP)
 
     def _sort(self, made: Instruction, *x: Any) -> Any:
         keys = _sorted_by(self.module.computations[made.called("to_apply")[0]], x)
@@ -282,34 +254,30 @@ class _Reader:
     def _partition_id(self, made: Instruction) -> Any:
         return lax.convert_element_type(lax.axis_index(self.mesh.atoms) if self.mesh.size > 1 else 0, np.uint32)
 
-    def _on_groups(self, made: Instruction, x: Any, run: Callable[..., Any], *dims: str, **options: Any) -> Any:
+    def _on_groups(self, run: Callable[..., Any], dims: str, made: Instruction, x: Any) -> Any:
         """Runs a collective on groups of devices; ``dims`` are its parameters that are the dimension."""
         groups = groups_of(made, self.module, ordered=True)
         if self.mesh.size == 1:
             return x
         if len({*map(len, groups)}) > 1:
             raise NotImplementedError("groups differ in size")
-        options |= {name: made.numbers("dimensions")[0] for name in dims}
+        options = dict.fromkeys(dims.split(), *made.numbers("dimensions")) | {"tiled": True} if dims else {}
         return run(x, axis_name=self.mesh.atoms, axis_index_groups=groups, **options)
 
-    def _all_reduce(self, made: Instruction, x: Any) -> Any:
-        operation = self._operation(made.called("to_apply")[0])
-        collective = {"add": lax.psum, "maximum": lax.pmax, "minimum": lax.pmin}.get(operation)
-        if collective is not None and x.dtype != np.bool_:
-            return self._on_groups(made, x, collective)
-        gathered = self._on_groups(made, lax.expand_dims(x, (0,)), lax.all_gather, tiled=True)
-        return functools.reduce(_COMBINED[operation], gathered)
+    _all_gather = functools.partialmethod(_on_groups, lax.all_gather, "axis")
+    _all_to_all = functools.partialmethod(_on_groups, lax.all_to_all, "split_axis concat_axis")
 
     def _reduce_scatter(self, made: Instruction, x: Any) -> Any:
-        if self._operation(made.called("to_apply")[0]) != "add" or x.dtype == np.bool_:
+        if self._operation(made) != "add" or x.dtype == np.bool_:
             raise NotImplementedError
-        return self._on_groups(made, x, lax.psum_scatter, "scatter_dimension", tiled=True)
+        return self._on_groups(lax.psum_scatter, "scatter_dimension", made, x)
 
-    def _all_gather(self, made: Instruction, x: Any) -> Any:
-        return self._on_groups(made, x, lax.all_gather, "axis", tiled=True)
-
-    def _all_to_all(self, made: Instruction, x: Any) -> Any:
-        return self._on_groups(made, x, lax.all_to_all, "split_axis", "concat_axis", tiled=True)
+    def _all_reduce(self, made: Instruction, x: Any) -> Any:
+        operation = self._operation(made)
+        collective = {"add": lax.psum, "maximum": lax.pmax, "minimum": lax.pmin}.get(operation)
+        if self.mesh.size == 1 or (collective is not None and x.dtype != np.bool_):
+            return self._on_groups(collective or lax.psum, "", made, x)
+        return functools.reduce(_COMBINED[operation], self._on_groups(lax.all_gather, "", made, x))
 
     def _collective_permute(self, made: Instruction, x: Any) -> Any:
         pairs = pairs_of(made)
@@ -332,7 +300,7 @@ _COMBINED: Mapping[str, Callable[..., Any]] = {
 }  # fmt: skip
 """What combines the elements of a reduction, as ``lax.reduce`` recognizes it."""
 
-_SCATTERED = {"parameter 1": lax.scatter, "add": lax.scatter_add, "multiply": lax.scatter_mul,
+_SCATTERED = {"parameter(1)": lax.scatter, "add": lax.scatter_add, "multiply": lax.scatter_mul,
               "maximum": lax.scatter_max, "minimum": lax.scatter_min}  # fmt: skip
 
 
@@ -341,27 +309,29 @@ def _elementwise(name: str) -> Callable[..., Any]:
     return lambda m, *x: run(*x)
 
 
+def _expression(computation: Computation, name: str = "") -> str:
+    """What a computation returns, as text: ``add(parameter(0),parameter(1))``."""
+    made = computation.behind(name or computation.root, ("copy",))
+    assert made is not None
+    inside = ",".join(_expression(computation, o) for o in made.operands) or made.literal
+    return f"{made.text('direction') or made.opcode}({inside})"
+
+
 def _sorted_by(comparator: Computation, operands: Sequence[Any]) -> int:
     """By how many operands a comparator sorts, if it is one of ``lax.sort``: all NaNs are equal, and both zeros."""
 
-    def printed(name: str) -> str:
-        made = comparator.instructions[name]
-        inside = ",".join(map(printed, made.operands)) or made.literal
-        return f"{made.text('direction') or made.opcode}({inside})"
-
-    def key(number: int) -> str:
-        x, dtype = f"parameter({number})", operands[number // 2].dtype
+    def key(number: int, dtype: Any) -> str:
+        x = f"parameter({number})"
         if not jax.dtypes.issubdtype(dtype, np.floating):
             return x
         return f"select(NE({x},{x}),constant(nan),select(EQ({x},constant(0)),constant(0),{x}))"
 
-    for count in range(len(operands), 0, -1):
-        wanted = ""
-        for n in reversed(range(count)):
-            keys = f"({key(2 * n)},{key(2 * n + 1)})"
-            wanted = f"or(LT{keys},and(EQ{keys},{wanted}))" if wanted else f"LT{keys}"
-        if wanted == printed(comparator.root):
-            return count
+    found, wanted = _expression(comparator), "{}"
+    for n, x in enumerate(operands):
+        keys = f"({key(2 * n, x.dtype)},{key(2 * n + 1, x.dtype)})"
+        if found == wanted.format(f"LT{keys}"):
+            return n + 1
+        wanted = wanted.format(f"or(LT{keys},and(EQ{keys},{{}}))")
     raise NotImplementedError("its comparator is not that of jax.lax.sort")
 
 
@@ -418,13 +388,15 @@ def _compare(made: Instruction, x: Any, y: Any) -> Any:
     return getattr(lax, made.text("direction").lower())(x, y)
 
 
+def _dimensions(kind: Any, made: Instruction) -> Any:
+    """The dimensions of a gather or a scatter. Of a scatter, one has another name."""
+    operand = "operand" if made.opcode == "gather" else "input"
+    return kind(*(made.numbers(name.replace("operand_batching", f"{operand}_batching")) for name in kind._fields))
+
+
 def _gather(made: Instruction, x: Any, indices: Any) -> Any:
-    numbers = lax.GatherDimensionNumbers(
-        *map(made.numbers, ("offset_dims", "collapsed_slice_dims", "start_index_map")),
-        *map(made.numbers, ("operand_batching_dims", "start_indices_batching_dims")),
-    )
-    indices, sizes = _vectors_last(made, indices), made.numbers("slice_sizes")
-    return lax.gather(x, indices, numbers, sizes, mode=lax.GatherScatterMode.CLIP)
+    numbers, sizes = _dimensions(lax.GatherDimensionNumbers, made), made.numbers("slice_sizes")
+    return lax.gather(x, _vectors_last(made, indices), numbers, sizes, mode=lax.GatherScatterMode.CLIP)
 
 
 def _vectors_last(made: Instruction, indices: Any) -> Any:
