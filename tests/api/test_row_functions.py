@@ -111,22 +111,6 @@ def test_derivatives():
     np.testing.assert_allclose(jax.grad(ours)(x, places), jax.grad(plain)(x, places), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("batches, tokens, size, copies", [(2, 8, 16, 2), (3, 5, 13, 2), (4, 13, 5, 1), (1, 6, 9, 2)])
-def test_batches_are_split_beside_their_rows(batches, tokens, size, copies):
-    """One, two and padded batches on a device, even and uneven rows; three calls with arrays placed differently."""
-    cases = [case(tokens, size, copies, seed=seed) for seed in range(batches)]
-    x, places, want = (np.stack([c[i] for c in cases]) for i in range(3))
-    back = np.stack([taken(*of) for of in zip(want, places, strict=True)])
-
-    def both(x, places):
-        x = gshard.split(x, {0: "a", 1: "b"})
-        sent = gshard.split(jax.vmap(functools.partial(gshard.put_rows, size=size))(x, places), {0: "a", 1: "b"})
-        return sent, jax.vmap(gshard.take_rows)(sent, places)
-
-    agrees_wherever_they_are(gshard.jit(both, mesh=MESH), (x, places), (want, back), P())
-
-
 def test_rows_of_a_batch_stay_among_its_devices():
     x, places = jax.ShapeDtypeStruct((2, 512, 64), "float32"), jax.ShapeDtypeStruct((2, 512, 2), "int32")
 

@@ -63,17 +63,9 @@ def rule_of(f, *args):
         (invented_p.bind, (X,), "a b c -> d e f; replicate a b c d e f"),  # no vmap rule
     ],
 )
-def test_what_is_proven(f, args, rule):
+def test_what_is_proven_is_true(f, args, rule):
     assert str(rule_of(f, *args)) == rule
-
-
-@pytest.mark.parametrize("f, args", [
-    (centred_p.bind, (X,)), (applied_p.bind, (X, X[:, 0])), (lambda x: summed_p.bind(x, axis=1), (X,)),
-    (lambda x: summed_p.bind(x, axis=0), (X,)),
-])  # fmt: skip
-@pytest.mark.one_in(2)
-def test_what_is_proven_is_true(f, args):
-    assert check_rule(f, *args)
+    assert f == invented_p.bind or check_rule(f, *args, most=2)
 
 
 def test_a_batch_stays_where_it_lies_and_nothing_is_reported():

@@ -14,10 +14,9 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from checked_calls import near
 from gshard import split
-from gshard.testing.rule_checks import emit, emitted, reported
+from gshard.testing.rule_checks import emitted, reported
 from harness import normal
 from placed import mesh_of
-from simulated import parts_of, simulate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,26 +136,6 @@ def test_equals_jax_jit(case):
     assert emitted(lowered.spmd.jaxpr, lowered.spmd.mesh.atom_sizes) == reported(lowered.spmd.collectives)
     if case.silent is not None:
         assert all(c.kind == "all_reduce" and c.shape == "pred[]" for c in lowered.spmd.collectives) == case.silent
-
-
-@pytest.mark.parametrize("name", ["examples meet, five over eight", "constants", "while, five over eight"])
-def test_simulated_devices_never_wait_in_vain(name):
-    """The interpreter refuses a loop that communicates and ends at different times; padding is what spoils results."""
-    case = next(case for case in CASES if case.name == name)
-    jitted = gshard.jit(case.function, mesh=gshard.Mesh.abstract(x=4), in_shardings=specs(case.arguments))
-    plan = jitted.lower(*case.arguments).plan
-    spmd = emit(plan)
-    (mapped,) = (e for e in spmd.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
-    given = dict(zip(spmd.jaxpr.jaxpr.constvars, ([c] * 4 for c in spmd.jaxpr.consts), strict=True))
-    for v, x, sharding in zip(spmd.jaxpr.jaxpr.invars, case.arguments, spmd.in_shardings, strict=True):
-        given[v] = parts_of(x, sharding, spmd.mesh)
-    results = simulate(mapped.params["jaxpr"], spmd.mesh.atom_sizes, [given[v] for v in mapped.invars])
-    expected = jax.tree.leaves(jax.jit(case.function)(*case.arguments))
-    for parts, v, want in zip(results, plan.program.block.outputs, expected, strict=True):
-        split = [d for d, atoms in enumerate(plan.sharding(v).dims) if atoms]
-        whole = [np.take(np.concatenate(parts, axis=d), range(v.shape[d]), axis=d) for d in split] or parts
-        for part in whole:
-            near(np.asarray(part), np.asarray(want), 1e-6)
 
 
 def test_what_somebody_notices_happens_equally_often():

@@ -110,25 +110,6 @@ def test_one_index_in_a_part_that_was_sliced_out(mapped):
         np.testing.assert_array_equal(run(*arguments), peer(*arguments))
 
 
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.one_in(2)
-def test_any_constant_indices(seed):
-    rng = np.random.default_rng(seed)
-    n, dim, count = int(rng.integers(1, 20)), int(rng.integers(2)), int(rng.integers(1, 40))
-    x = rng.integers(-9, 9, (n, 6) if dim == 0 else (6, n))
-    at = rng.integers(-2, n + 2, count) if seed % 2 else rng.integers(0, n) + np.zeros(count, int)
-    at = np.arange(-(n // 2), n, max(1, n // count)) if seed % 3 == 0 else at
-    updates = rng.integers(-9, 9, (len(at), 6))
-
-    def f(x, updates):
-        y = x if dim == 0 else x.T
-        return y.at[at].get(mode="fill", fill_value=7), y.at[at].add(updates), y.at[at, 1:4].min(updates[:, :3])
-
-    for parts in (1, 8):
-        run = gshard.jit(lambda x, u, parts=parts: f(gshard.split(x, dim, parts), u), mesh=8)
-        assert_proved(run, (x, updates))
-
-
 def diffused(x):
     def step(x, _):
         return x.at[1:-1].set(0.5 * x[1:-1] + 0.25 * (x[2:] + x[:-2])), None

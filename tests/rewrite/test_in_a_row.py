@@ -96,8 +96,23 @@ def test_what_they_become_and_what_is_sent(name):
     assert sum(c.total_bytes for c in lowered.spmd.collectives) <= rows * ROW
 
 
+def backwards(x):
+    """What derivatives make of halves that change places: a sum of what zeros are put to."""
+    n = x.shape[0] // 2
+    zero = x.dtype.type(0)
+    return lax.pad(x[n:], zero, ((0, n, 0), (0, 0, 0))) + lax.pad(-x[:n], zero, ((n, 0, 0), (0, 0, 0)))
+
+
+MOVED = {
+    "halves": lambda x: jnp.concatenate([-x[N // 2 :], x[: N // 2]]), "halves, in derivatives": backwards,
+    "thirds": lambda x: jnp.concatenate([jnp.abs(x[14:]), -jnp.abs(x[:6]), x[6:14]]),
+    "all of it": lambda x: jnp.concatenate([-x[N // 2 :], -x[: N // 2]]),
+}  # fmt: skip
+
+
 def all_of(dim):
-    return lambda x: {name: f(x if dim is None else gshard.split(x, dim, 8)) for name, (f, *_) in ROWS.items()}
+    programs = {name: f for name, (f, *_) in ROWS.items()} | MOVED
+    return lambda x: {name: f(x if dim is None else gshard.split(x, dim, 8)) for name, f in programs.items()}
 
 
 def same_bits(found, expected, name):
@@ -149,41 +164,3 @@ def test_sums_that_are_more_than_pieces_side_by_side_stay():
         lambda x: lax.pad(x[:5], x[0], [(0, 5, 0)]) + lax.pad(x[5:], x[1], [(5, 0, 0)]),
     ):
         assert {e.name for e in gshard.stages.trace(f, x).block.equations} & {"add", "add_any"}
-
-
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.one_in(2)
-def test_any_row(seed):
-    rng = np.random.default_rng(seed)
-    dtype = [np.float32, np.int32, jnp.bfloat16, np.bool_, np.complex64][seed % 5]
-    drawn = rng.integers(-3, 4, (int(rng.integers(3, 20)), 6))
-    x = np.where(drawn == 0, -0.0, drawn).astype(dtype)
-    seeds = rng.integers(2**31, size=12)
-
-    def f(x):
-        there, kept = x, []
-        for number in seeds:
-            step = np.random.default_rng(number)
-            axis, (n, m) = int(step.integers(2)), there.shape
-            length = (n, m)[axis]
-            low, high = sorted(int(i) for i in step.integers(0, length + 1, 2))
-            match int(step.integers(5)):
-                case 0:
-                    there = lax.slice_in_dim(there, low, high, axis=axis)
-                case 1:
-                    config = [tuple(int(i) for i in step.integers(-1, 3, 2)) for _ in range(2)]
-                    fits = all(k + min(a, 0) + min(b, 0) >= 0 for k, (a, b) in zip((n, m), config, strict=True))
-                    there = lax.pad(there, jnp.ones((), x.dtype), [(*c, 0) for c in config]) if fits else there
-                case 2:
-                    there = jnp.concatenate([lax.slice_in_dim(there, low, high, axis=axis), there], axis)
-                case 3:
-                    there = jnp.roll(there, low, axis)
-                case 4:
-                    kept.append(there)
-        return [there, *kept]
-
-    expected = jax.jit(f)(x)
-    parts = 1 if seed == 0 else 8
-    for found, wanted in zip(gshard.jit(lambda x: f(gshard.split(x, 0, parts)), mesh=8)(x), expected, strict=True):
-        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-        assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()

@@ -15,6 +15,7 @@ from families import CASES
 from gshard.device.cost import cost
 from gshard.device.machine import Machine
 from gshard.search.find import best_plan
+from gshard.testing import assert_proved
 
 f32 = jnp.float32
 ONE_OF_EACH = (
@@ -57,10 +58,6 @@ def trained(marked):
 RESIDUAL = ([(shape(2048, 8192), shape(8192, 2048)) for _ in range(3)], shape(4, 2048))
 
 
-def in_double(x):
-    return np.asarray(x, np.float64) if np.asarray(x).dtype == np.float32 else x
-
-
 EVERY = [name if name in ONE_OF_EACH else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 
@@ -69,21 +66,7 @@ EVERY = [name if name in ONE_OF_EACH else pytest.param(name, marks=pytest.mark.s
 def test_a_plan_that_was_found_computes_the_same(name):
     case = CASES[name]
     found = gshard.search(case.function, *case.arguments, mesh=case.jax_mesh, machine=slow())
-    searched = found.best.searched
-    results = gshard.jit(case.function, mesh=case.jax_mesh, plan=searched.plan)(*case.arguments)
-    expected = jax.jit(case.function)(*case.arguments)
-    with jax.enable_x64(True):  # where a step divides by the root of next to nothing, one device rounds as much
-        exact = jax.jit(case.function)(*jax.tree.map(in_double, case.arguments))
-    for x, y, z in zip(*map(jax.tree.leaves, (results, expected, exact)), strict=True):
-        x, y = np.asarray(x), np.asarray(y)
-        if x.dtype.kind == "f":
-            rounded = float(np.nanmax(np.abs(y - np.asarray(z)), initial=0)) if y.dtype == np.float32 else 0.0
-            scale = max(1.0, float(np.abs(y).max(initial=0)))
-            # More is no rounding: random numbers of another dtype.
-            atol = 1e-4 * scale + (4 * rounded if rounded < 0.01 * scale else 0.0)
-            np.testing.assert_allclose(x, y, rtol=1e-3, atol=atol)
-        else:
-            np.testing.assert_array_equal(x, y)
+    assert_proved(gshard.jit(case.function, mesh=found.mesh, plan=found.best.searched.plan), case.arguments)
     assert found.cost.seconds <= min(other.cost.seconds for other in found.best.others) * (1 + 1e-12)  # sums, rounded
     assert found.best.solution.value >= found.bound * (1 - 1e-9)
     assert found.gap is None or found.gap >= 0

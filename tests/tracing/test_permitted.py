@@ -16,8 +16,8 @@ import gshard
 from checked_calls import near_largest
 from gshard import replicate, shard, split
 from gshard.core.errors import PlanError, ShardingError
+from gshard.testing import assert_proved
 from harness import normal
-from placed import mesh_of, three_calls
 
 X, V, W = normal(16, 64), normal(64, 24), normal(24, 6)
 
@@ -76,13 +76,13 @@ def test_a_program_of_finite_numbers_adds_up_once(name):
     f, arguments, expected = FEWER[name]
     assert sent(f, *arguments, finite=True) == expected
     assert sum(row[2] for row in sent(f, *arguments)) > expected[0][2]
-    near_largest(gshard.jit(f, mesh=8, finite=True)(*arguments), jax.jit(f)(*arguments), 2e-5)
+    assert_proved(gshard.jit(f, mesh=8, finite=True), arguments)
 
 
 def test_a_mark_permits_what_the_option_permits():
     arguments = FEWER["U V W"][1]
     assert sent(marked_chain, *arguments) == FEWER["U V W"][2]
-    near_largest(gshard.jit(marked_chain, mesh=8)(*arguments), jax.jit(marked_chain)(*arguments), 2e-5)
+    assert_proved(gshard.jit(marked_chain, mesh=8), arguments)
 
 
 def test_large_products_are_not_repeated_to_send_less():
@@ -128,9 +128,7 @@ CONTAINERS = {
 def test_a_mark_changes_no_number(name):
     """Where tests/laws/test_any_finite_program.py makes no programs: in derivatives, under vmap, in while loops."""
     f, arguments = CONTAINERS[name]
-    want, mesh = jax.jit(f)(*arguments), mesh_of(b=2, a=4)
-    for got in three_calls(gshard.jit(f, mesh=mesh), mesh, *arguments):
-        near_largest(got, want, 2e-5)
+    assert_proved(gshard.jit(f, mesh={"b": 2, "a": 4}), arguments)
 
 
 def test_a_value_that_is_whole_is_kept_by_one_device():
@@ -174,17 +172,17 @@ def test_the_cotangent_of_a_reduced_value_is_in_parts():
     assert "P('d', reduced={'m'})" in str(back)
     w, x = normal(16, 24), normal(64, 16)
     assert sent(lambda w, x: replicate(f(w, x)), w, x) == [("all_reduce", 1, 2 * 16 * 4 * 7 // 8)]
-    near_largest(gshard.jit(f, mesh=8)(w, x), jax.jit(f)(w, x), 2e-5)
+    assert_proved(gshard.jit(f, mesh=8), (w, x))
 
 
 def test_programs_with_and_without_it_share_nothing():
     arguments = FEWER["U V W"][1]
     for finite in (False, True, False):
         assert (sent(chain, *arguments, finite=finite) == FEWER["U V W"][2]) is finite
-        near_largest(gshard.jit(chain, mesh=8, finite=finite)(*arguments), jax.jit(chain)(*arguments), 2e-5)
+        assert_proved(gshard.jit(chain, mesh=8, finite=finite), arguments)
     plan = gshard.jit(chain, mesh=8, finite=True).lower(*arguments).plan
     recorded = gshard.SavedPlan.of_json(gshard.SavedPlan.of(plan).as_json())
-    near_largest(gshard.jit(chain, mesh=8, plan=recorded, finite=True)(*arguments), jax.jit(chain)(*arguments), 2e-5)
+    assert_proved(gshard.jit(chain, mesh=8, plan=recorded, finite=True), arguments)
     with pytest.raises(PlanError, match="made with finite=True"):
         gshard.jit(chain, mesh=8, plan=recorded)(*arguments)
 
