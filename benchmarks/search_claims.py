@@ -165,7 +165,7 @@ def pins(only: list[str]) -> int:
             print(f"{case.name:<14} nothing to mark")
             continue
         name, spec = wanted
-        mark = Mark("spec", spec=words_of(spec)[0], axes=tuple(found.mesh.axes))
+        mark = Mark(spec=words_of(spec)[0], axes=tuple(found.mesh.axes))
         marked = with_marks(found.plan.program, {inputs_of(found)[name]: mark})
         assert marked is not None, "it has no mark"
         insisted = dataclasses.replace(

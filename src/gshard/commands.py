@@ -446,7 +446,7 @@ _RUNS = {"explain": _explain, "search": _search, "prove": _prove}
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs one command with the options of a command line (``command_options.parsed``), and returns the exit status."""
+    """Runs one command with the options of a command line (``__main__.parsed``), and returns the exit status."""
     try:
         for name, value in vars(options).items():
             if isinstance(value, Path):

@@ -109,7 +109,7 @@ def test_leaves_without_the_dimension_stay_open(x, mesh):
     assert (int(first["count"]), first["none"], float(first["lr"])) == (3, None, 0.5)
     assert jax.random.key_data(first["key"]).tolist() == jax.random.key_data(state["key"]).tolist()
     program = gshard.jit(lambda s: split(s, -2, "data"), mesh=mesh).lower(state).program
-    assert [e.mark.dim for e in program.block.equations] == [0], "only one of them has two dimensions"
+    assert [e.mark.spec for e in program.block.equations] == [("data",)], "only one of them has two dimensions"
 
 
 def test_gradients_of_integers_pass(x):

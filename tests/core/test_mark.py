@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from gshard import shard
 from gshard.core.errors import ShardingError
-from gshard.core.mark import Mark, resolve
+from gshard.core.mark import Mark, mark_of_split, resolve
 from gshard.core.mesh import Mesh
 
 MESHES = (Mesh.abstract(devices=8), Mesh.abstract(a=2, b=6), Mesh.abstract(a=3, b=2, c=2), Mesh.abstract(a=1, b=5))
@@ -45,7 +45,7 @@ def assigned(ids, mesh):
 
 
 def assignment(ids):
-    return Mark("assignment", ids=tuple(map(int, ids.ravel())), ids_shape=ids.shape)
+    return Mark(ids=tuple(map(int, ids.ravel())), ids_shape=ids.shape)
 
 
 @st.composite
@@ -90,7 +90,7 @@ def test_fewer_partitions_than_devices_lie_on_consecutive_devices(mesh):
     """``split`` and ``shard`` with ``arange`` agree wherever the number of parts is a product of major atoms."""
     for used in range(len(mesh.atoms) + 1):
         parts = mesh.count(mesh.atoms[:used])
-        by_split = resolve(Mark("split", dim=1, partitions=parts), mesh, (5, 7), "")
+        by_split = resolve(mark_of_split(1, parts), mesh, (5, 7), "")
         by_ids = resolve(assignment(np.arange(parts).reshape(1, parts)), mesh, (5, 7), "")
         assert by_split == by_ids
         copies = mesh.size // parts
@@ -100,27 +100,27 @@ def test_fewer_partitions_than_devices_lie_on_consecutive_devices(mesh):
 def test_axes_by_name():
     mesh = Mesh.abstract(a=2, b=6, one=1)
     b = mesh.atoms_of["b"]
-    assert resolve(Mark("spec", spec=(("b", "a"),)), mesh, (3, 4), "").dims == ((*b, "a"), ())
-    assert resolve(Mark("spec", spec=(None, "b")), mesh, (3, 4), "").dims == ((), b)
-    assert resolve(Mark("spec", spec=("one", "b.1")), mesh, (3, 4), "").dims == ((), ("b.1",))
-    assert resolve(Mark("split", dim=1, partitions=("a", "b")), mesh, (3, 4), "").dims == ((), ("a", *b))
-    open_one = resolve(Mark("spec", spec=(P.UNCONSTRAINED, "a")), mesh, (3, 4), "")
+    assert resolve(Mark(spec=(("b", "a"),)), mesh, (3, 4), "").dims == ((*b, "a"), ())
+    assert resolve(Mark(spec=(None, "b")), mesh, (3, 4), "").dims == ((), b)
+    assert resolve(Mark(spec=("one", "b.1")), mesh, (3, 4), "").dims == ((), ("b.1",))
+    assert resolve(mark_of_split(1, ("a", "b")), mesh, (3, 4), "").dims == ((), ("a", *b))
+    open_one = resolve(Mark(spec=(P.UNCONSTRAINED, "a")), mesh, (3, 4), "")
     assert open_one.open == (True, False)
     assert open_one.dims == ((), ("a",))
 
 
 def test_axes_of_another_mesh_over_the_same_devices():
     """A constraint of a mesh ``2 x 4`` is understood on one axis of 8, by the strides of its axes."""
-    mark = Mark("spec", spec=("y", "x"), axes=(("x", 2), ("y", 4)))
+    mark = Mark(spec=("y", "x"), axes=(("x", 2), ("y", 4)))
     mesh = Mesh.abstract(devices=8)
     d0, d1, d2 = mesh.atoms
     assert resolve(mark, mesh, (4, 4), "").dims == ((d1, d2), (d0,))
     with pytest.raises(ShardingError):
-        resolve(Mark("spec", spec=("x",), axes=(("x", 3), ("y", 4))), mesh, (4,), "")
+        resolve(Mark(spec=("x",), axes=(("x", 3), ("y", 4))), mesh, (4,), "")
 
 
 def test_dimensions_that_vmap_adds_are_open():
-    mark = Mark("split", dim=0, partitions=2, batch_dims=(1, 0))
+    mark = Mark((2,), batch_dims=(1, 0))
     demand = resolve(mark, Mesh.abstract(a=2), (7, 4, 6), "")
     assert demand.dims == ((), ("a",), ())
     assert demand.open == (True, False, True)

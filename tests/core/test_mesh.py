@@ -150,7 +150,7 @@ def test_what_a_spec_says_is_the_cut_it_was_made_of(order, at):
     dims = tuple(tuple(x for i in order if at[i] == d for x in mesh.atoms_of["abcd"[i]]) for d in range(3))
     spec = mesh.spec_of(dims)
     assert spec is not None
-    assert resolve(Mark("spec", spec=tuple(spec)), mesh, (1, 1, 1), "").dims == dims
+    assert resolve(Mark(spec=tuple(spec)), mesh, (1, 1, 1), "").dims == dims
 
 
 def device(i):

@@ -90,7 +90,7 @@ def test_a_change_that_takes_longer_than_there_is_time_for_is_not_tried():
 def test_a_value_that_is_marked_is_not_marked_again():
     program = gshard.explain(layers, *LAYERS, mesh=MESH).plan.program
     marked = next(e.outputs[0] for e in program.block.walk() if e.mark is not None)
-    assert with_marks(program, {marked: Mark("replicate")}) is None
+    assert with_marks(program, {marked: Mark()}) is None
 
 
 def test_a_mark_inside_a_loop_changes_the_plan_there():
@@ -99,7 +99,7 @@ def test_a_mark_inside_a_loop_changes_the_plan_there():
 
     program = gshard.jit(f, mesh=MESH).lower(np.ones((3, 16, 16), np.float32), np.ones((8, 16), np.float32)).program
     (product,) = [e for e in program.block.walk() if e.name == "dot_general"]
-    marked = with_marks(program, {product.outputs[0]: Mark("replicate")})
+    marked = with_marks(program, {product.outputs[0]: Mark()})
     (again,) = [e for e in marked.block.walk() if e.mark is not None and e.inputs[0] is product.outputs[0]]
     plan = propagate(marked, MESH)
     assert plan.sharding(again.outputs[0]).dims == ((), ())
@@ -147,7 +147,7 @@ def test_no_mark_is_written_on_arrays_that_are_not_the_users():
     program = gshard.stages.trace(flattened, f32(8, 64, 256), f32(256, 512))
     made = [v for v in program.block.values() if v.made]
     assert {len(v.shape) for v in made} == {2, 3}
-    assert all(with_marks(program, {v: Mark("replicate")}) is None for v in made)
+    assert all(with_marks(program, {v: Mark()}) is None for v in made)
     best = found.verdict("h100:1x8").proposal
     assert best is None or "P(" not in best.mark or best.at.startswith("the argument")
 

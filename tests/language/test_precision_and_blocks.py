@@ -14,7 +14,7 @@ TINY = float(np.finfo(np.float32).tiny)
 
 
 def marked(x, send):
-    return rounded(jnp.asarray(x), Mark("replicate", send=send, wide=str(jnp.asarray(x).dtype)))
+    return rounded(jnp.asarray(x), Mark(send=send, wide=str(jnp.asarray(x).dtype)))
 
 
 def largest_of_row(x):

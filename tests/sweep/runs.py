@@ -161,7 +161,7 @@ def partitioned(harness, variant, places):
     function = harness.function
     if variant.enters_split:
         for i, spec in specs.items():
-            marks[i] = Mark("spec", spec=tuple(spec))
+            marks[i] = Mark(spec=tuple(spec))
     else:
 
         def function(*arguments):

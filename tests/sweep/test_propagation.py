@@ -50,7 +50,7 @@ def made_whole(members):
             continue
         for ((i, d),) in EVEN.places(h.arguments):
             spec = (*(None,) * d, "x")
-            marks = [Mark("spec", spec=spec) if k == i else None for k in range(len(h.arguments))]
+            marks = [Mark(spec=spec) if k == i else None for k in range(len(h.arguments))]
             plan = propagate(trace(h.function, *h.arguments, argument_marks=marks), mesh)
             placed = [NamedSharding(mesh.jax_mesh, P(*spec) if k == i else P()) for k in range(len(h.arguments))]
             given = [

@@ -15,9 +15,9 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 
+from gshard.api.marks import is_spec, memories_of, spread
+from gshard.api.marks import mark_of_spec as mark_of_spec
 from gshard.api.signature import shape_to_trace
-from gshard.api.specs import is_spec, memories_of, spread
-from gshard.api.specs import mark_of_spec as mark_of_spec
 from gshard.api.target import Options
 from gshard.core.errors import ArgumentError, ShardingError, counted
 from gshard.core.jax_adapter import mesh_of_context, shapes_of, user_line

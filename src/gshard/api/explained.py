@@ -28,7 +28,7 @@ from gshard.api.compiled_programs import (
 from gshard.api.function_again import compiled_again, compiled_for, with_bound_arguments
 from gshard.api.jit import Jitted, jit
 from gshard.api.lowered import Compiled, Lowered, Traced
-from gshard.api.specs import told
+from gshard.api.marks import told
 from gshard.api.wrapped import mesh_of_arguments
 from gshard.core.errors import ArgumentError, GShardError, MeshError
 from gshard.core.jax_adapter import mesh_of_context, user_line

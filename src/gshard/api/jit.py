@@ -22,6 +22,7 @@ from gshard.api.boundary import (
     shardings_of_results,
 )
 from gshard.api.lowered import Lowered, Traced, by_dispatch, captured_arrays, is_on_cpu, placed_arguments
+from gshard.api.marks import memories_of, told
 from gshard.api.signature import (
     Signature,
     brought,
@@ -30,7 +31,6 @@ from gshard.api.signature import (
     type_to_trace,
     without_explicit_axes,
 )
-from gshard.api.specs import memories_of, told
 from gshard.api.target import Options, Target
 from gshard.api.transformations import call, refuse_in_region, refuse_references
 from gshard.api.wrapped import unwrapped

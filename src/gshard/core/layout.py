@@ -116,7 +116,6 @@ class Layout:
         if not applied:
             return None
         return Mark(
-            "spec",
             spec=tuple(PartitionSpec.UNCONSTRAINED if row is None else row.entry for row in rows),
             batch_dims=names.batch_dims,
             source_text=f"name(x, {str(names)!r}) by {', '.join(applied)}",

@@ -235,16 +235,11 @@ class Schedule:
 class Mark:
     """One sharding constraint: a call of ``replicate``, ``split`` or ``shard``, or a sharding of JAX."""
 
-    # ``replicate``, ``split`` (``dim``, ``partitions``), ``assignment`` (``ids``, ``ids_shape``) or ``spec`` (``spec``:
-    # the entries of a ``PartitionSpec``)
-    kind: str
-    dim: int = 0  # the dimension that ``split`` splits, counted without the dimensions that vmap added
-    partitions: int | str | tuple[str, ...] = 1  # a number of parts, or one or several names of mesh axes
-    ids: tuple[int, ...] = ()  # device ids in row-major order
-    ids_shape: tuple[int, ...] = ()  # number of parts along each dimension
-    # for each dimension None, an axis name, a tuple of names, a number of parts (from a layout), or
-    # ``PartitionSpec.UNCONSTRAINED``
+    # for each dimension None (whole, as further dimensions are), an axis name, a tuple of names, a number of parts, or
+    # ``PartitionSpec.UNCONSTRAINED``; without the dimensions that vmap added
     spec: tuple[Any, ...] = ()
+    ids: tuple[int, ...] | None = None  # instead of ``spec``: device ids in row-major order
+    ids_shape: tuple[int, ...] = ()  # number of parts along each dimension
     # names and sizes of the axes of the mesh to which ``spec`` refers, if it has its own mesh
     axes: tuple[tuple[str, int], ...] = ()
     devices: tuple[Any, ...] = ()  # the devices of this mesh in row-major order, if it has devices
@@ -280,20 +275,9 @@ class Mark:
         return dims
 
     def __str__(self) -> str:
-        call = self.source_text or self._call
+        given = f"ids of shape {self.ids_shape}" if self.ids is not None else self.spec_text
+        call = self.source_text or f"shard(x, {given})"
         return f"{call.removesuffix(')')}, send={self.send!r})" if self.send else call
-
-    @property
-    def _call(self) -> str:
-        match self.kind:
-            case "replicate":
-                return "replicate(x)"
-            case "split":
-                return f"split(x, {self.dim}, {self.partitions!r})"
-            case "assignment":
-                return f"shard(x, ids of shape {self.ids_shape})"
-            case _:
-                return f"shard(x, {self.spec_text})"
 
     def is_foreign(self, mesh: Mesh) -> bool:
         """Whether the mark refers to another mesh. gshard then resolves it by its devices."""
@@ -310,11 +294,19 @@ class Mark:
         return text_of_spec(self.spec, axes, "" if self.monoid == "add" else self.monoid)
 
 
+REPLICATED = Mark(source_text="replicate(x)")
+
+
+def mark_of_split(dim: int, partitions: int | str | tuple[str, ...], leaf: str = "") -> Mark:
+    """The mark that splits one dimension over mesh axes or into a number of parts."""
+    return Mark((*(None,) * dim, partitions), leaf=leaf, source_text=f"split(x, {dim}, {partitions!r})")
+
+
 def mark_of_stack(schedule: Schedule, ndim: int, leaf: str = "") -> Mark:
     """The mark of stacked layers. In several rounds a stage has layers that are apart, so the stack stays open."""
     first = schedule.over if schedule.rounds == 1 else PartitionSpec.UNCONSTRAINED
     spec = (first, *(PartitionSpec.UNCONSTRAINED,) * (ndim - 1))
-    return Mark("spec", spec=spec, leaf=leaf, source_text=str(schedule), schedule=schedule)
+    return Mark(spec=spec, leaf=leaf, source_text=str(schedule), schedule=schedule)
 
 
 def mark_of_cut(dims: Sequence[Atoms | None], mesh: Mesh) -> Mark:
@@ -325,7 +317,7 @@ def mark_of_cut(dims: Sequence[Atoms | None], mesh: Mesh) -> Mark:
     (('devices.1',), ())
     """
     spec = tuple(PartitionSpec.UNCONSTRAINED if atoms is None else tuple(atoms) or None for atoms in dims)
-    return Mark("spec", spec=spec, axes=tuple(mesh.atom_sizes.items()))
+    return Mark(spec=spec, axes=tuple(mesh.atom_sizes.items()))
 
 
 def _axes(axes: tuple[tuple[str, int], ...]) -> str:
@@ -358,20 +350,13 @@ class Demand:
 def resolve(mark: Mark, mesh: Mesh, shape: tuple[int, ...], line: str) -> Demand:
     """Resolves a mark for an array on a mesh."""
     ndim = len(shape) - len(mark.batch_dims)
-    order = mesh.order
     try:
-        match mark.kind:
-            case "replicate":
-                dims: list[Atoms | None] = [()] * ndim
-            case "split":
-                dims = [()] * ndim
-                dims[mark.dim] = atoms_of_partitions(mark.partitions, mesh)
-            case "assignment":
-                ids = np.asarray(mark.ids, dtype=np.int64).reshape(mark.ids_shape)
-                cuts, order = _cut_and_order(table_of_ids(ids, mesh), mesh)
-                dims = list(cuts)
-            case _:
-                dims, order = _spec(mark, mesh, ndim)
+        if mark.ids is not None:
+            ids = np.asarray(mark.ids, dtype=np.int64).reshape(mark.ids_shape)
+            cuts, order = _cut_and_order(table_of_ids(ids, mesh), mesh)
+            dims: list[Atoms | None] = list(cuts)
+        else:
+            dims, order = _spec(mark, mesh, ndim)
         _check_once(dims, mesh)
         unreduced = _unreduced(mark, dims, mesh)
         placed = mark.place(dims, None)

@@ -160,7 +160,7 @@ class Explanation(InNotebooks):
         Of a plan: ``host`` (what is in the memory of the host, and moves);
         ``collective_matmuls``; ``recomputed``; ``replicated`` (work that devices repeat, and devices without work);
         ``pipelines``; ``batches``; ``returned`` (results that a ``jax.Array`` cannot hold in the shards of the plan);
-        ``low_precision``; ``layout`` (how many values each row applies to); ``unused`` (marks and rows of the layout
+        ``low_precision``; ``unused`` (marks and rows of the layout
         without effect); ``gathered`` (operations without a rule); ``dropped`` (features of the program that gshard
         does not keep). Of a compiled program: ``whole`` (large arguments that every device holds whole).
         """

@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 
-from gshard.core.errors import ArgumentError, PlanError, counted, known_names, listed
+from gshard.core.errors import ArgumentError, PlanError, counted, known_names
 from gshard.core.jax_adapter import Frame, scan_counts, user_frames
-from gshard.core.layout import Named
 from gshard.core.mark import text_of_spec
 from gshard.core.memory_kinds import is_host_kind
 from gshard.core.mesh import Mesh
@@ -134,24 +132,7 @@ def _without_effect(block: Block) -> Iterator[str]:
             )
 
 
-# Layout usage: the values that each row of a layout applies to, and the rows that are unused.
-
-
-def uses_of_layout(program: Program) -> tuple[str, ...]:
-    """How many values each row of the layout applies to, and which names are open."""
-    layout = program.layout
-    if layout is None:
-        return ()
-    used: Counter[str] = Counter()
-    left: dict[str, None] = {}
-    for named in _under(program):
-        rows = layout.rows_of(named.names)
-        used.update(dict.fromkeys((str(row) for row in rows if row is not None), 1))
-        left |= dict.fromkeys(n for n, row in zip(named.names.dims, rows, strict=True) if n is not None and row is None)
-    lines = [f"{row}: {counted(used[row], 'value')}" for row in map(str, layout.rows) if used[row]]
-    if left:
-        lines.append(f"open, since no row mentions them: {', '.join(listed(list(left)))}")
-    return tuple(lines)
+# Layout usage: the rows that are unused.
 
 
 def unused_of_layout(program: Program, mesh: Mesh) -> tuple[str, ...]:
@@ -159,7 +140,8 @@ def unused_of_layout(program: Program, mesh: Mesh) -> tuple[str, ...]:
     layout = program.layout
     if layout is None:
         return ()
-    names = {name for named in _under(program) for name in named.names.dims}
+    of_layout = (named for named in program.named if named.layout == layout)  # not of a layout of a function inside
+    names = {name for named in of_layout for name in named.names.dims}
     found = []
     for row in layout.rows:
         if row.name not in names:
@@ -184,11 +166,6 @@ def refuse_unused(program: Program, mesh: Mesh) -> None:
             "\n  ".join([*found, f"mesh: {mesh}; {program.layout}"]),
             "Correct the names, leave out the rows, or allow it with strict=False.",
         )
-
-
-def _under(program: Program) -> list[Named]:
-    """The values for which the program's own layout says what their names mean."""
-    return [named for named in program.named if named.layout == program.layout]
 
 
 # Lists the marked arrays that devices send in low precision, with the error bound (``send=`` of the marks).
@@ -388,7 +365,6 @@ class PlanSource:
             ("returned", "results returned in fewer shards than they have inside: a jax.Array cannot have these",
              returned_in_fewer_shards(plan, self.names)),
             ("low_precision", "arrays in low precision, by marks with send=", sent_narrow(program, self.names)),
-            ("layout", "layout", uses_of_layout(program)),
             ("unused", "marks and rows of the layout without effect, probably by mistake (strict=True refuses them)",
              unused),
             ("gathered", "operators without a rule: gshard gathers their operands, and every device repeats the work",

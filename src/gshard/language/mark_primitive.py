@@ -107,15 +107,9 @@ def rounded(x: Any, mark: Mark) -> Any:
 
 def _mark_of_rows(mark: Mark, ndim: int) -> Mark | None:
     """The mark of an array with one element for each row along the last dimension; None if there is none."""
-    match mark.kind:
-        case "split":
-            return Mark("replicate") if mark.dim == ndim - 1 else mark
-        case "assignment":
-            return mark if mark.ids_shape[-1:] == (1,) else None
-        case "spec":
-            return dataclasses.replace(mark, spec=mark.spec[: ndim - 1]) if len(mark.spec) == ndim else mark
-        case _:
-            return mark
+    if mark.ids is not None:
+        return mark if mark.ids_shape[-1:] == (1,) else None
+    return dataclasses.replace(mark, spec=mark.spec[: ndim - 1])
 
 
 def _in_full(mark: Mark) -> Mark:

@@ -183,14 +183,8 @@ class OverAtoms(Rewritten):
 
 def _splits_a_dimension(constraint: Any) -> bool:
     """Whether a mark or a sharding splits any dimension."""
-    kind = getattr(constraint, "kind", None)
-    if kind == "split":
-        return constraint.partitions not in (1, ())
-    if kind == "assignment":
-        return any(n > 1 for n in constraint.ids_shape)
-    if kind == "replicate" or not hasattr(constraint, "spec"):
-        return False
-    return any(entry not in (None, (), 1) and entry is not PartitionSpec.UNCONSTRAINED for entry in constraint.spec)
+    entries = (*getattr(constraint, "spec", ()), *getattr(constraint, "ids_shape", ()))
+    return any(entry not in (None, (), 1) and entry is not PartitionSpec.UNCONSTRAINED for entry in entries)
 
 
 def check_known(eqn: Any, name: str, axes: tuple[Any, ...]) -> None:

@@ -52,7 +52,7 @@ def with_schedules(program: Program, schedules: Mapping[int, Schedule]) -> Progr
             return None
         ndim = len(program.block.inputs[len(program.captured) + i].shape)
         open_dims = (PartitionSpec.UNCONSTRAINED,) * (ndim - 1)
-        marks[i] = Mark("spec", spec=(schedule.over, *open_dims), source_text=str(schedule), schedule=schedule)
+        marks[i] = Mark(spec=(schedule.over, *open_dims), source_text=str(schedule), schedule=schedule)
     return dataclasses.replace(program, argument_marks=tuple(marks))
 
 

@@ -377,7 +377,7 @@ class StageLayout:
         """The array with its dimension of stages split over the mesh; the other dimensions stay open."""
         spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
         spec[dim] = self.schedule.over
-        return bind_mark(x, Mark("spec", spec=tuple(spec), source_text=str(self.schedule)))
+        return bind_mark(x, Mark(spec=tuple(spec), source_text=str(self.schedule)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ def cuts_of(
     spec: tuple[Any, ...], axes: tuple[tuple[str, int], ...], mesh: Mesh, shape: tuple[int, ...]
 ) -> tuple[Atoms, ...]:
     """The atoms that cut each dimension of an array, by a spec over the axes of another mesh of the same devices."""
-    demand = resolve(Mark("spec", spec=spec, axes=axes), mesh, shape, "")
+    demand = resolve(Mark(spec=spec, axes=axes), mesh, shape, "")
     if demand.order != mesh.order:
         raise ShardingError(
             "a mesh inside the program cuts its devices otherwise than the axes of the program's mesh do.",

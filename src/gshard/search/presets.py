@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from gshard.core.mark import Mark, Schedule, atoms_of_partitions, mark_of_cut
+from gshard.core.mark import REPLICATED, Mark, Schedule, atoms_of_partitions, mark_of_cut
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import AS_MARKED, Boundary, Plan
 from gshard.core.program import Program, Value
@@ -119,7 +119,7 @@ def _along(v: Value, dim: int | None, atoms: Atoms, mesh: Mesh) -> Mark | None:
     if not v.shape:
         return None
     if dim is None or v.shape[dim] % mesh.count(atoms):
-        return Mark("replicate")
+        return REPLICATED
     return mark_of_cut([atoms if d == dim else () for d in range(len(v.shape))], mesh)
 
 

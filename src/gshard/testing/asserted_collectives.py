@@ -15,7 +15,7 @@ import jax
 from gshard.api.compiled_programs import on_first_devices
 from gshard.api.explained import explain
 from gshard.api.jit import Jitted
-from gshard.api.specs import told
+from gshard.api.marks import told
 from gshard.core.errors import ArgumentError, MeshError, known_names
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames

@@ -70,7 +70,7 @@ def _mark_and_memory(target: Any, aval: Any) -> tuple[Mark | None, bool]:
     if isinstance(target, SingleDeviceSharding):
         (device,) = target.device_set
         whole = (None,) * len(aval.shape)
-        return Mark("spec", spec=whole, axes=(("device", 1),), devices=(device,)), to_host
+        return Mark(spec=whole, axes=(("device", 1),), devices=(device,)), to_host
     raise _refused(f"jax.device_put inside a program does not read a {type(target).__name__}.", target)
 
 
@@ -238,7 +238,7 @@ def mark_of_any_sharding(sharding: Any, shape: tuple[int, ...], leaf: str = "") 
     axes = (*zip(names, parts, strict=True), ("copies", len(starts_of) // math.prod(parts)))
     spec = tuple(name if n > 1 else None for name, n in zip(names, parts, strict=True))
     devices = tuple(sorted(starts_of, key=starts_of.__getitem__))  # part by part, the last dimension fastest
-    return Mark("spec", spec=spec, axes=axes, devices=devices, leaf=leaf, source_text=str(sharding))
+    return Mark(spec=spec, axes=axes, devices=devices, leaf=leaf, source_text=str(sharding))
 
 
 def mark_of_result(aval: Any, i: int, block: Block) -> Mark | None:
@@ -300,4 +300,4 @@ def mark_of_named_sharding(sharding: NamedSharding, ndim: int, leaf: str = "") -
     axes = tuple((str(name), int(size)) for name, size in sharding.mesh.shape.items())
     has_devices = isinstance(sharding.mesh, jax.sharding.Mesh)
     devices = tuple(sharding.mesh.devices.flat) if has_devices else ()
-    return Mark("spec", spec=spec, axes=axes, devices=devices, leaf=leaf, **unreduced_and_reduced)
+    return Mark(spec=spec, axes=axes, devices=devices, leaf=leaf, **unreduced_and_reduced)

@@ -102,8 +102,7 @@ class _Region(Rewritten):
         mark = mark_of_equation(eqn.primitive.name, eqn.params, jax.numpy.shape(x))
         if mark is None:
             return operands
-        entries = [mark.partitions] if mark.kind == "split" else mark.spec
-        manual = {name for entry in entries for name in names_of(entry) if name in self._manual}
+        manual = {name for entry in mark.spec for name in names_of(entry) if name in self._manual}
         if manual:
             raise ShardingError(
                 f"axis {min(manual)!r} is manual in this shard_map, so that an array in it cannot be split over it.",

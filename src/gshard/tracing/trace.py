@@ -33,7 +33,7 @@ from gshard.core.jax_adapter_references import (
 from gshard.core.jax_adapter_retracing import as_traced_here
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.layout import Layout
-from gshard.core.mark import Mark
+from gshard.core.mark import Mark, axes_of_entry
 from gshard.core.memory_kinds import is_on_host, kind_in_space
 from gshard.core.paths import leaf_names
 from gshard.core.phases import collected_seldom
@@ -241,17 +241,21 @@ def _without_effect(mark: Any, text: str, readers: list[Any]) -> str:
         return f"nothing reads the result of {text}: write x = {text}, or leave it out"
     if len(readers) > 1 or readers[0] is None or readers[0].primitive is not mark_p:
         return ""
-    after, axes = readers[0].params["mark"], [_axes_of_split(m) for m in (mark, readers[0].params["mark"])]
-    if not all(axes) or mark.dim == after.dim or set(axes[0]) & set(axes[1]):
+    after = readers[0].params["mark"]
+    first, second = _split_by(mark), _split_by(after)
+    axes = [name for entry in (*first.values(), *second.values()) for name in axes_of_entry(entry)]
+    if not first or not second or first.keys() == second.keys() or len({*axes}) < len(axes):
         return ""  # to move an axis to another dimension is a reshard
-    both = dict(sorted([(mark.dim, mark.partitions), (after.dim, after.partitions)]))
-    return f"{after} makes dimension {mark.dim} of {text} whole again: write split(x, {both})"
+    both = dict(sorted((first | second).items()))
+    return f"{after} makes dimension {min(first)} of {text} whole again: write split(x, {both})"
 
 
-def _axes_of_split(mark: Any) -> tuple[str, ...]:
-    if not isinstance(mark, Mark) or mark.kind != "split" or isinstance(mark.partitions, int):
-        return ()
-    return (mark.partitions,) if isinstance(mark.partitions, str) else mark.partitions
+def _split_by(mark: Any) -> dict[int, Any]:
+    """The dimension that a call of ``split`` splits over axes, with these; none for other marks."""
+    if not isinstance(mark, Mark) or not mark.source_text.startswith("split("):
+        return {}
+    split = {d: entry for d, entry in enumerate(mark.spec) if axes_of_entry(entry)}
+    return split if len(split) == 1 else {}
 
 
 assert _rules  # the import registers the rules
