@@ -47,7 +47,7 @@ def test_the_patched_program_has_the_plan_of_the_marks(form, tmp_path, monkeypat
     assert len(marks) > 2
     if form == "plain":
         marks |= {v: Sharding(((), ())) for name, v in named.items() if "params" in name and "down" in name}
-    paths = paths_of_arguments(program, lowered.in_tree)
+    paths = paths_of_arguments(lowered)
     specs = {v: spec_of_cut(s, MESH) if s.atoms else P() for v, s in marks.items()}
     texts = {v: f"shard(x, jax.{text_of_spec(spec)})" for v, spec in specs.items()}
     inputs = program.block.inputs[len(program.captured) :]

@@ -17,10 +17,9 @@ from gshard.core.errors import MeshError, ShardingError
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.paths import path_of
-from gshard.core.program import Program
 from gshard.core.time_budget import EFFORT, TimeBudget, in_a_line, until_stopped
 from gshard.device.machine import Machine, machine_of
-from gshard.explanation.search_result import FunctionSource, SearchResult
+from gshard.explanation.search_result import SearchResult
 from gshard.remat.rematerialise import bytes_of
 from gshard.search.find import MeshSearch, axes_text, meshes
 from gshard.search.pricing import PricedPlan
@@ -36,8 +35,8 @@ class Searched:
 
     mesh: Callable[[], MeshLike]  # the mesh that it was jitted for, or that its arguments are on
     lower: Callable[[Mesh], Lowered]  # traces it for a mesh
-    # what it is in the user's files; None for one of ``flax.nnx.jit`` or the like, which takes its arguments apart
-    source: Callable[[Lowered], FunctionSource] | None
+    # the paths of its arguments; None for one of ``flax.nnx.jit`` or the like, which takes its arguments apart
+    paths: Callable[[Lowered], tuple[str, ...]] | None
 
 
 def searched_of(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Searched:
@@ -47,16 +46,13 @@ def searched_of(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             lambda: mesh_of_arguments(args, kwargs), lambda mesh: lowered_instead_of_jit(f, args, kwargs, mesh), None
         )
     made: Jitted = f if isinstance(f, Jitted) else jit(f)
-
-    def source(lowered: Lowered) -> FunctionSource:
-        paths = paths_of_arguments(lowered.program, lowered.in_tree)
-        return FunctionSource(paths, lambda: made.trace(*args, **kwargs).jaxpr)
-
-    return Searched(lambda: made.options.mesh, lambda mesh: made.on(mesh).lower_for_search(args, kwargs), source)
+    lower = lambda mesh: made.on(mesh).lower_for_search(args, kwargs)  # noqa: E731
+    return Searched(lambda: made.options.mesh, lower, paths_of_arguments)
 
 
-def paths_of_arguments(program: Program, tree: Any) -> tuple[str, ...]:
+def paths_of_arguments(lowered: Lowered) -> tuple[str, ...]:
     """The path of each argument of a program, as patterns of ``shard_by_path`` match it."""
+    program, tree = lowered.program, lowered.in_tree
     paths, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))
     names = program.names[len(program.captured) :]  # params['l1']['w'], which becomes params/l1/w
     below = [tuple(keys[2:]) for keys, _ in paths]
@@ -96,11 +92,11 @@ class SearchRun:
         if not bests:
             return None
         one, best = min(bests, key=lambda pair: pair[1].chosen.rank(pair[1].limit))
-        lowered, source = self.begun[one], self.searched.source
+        lowered, paths = self.begun[one], self.searched.paths
         donated = tuple(sorted(lowered.donated))
         return SearchResult(
-            best, tuple(best for _, best in bests), donated, lowered.in_tree, source and source(lowered),
-            self.budget_seconds, progress=self.progress, jitted_by_framework=source is None,
+            best, tuple(best for _, best in bests), donated, lowered.in_tree, paths and paths(lowered),
+            self.budget_seconds, self.progress,
         )  # fmt: skip
 
     def search(self, *, with_presets: bool = True) -> None:

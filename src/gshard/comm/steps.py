@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,20 +96,6 @@ class Step:
     dim: int = -1  # the dimension that is sliced, gathered or scattered, or that atoms leave
     to: int = -1  # the dimension to which the atoms of an all_to_all move; -1 for an all_to_all of tiles
     monoid: str = "add"  # the monoid that combines unreduced parts
-
-
-class Times(Protocol):
-    """The times of steps on a machine."""
-
-    def seconds(
-        self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh, *, among: tuple[Mesh, Atoms] | None = None
-    ) -> float:
-        """Seconds of one step, for an array of this global shape."""
-        ...
-
-    def price_class(self, step: Step, mesh: Mesh, whole: Mesh, atoms: Atoms) -> Hashable:
-        """A key: steps with equal keys take the same time if their parts have the same sizes before and after."""
-        ...
 
 
 def is_of_tiles(step: Step) -> bool:

@@ -443,11 +443,6 @@ def constraint_of(eqn: Any) -> jax.sharding.PartitionSpec | None:
     return sharding.spec if isinstance(sharding, jax.sharding.NamedSharding) else None
 
 
-def named_axes(eqn: Any) -> frozenset[Any]:
-    """The mesh axes over which an equation or its bodies communicate or read their position."""
-    return frozenset(e.name for e in eqn.effects if isinstance(e, _core.NamedAxisEffect))
-
-
 def bind(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
     """Binds a primitive with the parameters of its equation. Returns a list of results."""
     bindable = primitive.get_bind_params(params)

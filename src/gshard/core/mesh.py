@@ -55,7 +55,7 @@ class Mesh:
         axes: the user's axis names and sizes, major to minor.
         devices: the devices in row-major order of the axes; None for a mesh without devices, which can only be planned.
         order: for each position the number of its device in the given order; () if the given order is unchanged.
-        times: the times of reshard steps (``comm.steps.Times``); None counts the bytes sent.
+        times: the times of reshard steps (``device.network.StepTimes``); None counts the bytes sent.
         factored: whether axes are factored into primes. If only whole axes move, planning is faster without.
         made_from: the JAX mesh from which this mesh was read, if any. It does not affect equality.
     """

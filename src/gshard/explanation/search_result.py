@@ -115,15 +115,6 @@ _IN_A_BLOCK = "with gshard.instead_of_jit(mesh=found.mesh, plan=found.plan)"
 
 
 @without_our_frames_in_methods
-@dataclasses.dataclass(frozen=True, eq=False)
-class FunctionSource:
-    """A searched function in the user's files."""
-
-    paths: tuple[str, ...]  # the paths of its arguments
-    # makes the closed jaxpr of the function as the user wrote it, before gshard rewrites anything
-    jaxpr: Callable[[], Any]
-
-
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class SearchResult(Page):
     """The plan that was found for a function, and what is known of it.
@@ -133,20 +124,19 @@ class SearchResult(Page):
         tried: the searches on all meshes for which plans were priced, the most promising ones first.
         donated: the arguments whose memory results may take.
         in_tree: the structure of the arguments, positional and named.
-        function: the function as its dimensions can be named.
+        paths: the paths of the arguments, as ``gshard.shard_by_path`` has them; None if ``flax.nnx.jit``,
+            ``equinox.filter_jit`` or the like returned the function, which takes its arguments apart.
         budget_seconds: the time that the search was given; what is found later has as much.
         progress: where the search printed its progress. Methods of the result print theirs there too.
-        jitted_by_framework: whether ``flax.nnx.jit``, ``equinox.filter_jit`` or the like returned the function.
     """
 
     best: Best
     tried: tuple[Best, ...] = ()
     donated: tuple[int, ...] = ()
     in_tree: Any = None
-    function: FunctionSource | None = None
+    paths: tuple[str, ...] | None = None
     budget_seconds: float | None = None
     progress: bool | Callable[[str], object] | None = None
-    jitted_by_framework: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -260,9 +250,9 @@ class SearchResult(Page):
         """
         budget = TimeBudget.of(self.budget_seconds, self.progress)
         found = marks_of(self.best.chosen, self.best.limit, lambda marked: self._priced("marks", marked), budget)
-        if self.function is not None:
-            found = dataclasses.replace(found, statements=statements_of(found, self.function.paths))
-        return found.placed_by_user() if self.jitted_by_framework else found
+        if self.paths is None:
+            return found.placed_by_user()
+        return dataclasses.replace(found, statements=statements_of(found, self.paths))
 
     def _priced(self, name: str, program: Program) -> PricedPlan:
         return Pricing(self.cost.machine, list(self.donated), self.best.limit).marked(name, program, self.plan.mesh)
@@ -273,7 +263,7 @@ class SearchResult(Page):
         Raises:
             ArgumentError: it is one.
         """
-        if self.jitted_by_framework:
+        if self.paths is None:
             raise ArgumentError(
                 f"{self.plan.program.name} is jitted by a framework, which takes its arguments apart: gshard has no "
                 "shardings for them as you give them, and no table of names.",
