@@ -17,20 +17,20 @@ def significant(x: float, digits: int, sign: str = "") -> str:
     return f"{Decimal(f'{x:.{digits}g}').normalize():{sign}f}"
 
 
-def in_unit(x: float, units: Iterable[tuple[str, float]], digits: int, sign: str = "") -> str:
+def in_unit(x: float, units: Iterable[tuple[str, float]], digits: int) -> str:
     """A number in the first unit, of falling sizes, in which it is at least 1 when rounded; else in the last."""
     rounded = [(f"{x / size:.{digits}g}", unit) for unit, size in units]
     text, unit = next(((text, unit) for text, unit in rounded if abs(float(text)) >= 1), rounded[-1])
-    return f"{significant(float(text), digits, sign)} {unit}"
+    return f"{significant(float(text), digits)} {unit}"
 
 
-def format_seconds(seconds: float, sign: str = "") -> str:
-    """Seconds with three digits and a unit; ``sign`` as of ``significant``.
+def format_seconds(seconds: float) -> str:
+    """Seconds with three digits and a unit.
 
     >>> format_seconds(3.2e-3), format_seconds(0.9996), format_seconds(1234.5)
     ('3.2 ms', '1 s', '1230 s')
     """
-    return in_unit(seconds, _SECONDS, 3, sign)
+    return in_unit(seconds, _SECONDS, 3)
 
 
 def format_ms(seconds: float) -> str:

@@ -269,7 +269,8 @@ class Explanation(InNotebooks):
         data = self.data(machine, **options)
         if against is not None:
             data["difference"] = difference(_data_of(against, machine), data).data()
-        return _write(path, page(data))
+        Path(path).write_text(page(data), "utf-8")
+        return Path(path)
 
     def _page_data(self) -> dict[str, Any] | None:
         try:
@@ -412,8 +413,3 @@ def read_compiled(
 def _data_of(side: Explanation | Mapping[str, Any], machine: Machine | str | None) -> Mapping[str, Any]:
     """The data of an explanation, without other marks, which a difference does not show; data that is given stays."""
     return side.data(machine, 0.0) if isinstance(side, Explanation) else side
-
-
-def _write(path: str | Path, text: str) -> Path:
-    Path(path).write_text(text, "utf-8")
-    return Path(path)

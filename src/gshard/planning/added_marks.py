@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from jax.sharding import PartitionSpec
 
@@ -21,10 +20,8 @@ from gshard.language.registry import Call, rule_of
 from gshard.tracing.permitted import permitted
 
 
-def with_marks(
-    program: Program, marks: Mapping[Value, Mark], others: Mapping[Equation, Mark] = MappingProxyType({})
-) -> Program | None:
-    """The program with additional marks on these values, and with ``others`` in place of marks that it has.
+def with_marks(program: Program, marks: Mapping[Value, Mark]) -> Program | None:
+    """The program with additional marks on these values.
 
     None if a value cannot be marked: it is marked already, an input of a body, or not an array of the user's program.
     """
@@ -38,23 +35,21 @@ def with_marks(
             if i < captured or arguments[i - captured] is not None:
                 return None
             arguments[i - captured] = left.pop(v)
-    block = _marked(program.block, left, others) if left or others else program.block
+    block = _marked(program.block, left) if left else program.block
     if any(mark.unreduced for mark in marks.values()):
         block = permitted(block, finite=program.finite)
     return None if left else dataclasses.replace(program, block=block, argument_marks=tuple(arguments))
 
 
-def _marked(block: Block, wanted: dict[Value, Mark], others: Mapping[Equation, Mark]) -> Block:
+def _marked(block: Block, wanted: dict[Value, Mark]) -> Block:
     """The block with marks on its values that are in ``wanted``. Removes these values from ``wanted``."""
     marked_value: dict[Value, Value] = {}
     equations = []
     for e in block.equations:
-        bodies = tuple(_marked(body, wanted, others) for body in e.blocks)
+        bodies = tuple(_marked(body, wanted) for body in e.blocks)
         reads = tuple(marked_value.get(x, x) if isinstance(x, Value) else x for x in e.inputs)
         if any(a is not b for a, b in zip((*bodies, *reads), (*e.blocks, *e.inputs), strict=True)):
             e = with_edges(e, blocks=bodies, inputs=reads)
-        if e in others:
-            e = dataclasses.replace(e, mark=others[e], params={"mark": others[e]})
         equations.append(e)
         for value in e.outputs if e.mark is None else ():
             if value in wanted:

@@ -99,7 +99,7 @@ class Writer(Protocol):
     def equation(self, primitive: Any, params: dict[str, Any], inputs: Any, outputs: Any, source: Any) -> Equation:
         """An equation with its rule, and the source information with the user's line."""
 
-    def made_of(self, jaxpr: Any, consts: Any, arrays: Any, line: Any = None) -> tuple[list[Equation], list[Array]]:
+    def made_of(self, jaxpr: Any, consts: Any, arrays: Any) -> tuple[list[Equation], list[Array]]:
         """The equations of a jaxpr on some values, and its results."""
 
 

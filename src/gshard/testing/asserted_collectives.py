@@ -345,13 +345,13 @@ def compiled(found: Explanation) -> str:
     return f"{found.name}, compiled by XLA{by}, on {found.mesh.size} devices ({found.mesh}),"
 
 
-def row_lines(rows: Sequence[CollectiveRow], most: int = ROWS) -> list[str]:
+def row_lines(rows: Sequence[CollectiveRow]) -> list[str]:
     """Collectives as an explanation prints them, without modelled times."""
-    lines = collective_lines([dataclasses.replace(row, seconds=0.0) for row in rows], most)
-    moved = [{id(one.source) for one in row.moved} for row in rows[:most]]
+    lines = collective_lines([dataclasses.replace(row, seconds=0.0) for row in rows], ROWS)
+    moved = [{id(one.source) for one in row.moved} for row in rows[:ROWS]]
     if sum(map(len, moved)) > len(set().union(*moved)):
         lines.append("  a collective that moves several arrays has several rows, and counts once")
-    if any(not row.exact for row in rows[:most]):
+    if any(not row.exact for row in rows[:ROWS]):
         lines.append("  ~ marks a number that depends on data: a branch counts as taken, a loop as one iteration")
     return lines
 

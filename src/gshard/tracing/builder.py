@@ -219,12 +219,12 @@ class Builder:
         self.fired += fired
         return rewritten
 
-    def made_of(self, jaxpr: Any, consts: Any, arrays: Any, line: Any = None) -> tuple[list[Equation], list[Any]]:
+    def made_of(self, jaxpr: Any, consts: Any, arrays: Any) -> tuple[list[Equation], list[Any]]:
         """The equations of a jaxpr on some values, and its results."""
         variables = (*jaxpr.constvars, *jaxpr.invars)
         env = dict(zip(variables, (*map(Constant, consts), *arrays), strict=True))
         body = _Body()
-        self._equations(jaxpr, env, body, line)
+        self._equations(jaxpr, env, body, None)
         return body.equations, [_read(env, v) for v in jaxpr.outvars]
 
     def marked_by_type(self, block: Block, variables: Sequence[Any], as_typed: bool) -> Block:
