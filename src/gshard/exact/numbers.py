@@ -719,6 +719,7 @@ class Reals(Integers):
     is_minus_nan = staticmethod(lambda x: np.isnan(x) & np.signbit(x))
     add, dot, power, exp, log, sqrt = np.add, np.matmul, np.float_power, np.exp, np.log, np.sqrt
     reciprocal = np.reciprocal
+    sum = staticmethod(lambda a, axes: np.add.reduce(a, axes, initial=-0.0))  # keeps the sign of zeros
 
     def to_ints(self, x: np.ndarray, dtype: Any) -> np.ndarray:
         """Floats as integers."""
