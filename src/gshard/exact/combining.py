@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gshard.exact.movement import combined_at, padded
+from gshard.exact.movement import combined_at, grouped, padded
 from gshard.exact.numbers import Field, Value
 from gshard.exact.operations import (
     COMBINE,
@@ -55,11 +55,7 @@ Combine = Callable[[list[Value], list[Value]], Sequence[Value]]
 
 def folded(combine: Combine, arrays: Sequence[Value], axes: Sequence[int]) -> list[Value]:
     """Combines the elements along dimensions: the first half with the second one, until one is left."""
-    found = []
-    for x in arrays:
-        others = [d for d in range(1, x.ndim) if d not in axes]
-        shape = (x.shape[0], math.prod(x.shape[d] for d in axes), *(x.shape[d] for d in others))
-        found.append(moved(lambda v, o=others, s=shape: v.transpose(0, *axes, *o).reshape(s), x))
+    found = [grouped(x, axes, *([d] for d in range(1, x.ndim) if d not in axes)) for x in arrays]
     while (n := found[0].shape[1]) > 1:
         half = n // 2
         first, second, rest = ([moved(lambda v, s=s: v[:, s], x) for x in found]
@@ -131,17 +127,21 @@ def product(o: Operation, a: Value, b: Value) -> Value:
     return found if is_float(found) or isinstance(found, Complex) else found.astype(o.dtype)
 
 
+def contracted(o: Operation, a: Value, of_a: Sequence[Any], b: Value, of_b: Sequence[Any]) -> Value:
+    """Contracts arrays; ``of_a`` and ``of_b`` are the batch dimensions, the free ones, and those that are summed."""
+    (batch, rows, summed), (of_batch, columns, other) = of_a, of_b
+    found = product(o, grouped(a, batch, rows, summed), grouped(b, of_batch, other, columns))
+    sizes = (*(a.shape[d] for d in (*batch, *rows)), *(b.shape[d] for d in columns))
+    return reshaped(found, (found.shape[0], *sizes))
+
+
 @operator("dot_general")
 def _dot_general(o: Operation, a: Value, b: Value) -> Value:
-    (ca, cb), (ba, bb) = o.params["dimension_numbers"]
-
-    def matrices(x: Value, *groups: Sequence[int]) -> Value:
-        order = [d + 1 for group in groups for d in group]
-        shape = [math.prod(x.shape[d + 1] for d in group) for group in groups]
-        return moved(lambda v: v.transpose(0, *order).reshape(len(v), *shape), x)
-
-    rows, columns = ([d for d in range(x.ndim - 1) if d not in used] for x, used in ((a, (*ba, *ca)), (b, (*bb, *cb))))
-    return reshaped(product(o, matrices(a, ba, rows, ca), matrices(b, bb, cb, columns)), (o.lanes, *o.shape))
+    groups = []
+    for x, summed, batch in zip((a, b), *o.params["dimension_numbers"], strict=True):
+        free = [d + 1 for d in range(x.ndim - 1) if d not in (*batch, *summed)]
+        groups.append(([d + 1 for d in batch], free, [d + 1 for d in summed]))
+    return contracted(o, a, groups[0], b, groups[1])
 
 
 def windows(x: Value, sizes: Sequence[int], strides: Sequence[int], dilations: Sequence[int],
@@ -172,31 +172,15 @@ def _convolution(o: Operation, x: Value, kernel: Value) -> Value:
     sizes, counts = kernel.shape[3:], [o.shape[d] for d in out[2:]]
     x = windows(x, sizes, params["window_strides"], params["rhs_dilation"], counts, 3)
     groups, of_batch = params["feature_group_count"], params["batch_group_count"]
-    lanes, batch, features = x.shape[:3]
-    outputs, inputs = kernel.shape[1:3]
-    # lanes, batch groups, batch, groups, features, (count, size) of each dimension
-    split = (lanes, of_batch, batch // of_batch, groups, features // groups, *x.shape[3:])
-    places, inside = [5 + 2 * i for i in range(space)], [6 + 2 * i for i in range(space)]
-
-    def rows(v: np.ndarray) -> np.ndarray:
-        v = v.reshape(split).transpose(0, 1, 3, 2, *places, 4, *inside)
-        inner = features // groups * math.prod(sizes)
-        return v.reshape(lanes, of_batch * groups, batch // of_batch * math.prod(counts), inner)
-
-    both = of_batch * groups
-    weights = moved(
-        lambda v: v.reshape(v.shape[0], both, outputs // both, inputs * math.prod(sizes)).swapaxes(2, 3), kernel
-    )
-    found = product(o, moved(rows, x), weights)
-    of_result = (lanes, both, batch // of_batch, *counts, outputs // both)
-
-    def arrange(v: np.ndarray) -> np.ndarray:
-        v = v.reshape(of_result)
-        v = v.transpose(0, 2, 1, v.ndim - 1, *range(3, 3 + space)).reshape(lanes, batch // of_batch, outputs, *counts)
-        inverse = np.argsort(out)
-        return v.transpose(0, *(d + 1 for d in inverse))
-
-    return moved(arrange, found)
+    both = groups * of_batch
+    (lanes, batch, features), (outputs, inputs) = x.shape[:3], kernel.shape[1:3]
+    x = reshaped(x, (lanes, of_batch, batch // of_batch, groups, features // groups, *x.shape[3:]))
+    kernel = reshaped(kernel, (lanes, both, outputs // both, inputs, *sizes))
+    places, inside = range(5, 5 + 2 * space, 2), range(6, 6 + 2 * space, 2)
+    found = contracted(o, x, ((1, 3), (2, *places), (4, *inside)), kernel, ((1,), (2,), range(3, 4 + space)))
+    order = (0, 3, 1, 2, 4 + space, *range(4, 4 + space))  # lanes, batch, groups, features, space
+    found = moved(lambda v: v.transpose(order).reshape(lanes, batch // of_batch, outputs, *counts), found)
+    return moved(lambda v: v.transpose(0, *(d + 1 for d in np.argsort(out))), found)
 
 
 def padded_windows(o: Operation, x: Value, fill: Value) -> Value:

@@ -17,6 +17,7 @@ from gshard.core import jax_adapter
 from gshard.core.planning_tables import tabulated
 from gshard.core.rule import PARALLEL
 from gshard.exact.combining import as_reduced, folded, padded_windows
+from gshard.exact.movement import grouped
 from gshard.exact.numbers import Field, Reals, Value
 from gshard.exact.operations import (
     OPERATORS,
@@ -213,33 +214,31 @@ class Interpreter:
             raise Undecided(f"'{name}' cannot be run exactly.")
         parallel = [f for f, factor in enumerate(rule.factors) if factor.kind == PARALLEL]
 
+        d: Any = self.domain
+
         def order(dims: Sequence[tuple[int, ...]]) -> tuple[list[int], list[int]]:
-            rows = {dim[0]: d for d, dim in enumerate(dims) if len(dim) == 1 and dim[0] in parallel}
+            rows = {dim[0]: d for d, dim in enumerate(dims, 1) if len(dim) == 1 and dim[0] in parallel}
             if set(rows) != set(parallel):
                 raise Undecided(f"'{name}' cannot be run exactly.")
-            return [rows[f] for f in parallel], [d for d in range(len(dims)) if d not in rows.values()]
+            return [rows[f] for f in parallel], [d for d in range(1, len(dims) + 1) if d not in rows.values()]
 
-        def flat(v: np.ndarray, dims: Sequence[tuple[int, ...]]) -> np.ndarray:
-            rows, others = order(dims)
-            count = math.prod(v.shape[d + 1] for d in rows)
-            rest = math.prod(v.shape[d + 1] for d in others)
-            return v.transpose(0, *(d + 1 for d in (*rows, *others))).reshape(len(v), count, rest)
+        def row(x: Value) -> Value:
+            numbers = d.sum(d.function("row", x, np.broadcast_to(np.arange(x.shape[2]), x.shape), spreads=False), (2,))
+            return moved(lambda v: v[:, :, None], numbers)
 
         if any(isinstance(x, Complex) for x in operands):
             raise Undecided(f"'{name}' of complex numbers has no exact value.")
-        rows = [moved(functools.partial(flat, dims=d), x) for x, d in zip(operands, rule.operands, strict=True)]
-        wanted = []
-        for shape, dtype, dims in zip(o.shapes, o.dtypes, rule.results, strict=True):
-            wanted.append(([shape[d] for d in order(dims)[1]], dtype))
-        sizes = [rule.factors[f].size for f in parallel]
+        rows = [row(grouped(x, *order(dims))) for x, dims in zip(operands, rule.operands, strict=True)]
         results = []
-        for x, dims in zip(self.domain.of_arrays(_text(name, eqn.params), wanted, rows), rule.results, strict=True):
+        for i, (shape, dtype, dims) in enumerate(zip(o.shapes, o.dtypes, rule.results, strict=True)):
             of_rows, others = order(dims)
-            back = np.argsort([*of_rows, *others])
-            rest = x.shape[2:]
-            results.append(
-                moved(lambda v, r=rest, b=back: v.reshape(len(v), *sizes, *r).transpose(0, *(d + 1 for d in b)), x)
-            )
+            places = np.arange(math.prod(shape[d - 1] for d in others)).reshape(1, 1, -1) + (i << 32)
+            x = d.function(_text(name, eqn.params), *rows, places)
+            if not jax.dtypes.issubdtype(dtype, np.inexact):
+                x = d.compare(np.greater, x, d.from_ints(np.zeros((1, 1, 1)))).astype(dtype)
+            back = [0, *(d + 1 for d in np.argsort([*of_rows, *others]))]
+            sizes = [shape[d - 1] for d in (*of_rows, *others)]
+            results.append(moved(lambda v, s=sizes, b=back: v.reshape(len(v), *s).transpose(b), x))
         return results
 
 
@@ -405,24 +404,19 @@ def _entries(spec: Any) -> list[tuple[str, ...]]:
 
 def cut(v: np.ndarray, axes: Axes, spec: Sequence[tuple[str, ...]]) -> np.ndarray:
     """The part of each device: ``[lanes, ...] -> [lanes * devices, ...]``."""
-    sizes = dict(axes)
-    shape, where = [len(v)], {}
+    sizes, devices = dict(axes), math.prod(n for _, n in axes)
+    position = dict(zip(sizes, np.indices(tuple(sizes.values())).reshape(len(axes), devices), strict=True))
+    at: list[Any] = [slice(None), np.zeros((devices, *(1,) * (v.ndim - 1)), np.int64)]
+    shape: list[int] = []
     for d, n in enumerate(v.shape[1:]):
-        names = [a for a in (spec[d] if d < len(spec) else ()) if a in sizes]
-        for a in names:
-            where[a] = len(shape)
-            shape.append(sizes[a])
-        shape.append(n // math.prod(sizes[a] for a in names))
-    split = v.reshape(shape)
-    front = [where[a] for a, _ in axes if a in where]
-    rest = [d for d in range(1, len(shape)) if d not in front]
-    split = split.transpose(0, *front, *rest)
-    at = 1
-    for a, n in axes:
-        if a not in where:
-            split = np.broadcast_to(np.expand_dims(split, at), (*split.shape[:at], n, *split.shape[at:]))
-        at += 1
-    return split.reshape(math.prod(split.shape[: 1 + len(axes)]), *split.shape[1 + len(axes) :])
+        part, count = np.zeros(devices, np.int64), 1
+        for a in spec[d] if d < len(spec) else ():
+            if a in sizes:
+                part, count = part * sizes[a] + position[a], count * sizes[a]
+        shape.append(n // count)
+        places = part[:, None] * shape[d] + np.arange(shape[d])
+        at.append(places.reshape(devices, *(shape[d] if e == d else 1 for e in range(v.ndim - 1))))
+    return v[:, None][tuple(at)].reshape(len(v) * devices, *shape)
 
 
 def _joined(v: np.ndarray, axes: Axes, spec: Sequence[tuple[str, ...]], lanes: int) -> np.ndarray:

@@ -28,6 +28,12 @@ from gshard.exact.operations import (
 # --- shapes and slices
 
 
+def grouped(x: Value, *groups: Sequence[int]) -> Value:
+    """The dimensions in another order, those of a group as one. Lanes, dimension 0, stay in front."""
+    order, shape = [d for group in groups for d in group], [math.prod(x.shape[d] for d in group) for group in groups]
+    return moved(lambda v: v.transpose(0, *order).reshape(len(v), *shape), x)
+
+
 @operator("reshape")
 def _reshape(o: Operation, x: Value) -> Value:
     dimensions = o.params.get("dimensions")

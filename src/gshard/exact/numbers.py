@@ -160,12 +160,6 @@ def key_of(name: str) -> np.uint64:
     return np.uint64(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
 
 
-def sign_of(p: np.ndarray) -> np.ndarray:
-    """1 for squares, 0 for 0, -1 for other residues: signs that products keep."""
-    signs = power(p, _HALF_P)
-    return np.where(signs == P - 1, -1, signs)
-
-
 def exact(x: np.ndarray, modulus: int) -> np.ndarray:
     """The residues of finite float64 numbers."""
     mantissa, exponent = np.frexp(x)
@@ -314,10 +308,6 @@ class Field:
         if x.real is not None:
             return x.real.astype(dtype)
         return (self._hashed("int", x) % np.uint64(1 << 30)).astype(dtype)
-
-    def decides(self, x: Residues) -> np.ndarray | None:
-        """The numbers themselves, if constants and integers determine them."""
-        return x.real
 
     # --- symbols
 
@@ -470,45 +460,23 @@ class Field:
 
     # --- functions
 
-    def _draw_keys(self, lanes: int) -> np.ndarray:
-        keys = _mixed(
-            np.arange(1, self.draws + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(self.seed)
-        )
-        return np.repeat(keys, lanes // self.draws)
-
     def _hashed(self, name: str, *operands: Residues | Ints) -> np.ndarray:
         """A number of 64 bits for the elements of all operands at a position."""
-        keys = self._draw_keys(max(x.shape[0] for x in operands)) ^ key_of(name)
+        draws = np.arange(1, self.draws + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(self.seed)
+        keys = np.repeat(_mixed(draws), max(x.shape[0] for x in operands) // self.draws) ^ key_of(name)
         found: Any = keys.reshape(-1, *(1,) * (operands[0].ndim - 1))
         for x in operands:
             bits = self.flat(x).p if isinstance(x, Residues) else x.astype(np.int64)
             found = _mixed((found ^ bits.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1))
         return np.asarray(found)
 
-    def function(self, name: str, *operands: Value) -> Residues:
-        """An unknown function: equal operands have equal results."""
+    def function(self, name: str, *operands: Value, spreads: bool = True) -> Residues:
+        """An unknown function: equal operands have equal results. ``spreads``: that of NaN is NaN."""
         p = (self._hashed(name, *operands) % np.uint64(P)).astype(np.int64)
-        nan = [self.is_nan(x) for x in operands if isinstance(x, Residues) and x.has_symbols]
+        nan = [self.is_nan(x) for x in operands if spreads and isinstance(x, Residues) and x.has_symbols]
         if nan:
             p = np.where(functools.reduce(np.logical_or, nan), NAN, p)
         return Residues(p, has_symbols=bool(nan))
-
-    def of_arrays(self, name: str, results: Sequence[tuple[Sequence[int], Any]], rows: Sequence[Value]) -> list[Value]:
-        """A function of whole rows ``[lanes, row, elements]``: for each result, ``[lanes, row, *shape]`` of a dtype."""
-        digest: Any = None
-        for row in rows:
-            places = np.broadcast_to(np.arange(row.shape[2]), row.shape)
-            of_row = self._hashed(name, row, places).sum(2)
-            digest = of_row if digest is None else _mixed(digest * np.uint64(0x9E3779B97F4A7C15) ^ of_row)
-        found: list[Value] = []
-        for i, (shape, dtype) in enumerate(results):
-            places = np.arange(math.prod(shape), dtype=np.uint64) + np.uint64(i << 40)
-            bits = _mixed(digest[:, :, None] + _mixed(places)).reshape(*digest.shape, *shape)
-            whole = jax.dtypes.issubdtype(dtype, np.integer) or jax.dtypes.issubdtype(dtype, np.bool_)
-            found.append(
-                (bits & np.uint64(1)).astype(dtype) if whole else Residues((bits % np.uint64(P)).astype(np.int64))
-            )
-        return found
 
     def _exp_of(self, a: Pair) -> np.ndarray:
         """Exponentials: squares. Of polynomials they are powers of one base; of x and -x they are inverses."""
@@ -560,10 +528,7 @@ class Field:
         """-1, 0 or 1."""
         if a.real is not None:
             return self.constant(np.sign(a.real), np.float64)
-        return self.from_signs(self._signs(a))
-
-    def from_signs(self, signs: np.ndarray) -> Residues:
-        """Numbers -1, 0 and 1."""
+        signs = self._signs(a)
         return Residues(signs % P, signs % Q, degree=0, is_positive=bool((signs >= 0).all()))
 
     def narrowed(self, a: Residues, dtype: Any) -> Residues:
@@ -652,10 +617,9 @@ class Field:
         """The signs of numbers, which products keep: squares count as positive."""
         if a.is_positive:
             return (a.p != 0).astype(np.int64)
-        signs = sign_of(np.where(a.p >= P, 0, a.p) if a.has_symbols else a.p)
-        if not a.has_symbols:
-            return signs
-        return np.where(a.p >= P, np.array([0, 1, -1, 1, -1])[np.where(a.p >= P, a.p - P, 0)], signs)
+        signs = power(a.v.p, _HALF_P)
+        signs = np.where(signs == P - 1, -1, signs)
+        return np.where(a.p >= P, np.sign(np.nan_to_num(self._as_floats(a))).astype(np.int64), signs)
 
     def as_maximum(self, a: Residues) -> Residues:
         """Marks maxima, whose exponentials stay symbols: a softmax does not depend on what is subtracted."""
@@ -712,8 +676,7 @@ class Reals(Integers):
             tops, bottoms = (n.astype(np.float64) for n in simplest(tops, dtype))
         return tops / bottoms
 
-    from_ints = from_bits = flat = as_maximum = from_signs = staticmethod(lambda x: np.asarray(x, np.float64))
-    decides = staticmethod(lambda x: x)
+    from_ints = from_bits = staticmethod(lambda x: np.asarray(x, np.float64))
     order = staticmethod(lambda x: np.unique(x, return_inverse=True)[1].reshape(x.shape))
     is_nan, is_finite = np.isnan, np.isfinite
     is_minus_nan = staticmethod(lambda x: np.isnan(x) & np.signbit(x))
@@ -729,26 +692,13 @@ class Reals(Integers):
         """The conversion to a dtype."""
         return a
 
-    def function(self, name: str, *operands: np.ndarray) -> np.ndarray:
+    def function(self, name: str, *operands: np.ndarray, spreads: bool = True) -> np.ndarray:
         """A function of NumPy or SciPy; any fixed one where they have none."""
         f = _FUNCTIONS.get(name)
         if f is None:
             self.stand_ins.add(name)
             f = lambda *xs: np.sin(sum((i + 1.3) * np.asarray(x, np.float64) for i, x in enumerate(xs)))  # noqa: E731
         return np.asarray(f(*operands), np.float64)
-
-    def of_arrays(self, name: str, results: Sequence[tuple[Sequence[int], Any]], rows: Sequence[Value]) -> list[Value]:
-        """Some fixed function of whole rows, as in ``Field``."""
-        self.stand_ins.add(name)
-        digest: Any = 0.0
-        for i, row in enumerate(rows):
-            digest = digest + (row * np.cos(np.arange(row.shape[2]) * 1.7 + i)).sum(2)
-        found = []
-        for i, (shape, dtype) in enumerate(results):
-            places = np.arange(math.prod(shape)) + 0.3 * i
-            numbers = np.sin(digest[:, :, None] + places).reshape(*digest.shape, *shape)
-            found.append(numbers if jax.dtypes.issubdtype(dtype, np.inexact) else (numbers > 0).astype(dtype))
-        return found
 
     def differs(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Where two arrays are not nearly equal."""

@@ -323,7 +323,7 @@ def _function(o: Operation, *operands: Value) -> Value:
     d, xs = numbers(o, *operands)
     if d is not o.domain:
         raise Undecided(f"'{o.name}' of {d.noun} has no exact value.")
-    known = [d.decides(x) for x in xs]
+    known = [x.real for x in xs]
     rounds = {"floor": np.floor, "ceil": np.ceil, "round": np.rint, "rem": np.fmod}.get(o.name)
     if rounds is not None and all(x is not None for x in known):
         return d.constant(np.asarray(rounds(*known)), np.float64)
@@ -332,7 +332,7 @@ def _function(o: Operation, *operands: Value) -> Value:
 
 
 def _power(o: Operation, a: Value, b: Value) -> Value:
-    exponents = None if isinstance(a, Complex) else o.domain.decides(as_floats(o, b))
+    exponents = None if isinstance(a, Complex) else as_floats(o, b).real
     if exponents is None or len(values := np.unique(exponents)) != 1:
         return _function(o, a, b)
     exponent = float(values[0])
