@@ -15,7 +15,7 @@ import gshard
 from gshard.comm.reshard import plan_reshard, reshard_bytes
 from gshard.comm.steps import is_of_tiles
 from gshard.core.mesh import Mesh
-from laws.test_reshard_any import move, parts, shardings
+from laws.test_reshard_any import parts, shardings
 
 
 @pytest.mark.parametrize(("before", "after"), [(("a", "b"), ("b", "a")), (("a",), (None, ("a", "b")))])
@@ -50,20 +50,12 @@ def lacked(source, target, n, mesh):
     return max(len(np.setdiff1d(b, a)) for a, b in zip(have, want, strict=True))
 
 
-@pytest.mark.parametrize("mesh", TILED)
-def test_every_element_comes_where_it_belongs(mesh, rng):
-    found = tiled_pairs(mesh)
-    assert len(found) >= 21
-    for source, target in random.Random(1).sample(found, 8):
-        shape = tuple(mesh.size * k for k in (1, 2, 3))
-        move(rng.integers(-99, 99, shape).astype(np.int32), source, target, mesh)
-
-
 @pytest.mark.parametrize("most", [1000, pytest.param(10**9, marks=pytest.mark.slow)], ids=["some", "all"])
 @pytest.mark.parametrize("mesh", TILED)
 def test_no_more_is_sent_than_a_device_lacks(mesh, most):
-    n = mesh.size
-    for source, target in tiled_pairs(mesh, most=most):
+    n, found = mesh.size, tiled_pairs(mesh, most=most)
+    assert len(found) >= 21
+    for source, target in found:
         assert reshard_bytes(source, target, (n, n, n), 4, mesh) == 4 * lacked(source, target, n, mesh)
 
 

@@ -44,6 +44,12 @@ def normal(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+def case(config, rows=8, length=4, seed=0):
+    """Of an expert layer: parameters, tokens, and which of these are no padding."""
+    x_BLM = normal(seed + 1, rows, length, config.model_dim)
+    return values(moe.expert_specs(config), seed), x_BLM, normal(seed + 2, rows, length) > -0.8
+
+
 def ids(seed, vocabulary, *shape):
     return np.random.default_rng(seed).integers(2, vocabulary, shape).astype(np.int32)
 

@@ -24,11 +24,6 @@ def on_axes(config, expert, data=1, **changes):
     return dataclasses.replace(config, **axes, **changes)
 
 
-def case(config, rows=8):
-    x_BLM = naive.normal(1, rows, 4, config.model_dim)
-    return naive.values(expert_specs(config), 0), x_BLM, naive.normal(2, rows, 4) > -0.8
-
-
 @pytest.mark.parametrize("dispatch, data, expert, changes", [
     ("ragged_all_to_all", 2, 4, {"capacity_factor": 1.5, "shared_experts": 1}),  # 6 groups on 8 devices
     ("ragged_all_to_all", 4, 2, {"top_k": 3}),
@@ -44,7 +39,7 @@ def test_devices_compute_what_one_does(dispatch, data, expert, changes):
     """Values, gradients and metrics, in three calls with arguments placed differently."""
     config = on_axes(BASE, expert, data, dispatch=dispatch, **changes)
     drops = dispatch == "ragged_all_to_all" and config.capacity_factor == 1.5
-    arguments = case(config, 6 if drops else 8)
+    arguments = naive.case(config, 6 if drops else 8)
     expected = naive.on_one_device(config, arguments)
     assert not drops or 0.5 < float(expected[0][1][1]["kept_share"]) < 1
     assert float(jnp.abs(expected[0][1][0]).max()) > 0.1
@@ -57,7 +52,7 @@ def test_devices_compute_what_one_does(dispatch, data, expert, changes):
 def test_replicas_are_layers_beside_each_other(factor):
     """Outputs and gradients are those of each part of the batch alone, and each replica has room of its own."""
     config = dataclasses.replace(BASE, dispatch="ragged_all_to_all", capacity_factor=factor, partitions=4)
-    params, x_BLM, valid_BL = case(config)
+    params, x_BLM, valid_BL = naive.case(config)
     x_BLM[:4] *= 3  # other experts are full
 
     def run(config):

@@ -19,12 +19,6 @@ BASE = TransformerConfig.decoder_only(9, 2, model_dim=6, hidden_dim=10, experts=
 RAGGED = dataclasses.replace(BASE, dispatch="ragged_all_to_all")
 
 
-def case(config, seed=0):
-    x_BLM = naive.normal(seed + 1, 8, 4, config.model_dim)
-    valid_BL = naive.normal(seed + 2, 8, 4) > -0.8
-    return naive.values(expert_specs(config), seed), x_BLM, valid_BL
-
-
 CHANGES = {
     "top 2": {},
     "top 3": {"top_k": 3, "gates": "sigmoid", "gate_scale": 2.5, "balance": "bias", "shared_experts": 2},
@@ -36,7 +30,7 @@ CHANGES = {
 @functools.cache
 def of_einsum(name):
     config = dataclasses.replace(BASE, dispatch="einsum", **CHANGES[name])
-    return config, naive.on_one_device(config, case(config), jax.random.key(5))
+    return config, naive.on_one_device(config, naive.case(config), jax.random.key(5))
 
 
 @pytest.mark.parametrize(
@@ -55,14 +49,14 @@ def test_equals_the_other_dispatches(name, dispatch, partitions):
     config, expected = of_einsum(name)
     assert float(jnp.abs(expected[0][1][0]).max()) > 0.1
     other = dataclasses.replace(config, dispatch=dispatch, partitions=partitions)
-    naive.assert_close(naive.on_one_device(other, case(config), jax.random.key(5)), expected)
+    naive.assert_close(naive.on_one_device(other, naive.case(config), jax.random.key(5)), expected)
 
 
 @pytest.mark.parametrize("partitions", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_nothing_is_dropped_when_all_want_the_same(partitions):
     """One expert has every token, the others some or none; with partitions all of it is in one of them."""
     config = dataclasses.replace(RAGGED, partitions=partitions, top_k=1, normalise_gates=False)
-    params, x_BLM, _ = case(config)
+    params, x_BLM, _ = naive.case(config)
     x_BLM = np.abs(x_BLM)
     params["wg"] = np.zeros_like(params["wg"])
     params["wg"][:, 2] = 1.0
@@ -88,7 +82,7 @@ def test_what_a_device_sends_forward():
 def test_a_partition_has_room_for_its_experts_together(factor, partitions):
     """The experts with the most tokens lose their last ones, and no token is dropped while there is room."""
     config = dataclasses.replace(RAGGED, experts=8, partitions=partitions, capacity_factor=factor)
-    params, x_BLM, valid_BL = case(config)
+    params, x_BLM, valid_BL = naive.case(config)
     valid_T = np.asarray(valid_BL).reshape(-1)
     chosen_TK = np.argsort(-(x_BLM.reshape(-1, 6) @ params["wg"]), axis=1, kind="stable")[:, :2]
     room = int(factor * len(valid_T) / partitions)
@@ -107,7 +101,7 @@ def test_a_partition_has_room_for_its_experts_together(factor, partitions):
 def test_by_names_without_marks():
     """With a layout in place of partitions the product itself is split by experts."""
     config = RAGGED
-    params, x_BLM, _ = case(config)
+    params, x_BLM, _ = naive.case(config)
     layout = gshard.Layout(groups="devices", experts="devices", tokens=None, model=None, gates=None)
     f = gshard.jit(lambda p, x: expert_layer(config, p, x)[0], mesh=4, layout=layout)
     np.testing.assert_allclose(f(params, x_BLM), layer(config, params, x_BLM)[0], rtol=1e-4, atol=1e-5)

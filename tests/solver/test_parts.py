@@ -105,29 +105,6 @@ def test_a_long_ladder_is_eliminated_and_a_dense_graph_is_too_much():
     assert exact(Problem.of([[0, 1]] * 30, loads=[(i, 0, 1, [1, 2]) for i in range(30)], limit=40)) is None
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_the_optimum_stays_and_is_lifted(seed):
-    rng = np.random.default_rng(seed)
-    problem = random_problem(rng, memory=seed % 2 == 0)
-    best = exhaustive(problem)
-    try:
-        small = reduce(problem)
-    except ProblemError:
-        assert best == np.inf
-        return
-    assert exhaustive(small.problem) == best
-    sizes = small.problem.states
-    for _ in range(10):
-        states = rng.integers(0, sizes)
-        value = small.problem.value(states)
-        if np.isfinite(value):
-            lifted = small.lift(states)
-            assert problem.value(lifted) == value
-            if small.problem.fits(states):
-                assert problem.fits(lifted)
-    assert len(small.problem.tables) <= len(problem.tables)
-
-
 RULES = ["settle", "fewer_loads"]
 
 
