@@ -2,102 +2,77 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from gshard.exact.movement import combined_at, padded
-from gshard.exact.numbers import Reals, Value
+from gshard.exact.movement import combined_at, grouped, padded
+from gshard.exact.numbers import Field, Value
 from gshard.exact.operations import (
     COMBINE,
     OPERATORS,
     Complex,
     Operation,
-    Operator,
-    Undecided,
     add,
-    as_floats,
+    are_bits,
+    as_complex,
+    constants,
     is_float,
     log_of_sum,
     moved,
     mul,
-    neg,
+    numbers,
     operator,
     reshaped,
-    zeros,
-    zeros_like,
 )
 
 # --- reductions and order
 
 
-def as_reduced(o: Operation, x: Value, axes: Sequence[int], how: str, keep: bool = False) -> Value:
+def as_reduced(o: Operation, x: Value, axes: Sequence[int], how: str) -> Value:
     """Combines the elements along dimensions (lanes are dimension 0)."""
-    axes = tuple(axes)
-    if isinstance(x, Complex) and how == "sum":
-        return Complex(as_reduced(o, x.real, axes, how, keep), as_reduced(o, x.imag, axes, how, keep))
-    kept = [1 if d in axes else n for d, n in enumerate(x.shape)]
-    if is_float(x) and how == "sum":
-        found = o.domain.sum(x, axes)
-    elif is_float(x) and how in ("max", "min"):
-        found = _extreme_along(o, x, axes, how)
-    elif isinstance(x, Complex) or (is_float(x) and how == "prod"):
-        rows = elements_along(x, axes)
-        one = o.domain.constant(np.ones([n for d, n in enumerate(x.shape) if d not in axes]), np.float32)
-        found = functools.reduce(functools.partial(COMBINE[how], o), rows) if rows else one
-    else:
-        f = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum, "and": np.bitwise_and,
-             "or": np.bitwise_or, "xor": np.bitwise_xor}[how]  # fmt: skip
-        if not math.prod(x.shape[d] for d in axes) and how in ("max", "min"):
-            raise Undecided(f"'{o.name}' of nothing.")
-        found = f.reduce(x, axis=axes, dtype=x.dtype)
-    return reshaped(found, kept) if keep else found
+    if how == "sum" and not are_bits(o, x):
+        return numbers(o, x)[0].sum(x, tuple(axes))
+    if not math.prod(x.shape[d] for d in axes):
+        shape = [n for d, n in enumerate(x.shape) if d not in axes]
+        return moved(lambda v: np.broadcast_to(v.reshape(-1, *(1,) * (len(shape) - 1)), shape), identity(o, x, how))
+    return folded(lambda a, b: [COMBINE[how](o, *a, *b)], [x], axes)[0]
 
 
-def elements_along(x: Value, axes: Sequence[int]) -> list[Value]:
-    """The elements along dimensions, one array for each position."""
-    others = [d for d in range(x.ndim) if d not in axes]
-    shape = [x.shape[d] for d in others]
-    count = math.prod(x.shape[d] for d in axes)
-    flat = moved(lambda v: v.transpose(*axes, *others).reshape(count, *shape), x)
-    return [moved(lambda v, i=i: v[i], flat) for i in range(flat.shape[0])]
+def identity(o: Operation, x: Value, how: str) -> Value:
+    """The number that changes nothing if it is combined."""
+    if isinstance(x, np.ndarray) and x.dtype.kind != "f":
+        least, most = (False, True) if x.dtype == bool else (np.iinfo(x.dtype).min, np.iinfo(x.dtype).max)
+        value = {"prod": 1, "max": least, "min": most, "and": True if x.dtype == bool else ~x.dtype.type(0)}.get(how, 0)
+        return constants(o, value, (), x.dtype)
+    return constants(o, {"prod": 1.0, "max": -math.inf, "min": math.inf}.get(how, 0.0), ())
 
 
-def _extreme_along(o: Operation, x: Value, axes: tuple[int, ...], how: str) -> Value:
-    d = o.domain
-    others = [i for i in range(x.ndim) if i not in axes]
-    shape = [x.shape[i] for i in others]
-    flat = moved(lambda v: v.transpose(*others, *axes).reshape(*shape, math.prod(v.shape[i] for i in axes)), x)
-    if not flat.shape[-1]:
-        return o.domain.constant(np.full(shape, -math.inf if how == "max" else math.inf), np.float32)
-    at = place_of_extreme(o, flat, -1, how == "max")[..., None]
-    return d.as_maximum(moved(lambda v: np.take_along_axis(v, at, -1)[..., 0], flat))
+Combine = Callable[[list[Value], list[Value]], Sequence[Value]]
 
 
-def order_of(o: Operation, x: Value) -> np.ndarray:
-    """Integers in the order of the elements; NaN is the largest, and of complex numbers the real parts come first."""
-    if isinstance(x, Complex):
-        pairs = [order_of(o, part) for part in (x.real, x.imag)]
-        return np.unique(np.stack(pairs, -1).reshape(-1, 2), axis=0, return_inverse=True)[1].reshape(x.shape)
-    if not is_float(x):
-        return x.astype(np.int64) if x.dtype != np.uint64 else x
-    known = o.domain.decides(x)
-    if known is not None:
-        return np.unique(known, return_inverse=True)[1].reshape(x.shape)
-    return np.where(o.domain.is_nan(x), 2**63 - 1, o.domain.rank(x))
+def folded(combine: Combine, arrays: Sequence[Value], axes: Sequence[int]) -> list[Value]:
+    """Combines the elements along dimensions: the first half with the second one, until one is left."""
+    found = [grouped(x, axes, *([d] for d in range(1, x.ndim) if d not in axes)) for x in arrays]
+    while (n := found[0].shape[1]) > 1:
+        half = n // 2
+        first, second, rest = ([moved(lambda v, s=s: v[:, s], x) for x in found]
+                               for s in (slice(half), slice(half, 2 * half), slice(2 * half, n)))  # fmt: skip
+        found = list(combine(first, second))
+        if n % 2:
+            found = [moved(lambda v, w: np.concatenate([v, w], 1), x, y) for x, y in zip(found, rest, strict=True)]
+    return [moved(lambda v: v[:, 0], x) for x in found]
 
 
 def place_of_extreme(o: Operation, x: Value, axis: int, largest: bool) -> np.ndarray:
     """The first position of the maximum or minimum along a dimension; that of the first NaN, if there is one."""
-    ranks = order_of(o, x)
+    ranks = numbers(o, x)[0].order(x)
     places = ranks.argmax(axis) if largest else ranks.argmin(axis)
     if is_float(x):
         nan = o.domain.is_nan(x)
-        if nan.any():
-            places = np.where(nan.any(axis), nan.argmax(axis), places)
+        places = np.where(nan.any(axis), nan.argmax(axis), places)
     return np.asarray(places)
 
 
@@ -107,17 +82,15 @@ def _argument(o: Operation, x: Value) -> Value:
     return place_of_extreme(o, x, axis + 1, o.name == "argmax").astype(o.dtype)
 
 
-def _reduction(o: Operation, x: Value) -> Value:
-    return as_reduced(o, x, [d + 1 for d in o.params["axes"]], o.name.removeprefix("reduce_"))
-
-
-OPERATORS.update({f"reduce_{how}": _reduction for how in COMBINE})
+OPERATORS.update({
+    f"reduce_{how}": lambda o, x, how=how: as_reduced(o, x, [d + 1 for d in o.params["axes"]], how) for how in COMBINE
+})  # fmt: skip
 
 
 @operator("sort")
 def _sort(o: Operation, *arrays: Value) -> Value:
     axis, keys = o.params["dimension"] + 1, o.params["num_keys"]
-    ranks = [np.moveaxis(order_of(o, x), axis, -1) for x in arrays[:keys]]
+    ranks = [np.moveaxis(numbers(o, x)[0].order(x), axis, -1) for x in arrays[:keys]]
     at = np.moveaxis(np.lexsort(ranks[::-1], axis=-1), -1, axis)
     return [moved(lambda v: np.take_along_axis(v, at, axis), x) for x in arrays]
 
@@ -125,7 +98,7 @@ def _sort(o: Operation, *arrays: Value) -> Value:
 @operator("top_k")
 def _top_k(o: Operation, x: Value) -> Value:
     axis = o.params.get("axis", x.ndim - 2) % (x.ndim - 1) + 1
-    ranks = order_of(o, x)
+    ranks = numbers(o, x)[0].order(x)
     if is_float(x):  # NaN with a sign is the least
         ranks = np.where(o.domain.is_minus_nan(x), -(2**63), ranks)
     at = np.argsort(np.invert(ranks), axis, kind="stable")
@@ -135,51 +108,40 @@ def _top_k(o: Operation, x: Value) -> Value:
 
 @operator("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 def _cumulative(o: Operation, x: Value) -> Value:
-    axis, backwards = o.params["axis"] + 1, o.params["reverse"]
-    if o.name == "cumlogsumexp":
-        return _along(o, x, axis, backwards, log_of_sum)
-    return _along(o, x, axis, backwards, COMBINE[o.name.removeprefix("cum")])
-
-
-def _along(o: Operation, x: Value, axis: int, backwards: bool, combine: Operator) -> Value:
-    order = range(x.shape[axis])[:: -1 if backwards else 1]
+    axis, step = o.params["axis"] + 1, -1 if o.params["reverse"] else 1
+    combine = {"logsumexp": log_of_sum, **COMBINE}[o.name.removeprefix("cum")]
     found: list[Value] = []
-    for i in order:
-        row = moved(lambda v, i=i: np.take(v, [i], axis), x)
+    for i in range(x.shape[axis])[::step]:
+        row = moved(lambda v, i=i: v.take([i], axis), x)
         found.append(combine(o, found[-1], row) if found else row)
-    if not found:
-        return x
-    return moved(lambda *vs: np.concatenate(vs, axis), *found[:: -1 if backwards else 1])
+    return moved(lambda *vs: np.concatenate(vs, axis), *found[::step]) if found else x
 
 
 # --- products
 
 
+def product(o: Operation, a: Value, b: Value) -> Value:
+    """Products of matrices: ``[lanes, batch, m, k] @ [lanes, batch, k, n]``."""
+    kind, (a, b) = numbers(o, a, b)
+    found = kind.dot(a, b)
+    return found if is_float(found) or isinstance(found, Complex) else found.astype(o.dtype)
+
+
+def contracted(o: Operation, a: Value, of_a: Sequence[Any], b: Value, of_b: Sequence[Any]) -> Value:
+    """Contracts arrays; ``of_a`` and ``of_b`` are the batch dimensions, the free ones, and those that are summed."""
+    (batch, rows, summed), (of_batch, columns, other) = of_a, of_b
+    found = product(o, grouped(a, batch, rows, summed), grouped(b, of_batch, other, columns))
+    sizes = (*(a.shape[d] for d in (*batch, *rows)), *(b.shape[d] for d in columns))
+    return reshaped(found, (found.shape[0], *sizes))
+
+
 @operator("dot_general")
 def _dot_general(o: Operation, a: Value, b: Value) -> Value:
-    (ca, cb), (ba, bb) = o.params["dimension_numbers"]
-    if isinstance(a, Complex) or isinstance(b, Complex):
-        a, b = (x if isinstance(x, Complex) else Complex(x, zeros_like(x)) for x in (a, b))
-        run = functools.partial(_dot_general, o)
-        real = add(o, run(a.real, b.real), neg(o, run(a.imag, b.imag)))
-        return Complex(real, add(o, run(a.real, b.imag), run(a.imag, b.real)))
-
-    def matrices(x: Value, batch: Sequence[int], summed: Sequence[int], last: bool) -> tuple[Value, list[int]]:
-        free = [d for d in range(x.ndim - 1) if d not in (*batch, *summed)]
-        order = [*batch, *free, *summed] if last else [*batch, *summed, *free]
-        sizes = [math.prod(x.shape[d + 1] for d in dims) for dims in (batch, free, summed)]
-        shape = [sizes[0], sizes[1], sizes[2]] if last else [sizes[0], sizes[2], sizes[1]]
-        f = lambda v: v.transpose(0, *(d + 1 for d in order)).reshape(len(v), *shape)  # noqa: E731
-        return moved(f, x), [x.shape[d + 1] for d in free]
-
-    left, rows = matrices(a, ba, ca, True)
-    right, columns = matrices(b, bb, cb, False)
-    batch = [a.shape[d + 1] for d in ba]
-    if is_float(left) or is_float(right):
-        found = o.domain.dot(as_floats(o, left), as_floats(o, right))
-    else:
-        found = np.matmul(left.astype(np.int64), right.astype(np.int64)).astype(o.dtype)
-    return reshaped(found, (found.shape[0], *batch, *rows, *columns))
+    groups = []
+    for x, summed, batch in zip((a, b), *o.params["dimension_numbers"], strict=True):
+        free = [d + 1 for d in range(x.ndim - 1) if d not in (*batch, *summed)]
+        groups.append(([d + 1 for d in batch], free, [d + 1 for d in summed]))
+    return contracted(o, a, groups[0], b, groups[1])
 
 
 def windows(x: Value, sizes: Sequence[int], strides: Sequence[int], dilations: Sequence[int],
@@ -206,80 +168,49 @@ def _convolution(o: Operation, x: Value, kernel: Value) -> Value:
     config = [(0, 0, 0)] * 2
     for (low, high), n, dilation in zip(params["padding"], x.shape[3:], params["lhs_dilation"], strict=True):
         config.append((low, high, dilation - 1 if n else 0))
-    x = padded(o, x, config, zeros(o, (), np.float32) if is_float(x) else np.zeros(o.lanes, x.dtype))
+    x = padded(x, config, identity(o, x, "sum"))
     sizes, counts = kernel.shape[3:], [o.shape[d] for d in out[2:]]
     x = windows(x, sizes, params["window_strides"], params["rhs_dilation"], counts, 3)
     groups, of_batch = params["feature_group_count"], params["batch_group_count"]
-    lanes, batch, features = x.shape[:3]
-    outputs, inputs = kernel.shape[1:3]
-    # lanes, batch groups, batch, groups, features, (count, size) of each dimension
-    split = (lanes, of_batch, batch // of_batch, groups, features // groups, *x.shape[3:])
-    places, inside = [5 + 2 * i for i in range(space)], [6 + 2 * i for i in range(space)]
+    both = groups * of_batch
+    (lanes, batch, features), (outputs, inputs) = x.shape[:3], kernel.shape[1:3]
+    x = reshaped(x, (lanes, of_batch, batch // of_batch, groups, features // groups, *x.shape[3:]))
+    kernel = reshaped(kernel, (lanes, both, outputs // both, inputs, *sizes))
+    places, inside = range(5, 5 + 2 * space, 2), range(6, 6 + 2 * space, 2)
+    found = contracted(o, x, ((1, 3), (2, *places), (4, *inside)), kernel, ((1,), (2,), range(3, 4 + space)))
+    order = (0, 3, 1, 2, 4 + space, *range(4, 4 + space))  # lanes, batch, groups, features, space
+    found = moved(lambda v: v.transpose(order).reshape(lanes, batch // of_batch, outputs, *counts), found)
+    return moved(lambda v: v.transpose(0, *(d + 1 for d in np.argsort(out))), found)
 
-    def rows(v: np.ndarray) -> np.ndarray:
-        v = v.reshape(split).transpose(0, 1, 3, 2, *places, 4, *inside)
-        inner = features // groups * math.prod(sizes)
-        return v.reshape(lanes, of_batch * groups, batch // of_batch * math.prod(counts), inner)
 
-    both = of_batch * groups
-    weights = moved(
-        lambda v: v.reshape(v.shape[0], both, outputs // both, inputs * math.prod(sizes)).swapaxes(2, 3), kernel
-    )
-    if is_float(x):
-        found = o.domain.dot(moved(rows, x), weights)
-    else:
-        found = np.matmul(rows(x).astype(np.int64), weights.astype(np.int64)).astype(o.dtype)
-    of_result = (lanes, both, batch // of_batch, *counts, outputs // both)
-
-    def arrange(v: np.ndarray) -> np.ndarray:
-        v = v.reshape(of_result)
-        v = v.transpose(0, 2, 1, v.ndim - 1, *range(3, 3 + space)).reshape(lanes, batch // of_batch, outputs, *counts)
-        inverse = np.argsort(out)
-        return v.transpose(0, *(d + 1 for d in inverse))
-
-    return moved(arrange, found)
+def padded_windows(o: Operation, x: Value, fill: Value) -> Value:
+    """The windows of a reduction of windows: ``[lanes, number of windows, window, ...]``."""
+    p, ones = o.params, [1] * (x.ndim - 1)
+    between = p.get("base_dilation", ones)
+    x = padded(x, [(a, b, n - 1) for (a, b), n in zip(p["padding"], between, strict=True)], fill)
+    counts = o.shape if "base_dilation" in p else o.in_shapes[0]
+    return windows(x, p["window_dimensions"], p["window_strides"], p.get("window_dilation", ones), counts, 1)
 
 
 @operator("reduce_window_sum", "reduce_window_max", "reduce_window_min")
 def _reduce_window(o: Operation, x: Value) -> Value:
-    params, how = o.params, o.name.removeprefix("reduce_window_")
-    fill: Value = _identity(o, x, how)
-    config = [(a, b, n - 1) for (a, b), n in zip(params["padding"], params["base_dilation"], strict=True)]
-    x = padded(o, x, config, fill)
-    x = windows(x, params["window_dimensions"], params["window_strides"], params["window_dilation"], o.shape, 1)
-    return as_reduced(o, x, range(2, x.ndim, 2), how)
-
-
-def _identity(o: Operation, x: Value, how: str) -> Value:
-    if how == "sum":
-        return zeros(o, (), np.float32) if is_float(x) else np.zeros(o.lanes, x.dtype)
-    if is_float(x):
-        return o.domain.constant(np.full(o.lanes, -math.inf if how == "max" else math.inf), np.float32)
-    info = np.iinfo(x.dtype)
-    return np.full(o.lanes, info.min if how == "max" else info.max, x.dtype)
+    how = o.name.removeprefix("reduce_window_")
+    return as_reduced(o, padded_windows(o, x, identity(o, x, how)), range(2, 2 * x.ndim - 1, 2), how)
 
 
 @operator("select_and_scatter_add")
 def _select_and_scatter_add(o: Operation, source: Value, x: Value) -> Value:
-    params = o.params
-    sizes, strides = params["window_dimensions"], params["window_strides"]
-    largest = params["select_prim"].name == "ge"
-    config = [(a, b, 0) for a, b in params["padding"]]
-    wide = padded(o, x, config, _identity(o, x, "max" if largest else "min"))
-    inside = windows(wide, sizes, strides, [1] * len(sizes), source.shape[1:], 1)
-    ndim = len(sizes)
-    order = [0, *range(1, 2 * ndim, 2), *range(2, 2 * ndim + 1, 2)]
-    flat = moved(lambda v: v.transpose(order).reshape(*source.shape, math.prod(sizes)), inside)
-    chosen = np.unravel_index(place_of_extreme(o, flat, -1, largest), sizes)
-    at = []
-    for d in range(ndim):
-        start = np.arange(source.shape[d + 1]).reshape([-1 if e == d else 1 for e in range(ndim)]) * strides[d]
-        at.append(start[None] + chosen[d])
-    places = np.ravel_multi_index(at, wide.shape[1:]).reshape(source.shape[0], -1)
-    target = zeros(o, (math.prod(wide.shape[1:]),), np.float32)
-    added = combined_at(o, target, places, reshaped(source, (source.shape[0], -1)), add)
-    cut = tuple(slice(a, a + n) for (a, _), n in zip(params["padding"], x.shape[1:], strict=True))
-    return moved(lambda v: v.reshape(wide.shape)[(slice(None), *cut)], added)
+    fill = identity(o, x, "max" if o.params["select_prim"].name == "ge" else "min")
+    inside, ndim = padded_windows(o, x, fill), x.ndim - 1
+    # In the same windows: the place of each element, and -1 in the padding.
+    places = padded_windows(o, np.arange(math.prod(x.shape[1:])).reshape(1, *x.shape[1:]), np.full(1, -1))
+    order, size = [0, *range(1, 2 * ndim, 2), *range(2, 2 * ndim + 1, 2)], math.prod(o.params["window_dimensions"])
+    rows = lambda v: v.transpose(order).reshape(len(v), *source.shape[1:], size)  # noqa: E731
+    flat, places = moved(rows, inside), rows(places)
+    chosen = place_of_extreme(o, flat, -1, o.params["select_prim"].name == "ge")[..., None]
+    at = np.take_along_axis(np.broadcast_to(places, flat.shape), chosen, -1).reshape(o.lanes, -1)
+    target = constants(o, 0.0, (math.prod(x.shape[1:]),))
+    return reshaped(combined_at(o, target, at, reshaped(source, (o.lanes, -1)), add), x.shape)
 
 
 # --- Fourier transforms: products with a table. gshard assumes only that the table is symmetric
@@ -290,46 +221,41 @@ def _fft(o: Operation, x: Value) -> Value:
     kind, lengths = str(o.params["fft_type"]).rpartition(".")[2].lower(), o.params["fft_lengths"]
     kind = {"0": "fft", "1": "ifft", "2": "rfft", "3": "irfft"}.get(kind, kind)
     axes = list(range(x.ndim - len(lengths), x.ndim))
-    if not isinstance(x, Complex):
-        x = Complex(x, zeros_like(x))
     if kind == "rfft":
-        x = _transformed(o, x, axes[-1], lengths[-1], -1)
         half = lengths[-1] // 2 + 1
-        x = moved(lambda v: np.take(v, range(half), axes[-1]), x)
-        axes = axes[:-1]
+        last = axes.pop()
+        x = moved(lambda v: v.take(range(half), last), _transformed(o, x, last, lengths[-1], -1))
     for axis in axes[:-1] if kind == "irfft" else axes:
         x = _transformed(o, x, axis, x.shape[axis], 1 if "i" in kind else -1)
     if kind == "irfft":
-        n, last = lengths[-1], axes[-1]
-        at = [i if i <= n // 2 else n - i for i in range(n)]
-        signs = np.array([1 if i <= n // 2 else -1 for i in range(n)])
-        full = moved(lambda v: np.take(v, at, last), x)
-        shape = [-1 if d == last else 1 for d in range(x.ndim)]
-        x = Complex(full.real, mul(o, full.imag, o.domain.constant(signs.reshape(shape), np.float32)))
+        n = lengths[-1]
+        last = x.ndim - 1
+        at = np.minimum(np.arange(n), n - np.arange(n))
+        signs = np.where(at == np.arange(n), 1.0, -1.0).reshape([-1 if d == last else 1 for d in range(x.ndim)])
+        full = moved(lambda v: v.take(at, last), as_complex(x))
+        x = Complex(full.real, mul(o, full.imag, o.domain.constant(signs, np.float32)))
         return _transformed(o, x, last, n, 1).real
     return x
 
 
-def _transformed(o: Operation, x: Complex, axis: int, n: int, sign: int) -> Complex:
+def _transformed(o: Operation, x: Value, axis: int, n: int, sign: int) -> Complex:
     places = np.outer(np.arange(n), np.arange(n)) % n
     near, d = np.minimum(places, n - places), o.domain
-    signs = np.where(places == near, 1, -1) * np.where(2 * places % n == 0, 0, 1)
-    cosine: Value
-    sine: Value
-    if isinstance(d, Reals):
-        cosine, sine = np.cos(2 * np.pi * near / n)[None], np.sin(2 * np.pi * near / n)[None]
-    else:
-        lanes = np.broadcast_to(near, (o.lanes, n, n))
+    cosine: Any
+    sine: Any
+    if isinstance(d, Field):
+        lanes = np.broadcast_to(near, (o.lanes, 1, n, n))
         cosine, sine = (d.function(f"{f} of {n}", lanes) for f in ("cosine", "sine"))
-        one = d.constant(np.ones((1, 1, 1)), np.float32)
-        cosine = moved(lambda v, w: np.where(near == 0, w, v), cosine, one)
-    scale = d.constant(np.full((1, 1, 1), sign), np.float32)
-    sine = mul(o, mul(o, sine, d.constant(signs[None].astype(float), np.float32)), scale)
-    table = Complex(cosine, sine)
-    if isinstance(d, Reals):
-        table = Complex(*(np.broadcast_to(v, (o.lanes, n, n)) for v in (cosine, sine)))
-    rest = dataclasses.replace(o, params={"dimension_numbers": (((axis - 1,), (0,)), ((), ()))})
-    found = moved(lambda v: np.moveaxis(v, -1, axis), _dot_general(rest, x, table))
-    if sign > 0:
-        found = mul(o, found, d.constant(np.full((1,) * found.ndim, 1 / n), np.float32))
-    return found
+        cosine = moved(lambda v, w: np.where(near == 0, w, v), cosine, constants(o, 1.0, (1, 1, 1)))
+    else:
+        cosine, sine = (np.broadcast_to(f(2 * np.pi * near / n), (o.lanes, 1, n, n)) for f in (np.cos, np.sin))
+    signs = sign * np.where(places == near, 1.0, -1.0) * (2 * places % n != 0)
+    scale = np.ones((n, n)) / (n if sign > 0 else 1)
+    cosine, sine = (mul(o, t, d.constant((k * scale)[None, None], np.float64)) for t, k in ((cosine, 1), (sine, signs)))
+    others = [n for i, n in enumerate(x.shape) if i not in (0, axis)]
+    rows = moved(lambda v: np.moveaxis(v, axis, -1).reshape(len(v), 1, math.prod(others), n), x)
+    if isinstance(x, Complex):
+        found = product(o, rows, Complex(cosine, sine))
+    else:
+        found = Complex(product(o, rows, cosine), product(o, rows, sine))
+    return moved(lambda v: np.moveaxis(v.reshape(len(v), *others, n), -1, axis), found)

@@ -6,8 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +16,10 @@ from jax.extend import core
 from gshard.core import jax_adapter
 from gshard.core.planning_tables import tabulated
 from gshard.core.rule import PARALLEL
-from gshard.exact.combining import as_reduced, elements_along, windows
-from gshard.exact.movement import padded
+from gshard.exact.combining import as_reduced, folded, padded_windows
+from gshard.exact.movement import grouped
 from gshard.exact.numbers import Field, Reals, Value
 from gshard.exact.operations import (
-    COMBINE,
     OPERATORS,
     Complex,
     Operation,
@@ -38,6 +36,16 @@ from gshard.language.registry import has_rule, rule_of
 Axes = tuple[tuple[str, int], ...]
 
 
+class Observer(Protocol):
+    """Sees what a program computes."""
+
+    def saw(self, eqn: Any, axes: Axes, operands: Sequence[Value], results: Sequence[Value]) -> None:
+        """An equation has run."""
+
+    def derived(self, new: Value, old: Value) -> None:
+        """An array consists of elements of another one: an iteration's part, a device's part, or all parts."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unequal:
     """A result that differs between devices, although ``out_specs`` calls it replicated."""
@@ -45,6 +53,8 @@ class Unequal:
     eqn: Any  # the ``shard_map``
     number: int  # of the result
     axis: str  # along which parts differ
+    elements: int  # how many elements of a part differ
+    value: Value  # the parts
 
 
 @dataclasses.dataclass
@@ -53,6 +63,7 @@ class Interpreter:
 
     domain: Field | Reals
     sizes: Sizes = dataclasses.field(default_factory=Sizes)
+    observe: Observer | None = None
     most_iterations: int = 10_000  # of a while loop
     axes: Axes = ()  # the manual axes of the mesh; lanes are draws, then devices in the order of these axes
     trusts_rules: bool = True  # operators without an exact value are functions along what their rules call parallel
@@ -65,6 +76,14 @@ class Interpreter:
     def lanes(self) -> int:
         """How many lanes arrays have."""
         return self.domain.draws * math.prod(n for _, n in self.axes)
+
+    def moved(self, f: Callable[..., Any], *arrays: Value) -> Value:
+        """Moves elements between equations."""
+        new = moved(f, *arrays)
+        if self.observe is not None:
+            for x in arrays:
+                self.observe.derived(new, x)
+        return new
 
     def constant(self, x: Any, v: Any = None) -> Value:
         """An array of the program."""
@@ -99,13 +118,16 @@ class Interpreter:
             if isinstance(v, core.Literal) and (number := self.sizes.number(eqn, i)) is not None:
                 operands[i] = self.constant(np.asarray(number, np.asarray(v.val).dtype))
         try:
-            results = self._results(eqn, operands)
+            with np.errstate(all="ignore"):
+                results = self._results(eqn, operands)
         except Undecided as error:
             if isinstance(self.domain, Reals) and not self.trusts_rules and eqn.primitive.name not in _REGIONS:
                 return self.by_jax(eqn, operands)
             if error.where is None:
                 raise Undecided(error.what, jax_adapter.user_line(eqn.source_info)) from None
             raise
+        if self.observe is not None:
+            self.observe.saw(eqn, self.axes, operands, results)
         return results
 
     def _results(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
@@ -114,9 +136,7 @@ class Interpreter:
             return []
         if name in _REGIONS:
             return _REGIONS[name](self, eqn, operands)
-        if (name in _COLLECTIVES or name in ("axis_index", "ragged_all_to_all")) and not jax_adapter.sub_jaxprs(
-            eqn.params
-        ):
+        if name in (*_REDUCES, *_MOVES, "axis_index") and not jax_adapter.sub_jaxprs(eqn.params):
             return _collective(self, eqn, operands)
         if name in _ON_KEYS:
             return [_ON_KEYS[name](self, eqn, *operands)]
@@ -131,7 +151,12 @@ class Interpreter:
             return self.run(called, operands)
         if not any(is_float(x) or isinstance(x, Complex) for x in operands):
             return self.by_jax(eqn, operands)
-        if (opened := _opened(eqn, self._operation(eqn), self.trusts_rules)) is not None:
+        o = self._operation(eqn)
+        if name == "gshard_kernel" and self.trusts_rules:
+            self.domain.identities.add("kernels compute what their plain functions do")
+            plain = eqn.params["kernel"].plain_jaxpr(tuple(zip(o.in_shapes, o.in_dtypes, strict=True)))
+            return self.run(plain, operands)
+        if (opened := _opened(eqn, o.in_shapes, o.in_dtypes, o.shapes)) is not None:
             return self.run(opened, operands)
         if not self.trusts_rules:
             raise Undecided(f"'{name}' has no exact value.")
@@ -189,33 +214,31 @@ class Interpreter:
             raise Undecided(f"'{name}' cannot be run exactly.")
         parallel = [f for f, factor in enumerate(rule.factors) if factor.kind == PARALLEL]
 
+        d: Any = self.domain
+
         def order(dims: Sequence[tuple[int, ...]]) -> tuple[list[int], list[int]]:
-            rows = {dim[0]: d for d, dim in enumerate(dims) if len(dim) == 1 and dim[0] in parallel}
+            rows = {dim[0]: d for d, dim in enumerate(dims, 1) if len(dim) == 1 and dim[0] in parallel}
             if set(rows) != set(parallel):
                 raise Undecided(f"'{name}' cannot be run exactly.")
-            return [rows[f] for f in parallel], [d for d in range(len(dims)) if d not in rows.values()]
+            return [rows[f] for f in parallel], [d for d in range(1, len(dims) + 1) if d not in rows.values()]
 
-        def flat(v: np.ndarray, dims: Sequence[tuple[int, ...]]) -> np.ndarray:
-            rows, others = order(dims)
-            count = math.prod(v.shape[d + 1] for d in rows)
-            rest = math.prod(v.shape[d + 1] for d in others)
-            return v.transpose(0, *(d + 1 for d in (*rows, *others))).reshape(len(v), count, rest)
+        def row(x: Value) -> Value:
+            numbers = d.sum(d.function("row", x, np.broadcast_to(np.arange(x.shape[2]), x.shape), spreads=False), (2,))
+            return moved(lambda v: v[:, :, None], numbers)
 
         if any(isinstance(x, Complex) for x in operands):
             raise Undecided(f"'{name}' of complex numbers has no exact value.")
-        rows = [moved(functools.partial(flat, dims=d), x) for x, d in zip(operands, rule.operands, strict=True)]
-        wanted = []
-        for shape, dtype, dims in zip(o.shapes, o.dtypes, rule.results, strict=True):
-            wanted.append(([shape[d] for d in order(dims)[1]], dtype))
-        sizes = [rule.factors[f].size for f in parallel]
+        rows = [row(grouped(x, *order(dims))) for x, dims in zip(operands, rule.operands, strict=True)]
         results = []
-        for x, dims in zip(self.domain.of_arrays(_text(name, eqn.params), wanted, rows), rule.results, strict=True):
+        for i, (shape, dtype, dims) in enumerate(zip(o.shapes, o.dtypes, rule.results, strict=True)):
             of_rows, others = order(dims)
-            back = np.argsort([*of_rows, *others])
-            rest = x.shape[2:]
-            results.append(
-                moved(lambda v, r=rest, b=back: v.reshape(len(v), *sizes, *r).transpose(0, *(d + 1 for d in b)), x)
-            )
+            places = np.arange(math.prod(shape[d - 1] for d in others)).reshape(1, 1, -1) + (i << 32)
+            x = d.function(_text(name, eqn.params), *rows, places)
+            if not jax.dtypes.issubdtype(dtype, np.inexact):
+                x = d.compare(np.greater, x, d.from_ints(np.zeros((1, 1, 1)))).astype(dtype)
+            back = [0, *(d + 1 for d in np.argsort([*of_rows, *others]))]
+            sizes = [shape[d - 1] for d in (*of_rows, *others)]
+            results.append(moved(lambda v, s=sizes, b=back: v.reshape(len(v), *s).transpose(b), x))
         return results
 
 
@@ -224,24 +247,23 @@ def _text(name: str, params: dict[str, Any]) -> str:
     return f"{name} {[(k, str(v)) for k, v in sorted(params.items()) if k not in ('sharding', 'out_sharding', 'vma')]}"
 
 
-def _opened(eqn: Any, o: Operation, opens_kernels: bool) -> Any:
+@tabulated(4096)
+def _opened(eqn: Any, in_shapes: Sequence[Any], in_dtypes: Sequence[Any], shapes: Sequence[Any]) -> Any:
     """The jaxpr of an operator that a Python function of JAX operators defines; None for others."""
-    if o.name == "gshard_kernel" and opens_kernels:
-        o.domain.identities.add("kernels compute what their plain functions do")
-        return eqn.params["kernel"].plain_jaxpr(tuple(zip(o.in_shapes, o.in_dtypes, strict=True)))
-    if o.name == "custom_partitioning" and o.in_shapes == tuple(x.shape for x in eqn.params["call"].in_avals):
+    name = eqn.primitive.name
+    if name == "custom_partitioning" and in_shapes == tuple(x.shape for x in eqn.params["call"].in_avals):
         return eqn.params["call"]
-    function = IN_BLOCKS.get(o.name) or jax_adapter.function_of(eqn.primitive)
+    function = IN_BLOCKS.get(name) or jax_adapter.function_of(eqn.primitive)
     if function is None:
         return None
-    avals = [jax.ShapeDtypeStruct(*x) for x in zip(o.in_shapes, o.in_dtypes, strict=True)]
+    avals = [jax.ShapeDtypeStruct(*x) for x in zip(in_shapes, in_dtypes, strict=True)]
     try:
         opened = jax.make_jaxpr(functools.partial(function, **eqn.params))(*avals)
     except Exception:  # it needs more than shapes, or these shapes
         return None
-    inside = {e.primitive.name for e in jax_adapter.closed(opened)[0].eqns}
-    made = tuple(tuple(v.aval.shape) for v in jax_adapter.closed(opened)[0].outvars)
-    return None if o.name in inside or made != o.shapes else opened
+    body = jax_adapter.closed(opened)[0]
+    is_other = name not in {e.primitive.name for e in body.eqns}
+    return opened if is_other and tuple(tuple(v.aval.shape) for v in body.outvars) == shapes else None
 
 
 # --- regions
@@ -254,7 +276,7 @@ def _scan(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     xs = operands[num_consts + num_carry :]
     collected: list[list[Value]] = []
     for i in range(length)[:: -1 if backwards else 1]:
-        slices = [moved(lambda v, i=i: v[:, i], x) for x in xs]
+        slices = [run.moved(lambda v, i=i: v[:, i], x) for x in xs]
         results = run.run(body, [*consts, *carry, *slices])
         carry = results[:num_carry]
         collected.append(results[num_carry:])
@@ -263,7 +285,7 @@ def _scan(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     stacked = []
     for n, v in enumerate(eqn.outvars[num_carry:]):
         if collected:
-            stacked.append(moved(lambda *rows: np.stack(np.broadcast_arrays(*rows), 1), *(r[n] for r in collected)))
+            stacked.append(run.moved(lambda *rows: np.stack(np.broadcast_arrays(*rows), 1), *(r[n] for r in collected)))
         else:
             stacked.append(run.constant(np.zeros(run.sizes.shape(v), v.aval.dtype)))
     return [*carry, *stacked]
@@ -279,7 +301,7 @@ def _while(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]
             return carry
         _refuse_apart(run, goes_on, (params["cond_jaxpr"], params["body_jaxpr"]))
         results = run.run(params["body_jaxpr"], [*operands[first:second], *carry])
-        carry = [_where(goes_on, new, old) for new, old in zip(results, carry, strict=True)]
+        carry = [_where(run, goes_on, new, old) for new, old in zip(results, carry, strict=True)]
     raise Undecided(f"a while loop runs more than {run.most_iterations} times.")
 
 
@@ -296,53 +318,37 @@ def _refuse_apart(run: Interpreter, chosen: np.ndarray, bodies: Sequence[Any]) -
 def _communicates(jaxpr: Any) -> bool:
     eqns = jax_adapter.closed(jaxpr)[0].eqns
     return any(
-        e.primitive.name in (*_COLLECTIVES, "ragged_all_to_all")
-        or any(map(_communicates, jax_adapter.sub_jaxprs(e.params)))
+        e.primitive.name in (*_REDUCES, *_MOVES) or any(map(_communicates, jax_adapter.sub_jaxprs(e.params)))
         for e in eqns
     )
 
 
-def _where(condition: np.ndarray, new: Value, old: Value) -> Value:
+def _where(run: Interpreter, condition: np.ndarray, new: Value, old: Value) -> Value:
     if condition.all():
         return new
     shape = (*condition.shape, *(1,) * (new.ndim - condition.ndim))
-    return moved(lambda a, b: np.where(condition.reshape(shape), a, b), new, old)
+    return run.moved(lambda a, b: np.where(condition.reshape(shape), a, b), new, old)
 
 
 def _reduce(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """A reduction by a function: the elements are combined one after the other."""
-    count = len(operands) // 2
-    axes = [d + 1 for d in eqn.params["dimensions"]]
-    rows = list(zip(*(elements_along(x, axes) for x in operands[:count]), strict=True))
-    return _folded(run, eqn.params["jaxpr"], rows, operands[count:], run.sizes.shape(eqn.outvars[0]))
+    """A reduction by a function, of dimensions or of windows. What is padded does not count."""
+    count, o = len(operands) // 2, run._operation(eqn)
+    arrays, starts, axes = operands[:count], operands[count:], [d + 1 for d in eqn.params.get("dimensions", ())]
+    counts = np.ones(operands[0].shape, bool)
+    if o.name == "reduce_window":
+        arrays = [padded_windows(o, x, start) for x, start in zip(arrays, starts, strict=True)]
+        counts, axes = padded_windows(o, counts, np.zeros(run.lanes, bool)), list(range(2, arrays[0].ndim, 2))
+    shape = (run.lanes, *o.shape)
+    starts = [run.moved(lambda v: np.broadcast_to(v.reshape(-1, *(1,) * len(o.shape)), shape), x) for x in starts]
 
+    def combine(a: Sequence[Value], b: Sequence[Value]) -> list[Value]:
+        both = run.run(eqn.params["jaxpr"], [*a[1:], *b[1:]]) if (a[0] & b[0]).any() else a[1:]
+        pairs = (_where(run, b[0], _where(run, a[0], z, y), x) for x, y, z in zip(a[1:], b[1:], both, strict=True))
+        return [a[0] | b[0], *pairs]
 
-def _reduce_window(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """A reduction of windows by a function. Elements of the padding are left out."""
-    p, count, o = eqn.params, len(operands) // 2, run._operation(eqn)
-    config = [(a, b, n - 1) for (a, b), n in zip(p["padding"], p["base_dilation"], strict=True)]
-    own = p["window_dimensions"], p["window_strides"], p["window_dilation"]
-
-    def inside(x: Value, fill: Value) -> list[Value]:
-        return elements_along(windows(padded(o, x, config, fill), *own, o.shape, 1), range(2, 2 * x.ndim - 1, 2))
-
-    rows = list(
-        zip(*(inside(x, start) for x, start in zip(operands[:count], operands[count:], strict=True)), strict=True)
-    )
-    are_elements = inside(np.ones(operands[0].shape, bool), np.zeros(run.lanes, bool))  # what is padded does not count
-    return _folded(run, p["jaxpr"], rows, operands[count:], o.shape, are_elements)
-
-
-def _folded(
-    run: Interpreter, jaxpr: Any, rows: Any, starts: Sequence[Value], shape: Sequence[int], counts: Any = ()
-) -> list[Value]:
-    """Combines rows of arrays one after the other; where ``counts`` is False an element does not count."""
-    whole = (run.lanes, *shape)
-    carry = [moved(lambda v: np.broadcast_to(v.reshape(-1, *(1,) * len(shape)), whole), x) for x in starts]
-    for i, row in enumerate(rows):
-        new = run.run(jaxpr, [*carry, *row])
-        carry = [_where(counts[i], n, c) for n, c in zip(new, carry, strict=True)] if counts else new
-    return carry
+    if all(arrays[0].shape[d] for d in axes):
+        starts = combine([np.ones(shape, bool), *starts], folded(combine, [counts, *arrays], axes))[1:]
+    return starts
 
 
 def _cond(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
@@ -353,7 +359,7 @@ def _cond(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     results = run.run(branches[taken[0]], operands[1:])
     for i in taken[1:]:
         others = run.run(branches[i], operands[1:])
-        results = [_where(chosen == i, new, old) for new, old in zip(others, results, strict=True)]
+        results = [_where(run, chosen == i, new, old) for new, old in zip(others, results, strict=True)]
     return results
 
 
@@ -369,7 +375,7 @@ def _shard_map(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Va
     try:
         run.axes = axes
         parts = [
-            moved(functools.partial(cut, axes=inner, spec=_entries(spec)), x)
+            run.moved(functools.partial(cut, axes=inner, spec=_entries(spec)), x)
             for x, spec in zip(operands, params["in_specs"], strict=True)
         ]
         results = run.run(params["jaxpr"], parts)
@@ -379,11 +385,11 @@ def _shard_map(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Va
     for i, (x, spec) in enumerate(zip(results, params["out_specs"], strict=True)):
         entries = _entries(spec)
         used = [a for dim in entries for a in dim]
-        x = moved(functools.partial(_full_lanes, lanes=lanes * count), x)
+        x = run.moved(functools.partial(_full_lanes, lanes=lanes * count), x)
         for position, (name, size) in enumerate(inner):
             if name not in used and size > 1:
                 _check_equal(run, eqn, i, x, lanes, inner, position)
-        whole.append(moved(functools.partial(_joined, axes=inner, spec=entries, lanes=lanes), x))
+        whole.append(run.moved(functools.partial(_joined, axes=inner, spec=entries, lanes=lanes), x))
     return whole
 
 
@@ -398,40 +404,30 @@ def _entries(spec: Any) -> list[tuple[str, ...]]:
 
 def cut(v: np.ndarray, axes: Axes, spec: Sequence[tuple[str, ...]]) -> np.ndarray:
     """The part of each device: ``[lanes, ...] -> [lanes * devices, ...]``."""
-    sizes = dict(axes)
-    shape, where = [len(v)], {}
+    sizes, devices = dict(axes), math.prod(n for _, n in axes)
+    position = dict(zip(sizes, np.indices(tuple(sizes.values())).reshape(len(axes), devices), strict=True))
+    at: list[Any] = [slice(None), np.zeros((devices, *(1,) * (v.ndim - 1)), np.int64)]
+    shape: list[int] = []
     for d, n in enumerate(v.shape[1:]):
-        names = [a for a in (spec[d] if d < len(spec) else ()) if a in sizes]
-        for a in names:
-            where[a] = len(shape)
-            shape.append(sizes[a])
-        shape.append(n // math.prod(sizes[a] for a in names))
-    split = v.reshape(shape)
-    front = [where[a] for a, _ in axes if a in where]
-    rest = [d for d in range(1, len(shape)) if d not in front]
-    split = split.transpose(0, *front, *rest)
-    at = 1
-    for a, n in axes:
-        if a not in where:
-            split = np.broadcast_to(np.expand_dims(split, at), (*split.shape[:at], n, *split.shape[at:]))
-        at += 1
-    return split.reshape(math.prod(split.shape[: 1 + len(axes)]), *split.shape[1 + len(axes) :])
+        part, count = np.zeros(devices, np.int64), 1
+        for a in spec[d] if d < len(spec) else ():
+            if a in sizes:
+                part, count = part * sizes[a] + position[a], count * sizes[a]
+        shape.append(n // count)
+        places = part[:, None] * shape[d] + np.arange(shape[d])
+        at.append(places.reshape(devices, *(shape[d] if e == d else 1 for e in range(v.ndim - 1))))
+    return v[:, None][tuple(at)].reshape(len(v) * devices, *shape)
 
 
 def _joined(v: np.ndarray, axes: Axes, spec: Sequence[tuple[str, ...]], lanes: int) -> np.ndarray:
     """The inverse of ``cut``."""
-    names = [a for a, _ in axes]
-    split = v.reshape(lanes, *(n for _, n in axes), *v.shape[1:])
-    for i in reversed(range(len(axes))):
-        if not any(names[i] in dim for dim in spec):
-            split = split.take(0, 1 + i)
-    kept = [a for a in names if any(a in dim for dim in spec)]
-    order, shape = [0], [lanes]
-    for d in range(v.ndim - 1):
-        dims = spec[d] if d < len(spec) else ()
-        order += [*(1 + kept.index(a) for a in dims), 1 + len(kept) + d]
-        shape.append(v.shape[d + 1] * math.prod(dict(axes)[a] for a in dims))
-    return split.transpose(order).reshape(shape)
+    sizes = dict(axes)
+    names = [[a for a in dim if a in sizes] for dim in spec] + [[]] * v.ndim
+    shape = [n * math.prod(sizes[a] for a in dim) for n, dim in zip(v.shape[1:], names, strict=False)]
+    places = cut(np.arange(math.prod(shape)).reshape(1, *shape), axes, spec).ravel()
+    at = np.empty(math.prod(shape), np.int64)
+    at[places[::-1]] = np.arange(len(places))[::-1]  # the first device that has an element
+    return v.reshape(lanes, -1)[:, at].reshape(lanes, *shape)
 
 
 def _check_equal(run: Interpreter, eqn: Any, i: int, x: Value, lanes: int, axes: Axes, position: int) -> None:
@@ -440,13 +436,15 @@ def _check_equal(run: Interpreter, eqn: Any, i: int, x: Value, lanes: int, axes:
     shape = (lanes, *(n for _, n in axes), *x.shape[1:])
     split = moved(lambda v: v.reshape(shape), parts)
     first = moved(lambda v: np.broadcast_to(v.take([0], 1 + position), shape), split)
-    if run.domain.differs(split, first).any():
-        run.unequal.append(Unequal(eqn, i, axes[position][0]))
+    differs = run.domain.differs(split, first)
+    if differs.any():
+        count = int(differs.reshape(lanes * math.prod(n for _, n in axes), -1).any(0).sum())
+        run.unequal.append(Unequal(eqn, i, axes[position][0], count, x))
 
 
 _REGIONS: dict[str, Callable[[Interpreter, Any, Sequence[Value]], list[Value]]] = {
     "scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map, "reduce": _reduce,
-    "reduce_window": _reduce_window,
+    "reduce_window": _reduce,
 }  # fmt: skip
 
 
@@ -490,6 +488,67 @@ _ON_KEYS: dict[str, Callable[..., Value]] = {
 # --- collectives
 
 
+def _all_gather(params: Any, n: np.ndarray) -> np.ndarray:
+    dim, members = params["all_gather_dimension"], n.shape[1]
+    whole = np.moveaxis(n, 1, 1 + dim)
+    if params["tiled"]:
+        whole = whole.reshape(len(n), *(k * (members if d == dim else 1) for d, k in enumerate(n.shape[2:])))
+    return np.repeat(whole[:, None], members, 1)
+
+
+def _chunks(n: np.ndarray, dim: int) -> np.ndarray:
+    """``[groups, members, chunk, ...]``: as many chunks of a dimension as members."""
+    parts = n.reshape(*n.shape[: 2 + dim], n.shape[1], n.shape[2 + dim] // n.shape[1], *n.shape[3 + dim :])
+    return np.moveaxis(parts, 2 + dim, 2)
+
+
+def _scatter(params: Any, n: np.ndarray) -> np.ndarray:
+    dim, own = params["scatter_dimension"], np.arange(n.shape[1])
+    found = _chunks(n, dim)[:, own, own]
+    return found if params["tiled"] else found.squeeze(2 + dim)
+
+
+def _all_to_all(params: Any, n: np.ndarray) -> np.ndarray:
+    received = _chunks(n, params["split_axis"]).swapaxes(1, 2)
+    shape = list(received.shape[3:])
+    shape[params["concat_axis"]] *= n.shape[1]
+    return np.moveaxis(received, 2, 2 + params["concat_axis"]).reshape(*n.shape[:2], *shape)
+
+
+def _permute(params: Any, n: np.ndarray) -> np.ndarray:
+    sources, targets = (list(map(int, ends)) for ends in zip(*params["perm"], strict=True))
+    if len({*sources}) < len(sources) or len({*targets}) < len(targets):
+        raise Undecided("'ppermute' has a source or a destination twice.")
+    found = np.zeros_like(n)
+    found[:, targets] = n[:, sources]
+    return found
+
+
+def _ragged(params: Any, n: np.ndarray, old: np.ndarray, starts: Any, sizes: Any, targets: Any, _: Any) -> np.ndarray:
+    """Rows from ``input_offsets`` on are written to ``output_offsets`` in the outputs of the receivers."""
+    chunks = starts.shape[2] // n.shape[1]
+    for group, sender, i in np.ndindex(starts.shape):
+        first, count, to = (int(x[group, sender, i]) for x in (starts, sizes, targets))
+        old[group, i // chunks, to : to + count] = n[group, sender, first : first + count]
+    return old
+
+
+# Functions of the numbers of elements, ``[groups, members, ...]``, that move these; 0 is the number of what is 0.
+_MOVES: dict[str, Callable[..., np.ndarray]] = {
+    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), _all_gather),
+    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), _scatter),
+    "all_to_all": _all_to_all,
+    "ppermute": _permute,
+    "pbroadcast": lambda params, n: n[:, [params["source"]] * n.shape[1]],
+    "ragged_all_to_all": _ragged,
+}
+_REDUCES = {
+    **dict.fromkeys("psum psum2 psum_invariant reduce_scatter unreduced_reduce_scatter".split(), "sum"),
+    "pmax": "max",
+    "pmin": "min",
+}
+
+
 def _groups(axes: Axes, named: Sequence[Any], parts: Any) -> np.ndarray:
     """The devices of each group, ``[groups, members]``; ``parts`` are ``axis_index_groups``."""
     names, sizes = zip(*axes, strict=True)
@@ -505,12 +564,13 @@ def _collective(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[V
     name, params = eqn.primitive.name, eqn.params
     named = params.get("axis_name", params.get("axes", ()))
     named = tuple(named) if isinstance(named, (tuple, list)) else (named,)
+    how = _REDUCES.get(name)
+    of_each = [Operation("", {}, (), (), (), (v.aval.dtype,), run.domain, run.lanes) for v in eqn.outvars]
     if dims := [a + 1 for a in named if isinstance(a, int)]:  # vmap has replaced an axis by a dimension
-        if name not in ("psum", "pmax", "pmin"):
+        if how is None or name in _MOVES:
             raise Undecided(f"'{name}' over a dimension of an array has no exact value.")
-        operands = [as_reduced(run._operation(eqn), x, dims, name[1:]) for x in operands]
+        operands = [as_reduced(o, x, dims, how) for o, x in zip(of_each, operands, strict=True)]
         named = tuple(a for a in named if not isinstance(a, int))
-        eqn = SimpleNamespace(primitive=eqn.primitive, params={**params, "axes": named}, outvars=eqn.outvars)
     if not named:
         return list(operands)
     groups = _groups(run.axes, named, params.get("axis_index_groups"))
@@ -520,134 +580,46 @@ def _collective(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[V
         index = np.empty(groups.size, np.int32)
         index[groups] = np.arange(groups.shape[1])
         return [np.tile(index, run.domain.draws)]
+    operands = [moved(functools.partial(_full_lanes, lanes=run.lanes), x) for x in operands]
+    if how is not None:
+        operands = [_reduced(o, x, groups, how) for o, x in zip(of_each, operands, strict=True)]
+    if name not in _MOVES:
+        return list(operands)
+    move = functools.partial(_MOVES[name], params)
     if name == "ragged_all_to_all":
-        return [_ragged(run, groups, *operands)]
-    return [_exchanged(run, eqn, groups, x) for x in operands]
+        return [_sent(run, move, groups, operands[:2], operands[2:])]
+    return [_sent(run, move, groups, [x], ()) for x in operands]
 
 
-def _exchanged(run: Interpreter, eqn: Any, groups: np.ndarray, x: Value) -> Value:
-    """``[lanes, ...] -> [draws, groups, members, ...]``, the collective, and back."""
-    name, draws = eqn.primitive.name, run.domain.draws
-    devices = groups.size
-    x = moved(functools.partial(_full_lanes, lanes=draws * devices), x)
-    split = moved(lambda v: v.reshape(draws, devices, *v.shape[1:])[:, groups], x)
-    found = _COLLECTIVES[name](run, eqn, split)
-    back = np.argsort(groups.ravel())
-    return moved(lambda v: v.reshape(draws, devices, *v.shape[3:])[:, back].reshape(-1, *v.shape[3:]), found)
+def _reduced(o: Operation, x: Value, groups: np.ndarray, how: str) -> Value:
+    """The combination of the arrays of a group, on each of its devices."""
+    back, draws = np.argsort(groups.ravel()), o.domain.draws
+    members = moved(lambda v: v.reshape(draws, groups.size, *v.shape[1:])[:, groups], x)
+    total = as_reduced(dataclasses.replace(o, lanes=draws), members, [2], how)
+    return moved(lambda v: np.repeat(v, groups.shape[1], 1)[:, back].reshape(-1, *v.shape[2:]), total)
 
 
-def _reduced(how: str) -> Callable[..., Value]:
-    def reduce(run: Interpreter, eqn: Any, x: Value) -> Value:
-        o = Operation(how, {}, (), (), (), (), run.domain, run.lanes)
-        members = [moved(lambda v, i=i: v[:, :, i], x) for i in range(x.shape[2])]
-        total = functools.reduce(functools.partial(COMBINE[how], o), members)
-        if how == "sum" and not is_float(total) and not isinstance(total, Complex):
-            total = total.astype(eqn.outvars[0].aval.dtype)
-        return moved(lambda v, n=x.shape[2]: np.broadcast_to(v[:, :, None], (*v.shape[:2], n, *v.shape[2:])), total)
-
-    return reduce
-
-
-def _all_gather(run: Interpreter, eqn: Any, x: Value) -> Value:
-    dim, members = eqn.params["all_gather_dimension"], x.shape[2]
-
-    def gather(v: np.ndarray) -> np.ndarray:
-        whole = np.moveaxis(v, 2, 2 + dim)
-        if eqn.params["tiled"]:
-            shape = list(v.shape[3:])
-            shape[dim] *= members
-            whole = whole.reshape(*v.shape[:2], *shape)
-        return np.broadcast_to(whole[:, :, None], (*v.shape[:2], members, *whole.shape[2:]))
-
-    return moved(gather, x)
-
-
-def _reduce_scatter(run: Interpreter, eqn: Any, x: Value) -> Value:
-    dim, members = eqn.params["scatter_dimension"], x.shape[2]
-    total = moved(lambda v: v[:, :, 0], _reduced("sum")(run, eqn, x))
-
-    def scatter(v: np.ndarray) -> np.ndarray:
-        shape = v.shape[2:]
-        split = v.reshape(*v.shape[:2], *shape[:dim], members, shape[dim] // members, *shape[dim + 1 :])
-        parts = np.moveaxis(split, 2 + dim, 2)
-        return parts if eqn.params["tiled"] else parts.squeeze(3 + dim)
-
-    return moved(scatter, total)
-
-
-def _all_to_all(run: Interpreter, eqn: Any, x: Value) -> Value:
-    split_axis, concat_axis, members = eqn.params["split_axis"], eqn.params["concat_axis"], x.shape[2]
-
-    def exchange(v: np.ndarray) -> np.ndarray:
-        shape = v.shape[3:]
-        parts = v.reshape(
-            *v.shape[:3], *shape[:split_axis], members, shape[split_axis] // members, *shape[split_axis + 1 :]
-        )
-        received = np.moveaxis(np.moveaxis(parts, 3 + split_axis, 2), 3, 3 + concat_axis)
-        local = list(shape)
-        local[split_axis] //= members
-        local[concat_axis] *= members
-        return received.reshape(*v.shape[:3], *local)
-
-    return moved(exchange, x)
-
-
-def _ppermute(run: Interpreter, eqn: Any, x: Value) -> Value:
-    pairs = [(int(s), int(t)) for s, t in eqn.params["perm"]]
-    if any(len({*ends}) < len(pairs) for ends in zip(*pairs, strict=True)):
-        raise Undecided("'ppermute' has a source or a destination twice.")
-    source = np.zeros(x.shape[2], np.int64)
-    receives = np.zeros(x.shape[2], bool)
-    for s, t in pairs:
-        source[t], receives[t] = s, True
-
-    def permute(v: np.ndarray, zero: np.ndarray) -> np.ndarray:
-        return np.where(receives.reshape(-1, *(1,) * (v.ndim - 3)), v[:, :, source], zero)
-
-    dtype = eqn.outvars[0].aval.dtype
-    if is_float(x) or isinstance(x, Complex):
-        nothing = run.domain.constant(np.zeros((1,) * x.ndim), np.float32)
+def _sent(
+    run: Interpreter, move: Any, groups: np.ndarray, arrays: Sequence[Value], places: Sequence[np.ndarray]
+) -> Value:
+    """The arrays of all devices after their elements are moved."""
+    draws, devices, count = run.domain.draws, groups.size, 1
+    numbers = []
+    for x in arrays:
+        size = devices * math.prod(x.shape[1:])
+        numbers.append(np.arange(count, count + size).reshape(devices, *x.shape[1:])[groups])
+        count += size
+    by_draw = [x.reshape(draws, devices, *x.shape[1:])[:, groups] for x in places]
+    at = np.stack([move(*numbers, *(x[draw] for x in by_draw)) for draw in range(draws if places else 1)])
+    at = at.reshape(len(at), devices, *at.shape[3:])[:, np.argsort(groups.ravel())]
+    lanes, first = np.arange(draws).reshape(-1, *(1,) * (at.ndim - 1)), arrays[0]
+    if (at == 0).any():
+        arrays = [np.zeros((1,) * first.ndim, first.dtype if isinstance(first, np.ndarray) else np.int64), *arrays]
     else:
-        nothing = np.zeros((1,) * x.ndim, np.int64 if _is_key(dtype) else dtype)
-    return moved(permute, x, nothing)
+        at = at - 1
 
+    def send(*vs: np.ndarray) -> np.ndarray:
+        rows = [np.broadcast_to(v.ravel(), (draws, 1)) if len(v) == 1 else v.reshape(draws, -1) for v in vs]
+        return np.concatenate(rows, 1)[lanes, at].reshape(-1, *at.shape[2:])
 
-def _broadcast(run: Interpreter, eqn: Any, x: Value) -> Value:
-    source = eqn.params["source"]
-    return moved(lambda v: np.broadcast_to(v[:, :, source : source + 1], v.shape), x)
-
-
-def _ragged(run: Interpreter, groups: np.ndarray, x: Value, output: Value, *places: Value) -> Value:
-    """Rows from ``input_offsets`` on are written to ``output_offsets`` in the outputs of the receivers."""
-    starts, sizes, targets, _ = places
-    draws, devices = run.domain.draws, groups.size
-    rows = x.shape[1]
-    read = np.full((draws * devices, output.shape[1]), -1)
-    for draw in range(draws):
-        for group in groups:
-            for sender in group:
-                lane = draw * devices + sender
-                chunks = starts.shape[1] // len(group)
-                for i in range(starts.shape[1]):
-                    receiver = draw * devices + group[i // chunks]
-                    first, n, to = int(starts[lane, i]), int(sizes[lane, i]), int(targets[lane, i])
-                    read[receiver, to : to + n] = lane * rows + np.arange(first, first + n)
-    arrives = (read >= 0).reshape(*read.shape, *(1,) * (x.ndim - 2))
-
-    def write(v: np.ndarray, old: np.ndarray) -> np.ndarray:
-        flat = v.reshape(-1, *v.shape[2:])
-        return np.where(arrives, flat[np.maximum(read, 0)], old)
-
-    return moved(write, x, output)
-
-
-_COLLECTIVES: dict[str, Callable[..., Value]] = {
-    **dict.fromkeys(("psum", "psum2", "psum_invariant"), _reduced("sum")),
-    "pmax": _reduced("max"),
-    "pmin": _reduced("min"),
-    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), _all_gather),
-    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), _reduce_scatter),
-    "all_to_all": _all_to_all,
-    "ppermute": _ppermute,
-    "pbroadcast": _broadcast,
-}
+    return moved(send, *arrays)

@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -36,7 +36,19 @@ MASK = 1e9  # float constants of at least this size are masks: any other number 
 Ints = np.ndarray  # integers or booleans
 
 
-Exponent = tuple[Any, Any]  # residues modulo P and, for polynomials, modulo Q
+class Pair(NamedTuple):
+    """Residues modulo P, and modulo Q where they are known: -1 elsewhere, None if nowhere."""
+
+    p: Any
+    q: Any
+
+
+class Known(NamedTuple):
+    """What is known of the exponential of a number: it is ``exp(rest) c exp(t)``."""
+
+    rest: Pair
+    c: np.ndarray  # modulo P
+    t: Pair  # a sum of maxima
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,11 +57,10 @@ class Residues:
 
     Attributes:
         p: the residues of v modulo P, or symbols.
-        q: the residues modulo Q of v without k (see ``known``), for polynomials and fractions of arguments. ``exp``
-            maps these to residues modulo P, so that ``exp(a + b) = exp(a) exp(b)`` holds. -1 after other functions;
-            None if all are -1.
+        q: the residues of v modulo Q, for polynomials and fractions of arguments. ``exp`` maps these to residues modulo
+            P, so that ``exp(a + b) = exp(a) exp(b)`` holds. -1 after other functions; None if all are -1.
         x: the exponent x; None if it is 0. x is a sum of maxima (the shift of a softmax).
-        known: a part of v whose exponential is known, ``(k, c, t)`` with exp(k) = c exp(t): maxima and logarithms.
+        known: what is known of the exponential, for sums of maxima, logarithms and others.
         real: the numbers themselves, if they depend on constants and integers only. They decide comparisons.
         has_symbols: whether elements of ``p`` may be symbols.
         degree: a bound of the degree as a polynomial of arguments, of results of functions, and of reciprocals.
@@ -58,12 +69,17 @@ class Residues:
 
     p: np.ndarray
     q: Any = None
-    x: Exponent | None = None
-    known: tuple[Exponent, np.ndarray, Exponent] | None = None
+    x: Pair | None = None
+    known: Known | None = None
     real: np.ndarray | None = None
     has_symbols: bool = False
     degree: int = 1
     is_positive: bool = False
+
+    @property
+    def v(self) -> Pair:
+        """The residues of v; 0 for symbols."""
+        return Pair(np.where(self.p >= P, 0, self.p) if self.has_symbols else self.p, self.q)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -144,12 +160,6 @@ def key_of(name: str) -> np.uint64:
     return np.uint64(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
 
 
-def sign_of(p: np.ndarray) -> np.ndarray:
-    """1 for squares, 0 for 0, -1 for other residues: signs that products keep."""
-    signs = power(p, _HALF_P)
-    return np.where(signs == P - 1, -1, signs)
-
-
 def exact(x: np.ndarray, modulus: int) -> np.ndarray:
     """The residues of finite float64 numbers."""
     mantissa, exponent = np.frexp(x)
@@ -184,67 +194,58 @@ def _simplest(x: float, close: float) -> tuple[int, int]:
         most *= 2
 
 
+def _both(f: Callable[..., Any], *pairs: Pair, ring: Callable[..., Any] | None = None) -> Pair:
+    """An operation on residues of both moduli, ``ring(modulus, *residues)``. f is the same operation on floats."""
+    ring = ring or (lambda m, *xs: f(*xs) % m)
+    p, qs = ring(P, *(x.p for x in pairs)), [x.q for x in pairs if x.q is not None]
+    if len(qs) < len(pairs):
+        return Pair(p, None)
+    q = ring(Q, *qs)
+    if any(x.size and x.min() < 0 for x in qs):  # what is unknown spreads as NaN does
+        q = np.where(np.isnan(f(*(np.where(x < 0, math.nan, 1.0) for x in qs))), -1, q)
+    return Pair(p, q)
+
+
+def _zero(a: Residues) -> Pair:
+    zero = np.zeros((1,) * a.ndim, np.int64)
+    return Pair(zero, zero)
+
+
+def _known(a: Residues) -> Known:
+    zero = _zero(a)
+    return a.known or Known(a.v, zero.p + 1, zero)
+
+
+def _of_shape(a: Pair | None, shape: Sequence[int]) -> Pair | None:
+    return None if a is None else Pair(*(None if x is None else np.broadcast_to(x, shape) for x in a))
+
+
 def moved_residues(f: Move, *operands: Residues) -> Residues:
     """Applies a function that only moves elements to all that is known of them."""
 
-    def part(arrays: Sequence[np.ndarray | None], default: int) -> np.ndarray:
-        full = []
-        for x, o in zip(arrays, operands, strict=True):
-            if x is None:
-                x = np.full((1,) * o.ndim, default)
-            full.append(x if x.shape == o.shape else np.broadcast_to(x, o.shape))
-        return f(*full)
+    def part(arrays: Sequence[np.ndarray | None]) -> Any:
+        if all(x is None for x in arrays):
+            return None
+        full = (np.int64(-1) if x is None else x for x in arrays)
+        return f(*(np.broadcast_to(x, o.shape) for x, o in zip(full, operands, strict=True)))
 
-    def exponent(given: Sequence[Exponent | None]) -> Exponent:
-        zero = np.zeros((), np.int64)
-        pairs: list[Exponent] = [e or (zero, zero) for e in given]
-        has_q = any(e is not None and e[1] is not None for e in given)
-        return part([p for p, _ in pairs], 0), part([q for _, q in pairs], -1) if has_q else None
+    def pair(pairs: Sequence[Pair]) -> Pair:
+        return Pair(part([x.p for x in pairs]), part([x.q for x in pairs]))
 
-    x = exponent([o.x for o in operands]) if any(o.x for o in operands) else None
     known = None
     if any(o.known for o in operands):
-        k = exponent([o.known[0] if o.known else None for o in operands])
-        t = exponent([o.known[2] if o.known else None for o in operands])
-        known = k, part([o.known[1] if o.known else None for o in operands], 1), t
+        rests, factors, maxima = zip(*map(_known, operands), strict=True)
+        known = Known(pair(rests), part(factors), pair(maxima))
     return Residues(
         f(*(o.p for o in operands)),
-        part([o.q for o in operands], -1) if any(o.q is not None for o in operands) else None,
-        x,
+        part([o.q for o in operands]),
+        pair([o.x or _zero(o) for o in operands]) if any(o.x for o in operands) else None,
         known,
         None if any(o.real is None for o in operands) else f(*(o.real for o in operands)),
         any(o.has_symbols for o in operands),
         max(o.degree for o in operands),
         all(o.is_positive for o in operands),
     )
-
-
-def _in_q(f: Callable[..., Any], *operands: Any) -> Any:
-    """An operation modulo Q, on residues of which some may be unknown."""
-    if any(q is None for q in operands):
-        return None
-    found = f(*operands) % Q
-    unknown = [q < 0 for q in operands if q.size and q.min() < 0]
-    return np.where(functools.reduce(np.logical_or, unknown), -1, found) if unknown else found
-
-
-def _plus(a: Exponent, b: Exponent) -> Exponent:
-    return (a[0] + b[0]) % P, _in_q(np.add, a[1], b[1])
-
-
-def _minus(a: Exponent) -> Exponent:
-    return -a[0] % P, _in_q(np.negative, a[1])
-
-
-def _of_shape(a: Exponent | None, shape: Sequence[int]) -> Exponent | None:
-    if a is None:
-        return None
-    return np.broadcast_to(a[0], shape), None if a[1] is None else np.broadcast_to(a[1], shape)
-
-
-def _chosen(where: np.ndarray, a: Exponent, b: Exponent) -> Exponent:
-    qa, qb = (np.int64(-1) if e[1] is None else e[1] for e in (a, b))
-    return np.where(where, a[0], b[0]), np.where(where, qa, qb)
 
 
 def residues_of(x: np.ndarray) -> Residues:
@@ -278,104 +279,61 @@ class Field:
     def constant(self, x: np.ndarray, dtype: Any) -> Residues:
         """Numbers that a program contains."""
         real = np.asarray(x, np.float64)
-        finite = np.where(np.isfinite(real), real, 0.0)
-        small = np.where(np.abs(finite) < MASK, finite, 0.0)
+        is_small = np.abs(real) < MASK
+        if (~is_small & np.isfinite(real)).any():
+            self.identities.add(f"constants of at least {MASK:g} are masks")
+        small = np.where(is_small, real, 0.0)
         if 0 < len(np.unique(small)) <= _MOST_FRACTIONS:
             tops, bottoms = simplest(small, dtype)
             p, q = ((tops % m).astype(np.int64) * inverse((bottoms % m).astype(np.int64), m) % m for m in (P, Q))
-        else:
-            p, q = exact(small, P), exact(small, Q)
-        has_symbols = bool((small != real).any() or not np.isfinite(real).all())
-        if has_symbols:
-            if np.isfinite(real[small != real]).any():
-                self.identities.add(f"constants of at least {MASK:g} are masks")
-            p = self._with_symbols(p, np.where(np.isfinite(real), np.sign(real) * 1e150, real), small == real)
-            p = np.where(Reals.is_minus_nan(real), MINUS_NAN, p)
-        is_positive = bool((real >= 0).all())
-        return Residues(p, q, real=real, has_symbols=has_symbols, degree=0, is_positive=is_positive)
+            return self._of_real(p, q, real, is_small)
+        return self._of_real(exact(small, P), exact(small, Q), real, is_small)
 
     def from_bits(self, x: np.ndarray) -> Residues:
         """Floats whose bits a program has computed."""
-        real = x.astype(np.float64)
-        finite = np.where(np.isfinite(real), real, 0.0)
-        p, has_symbols = exact(finite, P), not bool(np.isfinite(real).all())
+        real, is_finite = x.astype(np.float64), np.isfinite(x)
+        finite = np.where(is_finite, real, 0.0)
+        return self._of_real(exact(finite, P), exact(finite, Q), real, is_finite)
+
+    def _of_real(self, p: np.ndarray, q: np.ndarray, real: np.ndarray, is_ordinary: np.ndarray) -> Residues:
+        """Known numbers; what is not ordinary is a symbol."""
+        has_symbols = not is_ordinary.all()
         if has_symbols:
-            p = np.where(Reals.is_minus_nan(real), MINUS_NAN, self._with_symbols(p, real, np.isfinite(real)))
-        return Residues(p, exact(finite, Q), real=real, has_symbols=has_symbols, degree=0)
+            floats = np.where(is_ordinary, 0.0, np.where(np.isfinite(real), np.sign(real) * 1e150, real))
+            p = np.where(Reals.is_minus_nan(real), MINUS_NAN, self._with_symbols(p, floats))
+        return Residues(p, q, real=real, has_symbols=has_symbols, degree=0, is_positive=bool((real >= 0).all()))
 
     def to_ints(self, x: Residues, dtype: Any) -> np.ndarray:
         """Floats as integers: the numbers themselves if they are known, else a function of them."""
         if x.real is not None:
-            with np.errstate(invalid="ignore"):
-                return x.real.astype(dtype)
+            return x.real.astype(dtype)
         return (self._hashed("int", x) % np.uint64(1 << 30)).astype(dtype)
-
-    def decides(self, x: Residues) -> np.ndarray | None:
-        """The numbers themselves, if constants and integers determine them."""
-        return x.real
 
     # --- symbols
 
-    def _as_floats(self, x: Residues, signs: bool) -> np.ndarray:
-        """Symbols as floats; other numbers as their signs, or as 0."""
+    def _as_floats(self, x: Residues) -> np.ndarray:
+        """Symbols as floats; other numbers as their signs."""
         where = x.p >= P
-        others = np.where(x.p > P // 2, -1.0, np.where(x.p == 0, 0.0, 1.0)) if signs else np.zeros(x.shape)
+        others = np.where(x.p > P // 2, -1.0, np.where(x.p == 0, 0.0, 1.0))
         return np.where(where, _AS_FLOATS[np.where(where, x.p - P, 0)], others)
 
-    def _with_symbols(self, p: np.ndarray, floats: np.ndarray, finite: np.ndarray | None = None) -> np.ndarray:
+    def _with_symbols(self, p: np.ndarray, floats: np.ndarray) -> np.ndarray:
         """Residues with symbols where floats are no ordinary numbers."""
-        with np.errstate(invalid="ignore"):
-            finite = np.abs(floats) < _IS_HUGE if finite is None else finite
-            p = np.where(finite, p, np.where(floats > 0, HUGE, MINUS_HUGE))
+        p = np.where(np.abs(floats) < _IS_HUGE, p, np.where(floats > 0, HUGE, MINUS_HUGE))
         p = np.where(np.isposinf(floats), INFINITY, np.where(np.isneginf(floats), MINUS_INFINITY, p))
         return np.where(np.isnan(floats), NAN, p)
 
-    def _symbolic(
-        self, ring: Callable[..., np.ndarray], floats: Callable[..., np.ndarray], signs: bool, *operands: Residues
-    ) -> np.ndarray:
-        """Applies an operation of the ring to residues, and the same operation of floats to symbols."""
-        p = ring(*(np.where(x.p >= P, 0, x.p) for x in operands))
-        with np.errstate(all="ignore"):
-            found = floats(*(self._as_floats(x, signs) for x in operands))
-        return self._with_symbols(p, found)
-
     def _apply(
-        self,
-        ring: Callable[..., np.ndarray],
-        floats: Callable[..., np.ndarray],
-        signs: bool,
-        *operands: Residues,
-        **parts: Any,
+        self, f: Callable[..., Any], *operands: Residues, ring: Callable[..., Any] | None = None, **parts: Any
     ) -> Residues:
-        """The result of an operation of rings, ``ring(modulus, *residues)``."""
-        if parts.get("known") is None:
-            operands = tuple(map(self._without_known, operands))
-        has_symbols = any(x.has_symbols for x in operands)
-        at_p = functools.partial(ring, P)
-        p = self._symbolic(at_p, floats, signs, *operands) if has_symbols else at_p(*(x.p for x in operands))
-        q = None
-        if all(x.q is not None for x in operands):
-            q = ring(Q, *(x.q for x in operands))
-            if any(x.q.size and x.q.min() < 0 for x in operands):
-                q = self._unknown_in(q, floats, operands)
-        real = None
-        if all(x.real is not None for x in operands):
-            with np.errstate(all="ignore"):
-                real = floats(*(x.real for x in operands))
-        has_symbols = has_symbols and bool((p >= P).any())
+        """The result of an operation of rings (``_both``): f of symbols, and of the numbers themselves."""
+        p, q = _both(f, *(x.v for x in operands), ring=ring)
+        if any(x.has_symbols for x in operands):
+            p = self._with_symbols(p, f(*map(self._as_floats, operands)))
+            parts["has_symbols"] = bool((p >= P).any())
+        real = None if any(x.real is None for x in operands) else f(*(x.real for x in operands))
         parts = {"is_positive": all(x.is_positive for x in operands), **parts}
-        return Residues(p, q, real=real, has_symbols=has_symbols, **parts)
-
-    def _unknown_in(self, q: np.ndarray, floats: Callable[..., np.ndarray], operands: Sequence[Residues]) -> np.ndarray:
-        """Residues modulo Q without those of results for which an operand is unknown: NaN spreads as they do."""
-        with np.errstate(all="ignore"):
-            spread = floats(*(np.where(x.q < 0, math.nan, 1.0) for x in operands))
-        return np.where(np.isnan(spread), -1, q)
-
-    def _without_known(self, a: Residues) -> Residues:
-        if a.known is None:
-            return a
-        return dataclasses.replace(a, q=_in_q(np.add, a.q, a.known[0][1]), known=None)
+        return Residues(p, q, real=real, **parts)
 
     @property
     def chance(self) -> float:
@@ -402,80 +360,58 @@ class Field:
         """The numbers with exponent 0."""
         if x.x is None:
             return x
-        scale = Residues(self._exp_of(*x.x))
-        ring = lambda p, s: p * s % P  # noqa: E731
-        p = self._symbolic(ring, np.multiply, True, x, scale) if x.has_symbols else ring(x.p, scale.p)
-        return dataclasses.replace(x, p=p, q=None, x=None, known=None, real=None)
+        found = self._apply(np.multiply, dataclasses.replace(x, q=None), Residues(self._exp_of(x.x)))
+        return dataclasses.replace(x, p=found.p, q=None, x=None, known=None, real=None)
 
     def add(self, a: Residues, b: Residues) -> Residues:
         """a + b."""
-        shape, x = np.broadcast_shapes(a.shape, b.shape), None
+        x = known = None
         if a.x is not None or b.x is not None:
-            zero = self._zero(a)
-            of_a, of_b = a.x or zero, b.x or zero
-            of_a, of_b = _chosen(a.p == 0, of_b, of_a), _chosen(b.p == 0, of_a, of_b)
-            of_a = _chosen(a.p == 0, of_b, of_a)
-            if (of_a[0] == of_b[0]).all():
-                x = _of_shape(of_a, shape)
-            else:
-                a, b = self.flat(a), self.flat(b)
-        known = None
+            x = self._common(moved_residues(lambda v, w: np.stack(np.broadcast_arrays(v, w)), a, b), (0,))
+            a, b = (a, b) if x is not None else (self.flat(a), self.flat(b))
         if (a.known or b.known) and x is None:
-            (ka, ca, ta), (kb, cb, tb) = self._known(a), self._known(b)
-            known = _plus(ka, kb), ca * cb % P, _plus(ta, tb)
-        degree = max(a.degree, b.degree)
-        return self._apply(lambda m, p, q: (p + q) % m, np.add, False, a, b, x=x, known=known, degree=degree)
-
-    def _zero(self, a: Residues) -> Exponent:
-        zero = np.zeros((1,) * a.ndim, np.int64)
-        return zero, zero
-
-    def _known(self, a: Residues) -> tuple[Exponent, np.ndarray, Exponent]:
-        zero = self._zero(a)
-        return a.known or (zero, zero[0] + 1, zero)
+            (rest, c, t), (more, d, u) = _known(a), _known(b)
+            known = Known(_both(np.add, rest, more), c * d % P, _both(np.add, t, u))
+        return self._apply(np.add, a, b, x=x, known=known, degree=max(a.degree, b.degree))
 
     def neg(self, a: Residues) -> Residues:
         """-a."""
         known = None
         if a.known:
-            k, c, t = a.known
-            known = _minus(k), inverse(c), _minus(t)
-        negative = lambda m, p: -p % m  # noqa: E731
-        return self._apply(negative, np.negative, False, a, x=a.x, known=known, degree=a.degree, is_positive=False)
+            known = Known(_both(np.negative, a.known.rest), inverse(a.known.c), _both(np.negative, a.known.t))
+        return self._apply(np.negative, a, x=a.x, known=known, degree=a.degree, is_positive=False)
 
     def mul(self, a: Residues, b: Residues) -> Residues:
         """a b."""
-        shape = np.broadcast_shapes(a.shape, b.shape)
-        x = _of_shape(a.x if b.x is None else b.x if a.x is None else _plus(a.x, b.x), shape)
-        known = None
-        if a.known or b.known:
-            known = self._times(a, b) if a.known else self._times(b, a)
-        degree = self._of_degree(a.degree + b.degree)
-        is_positive = a is b or (a.is_positive and b.is_positive)
-        parts: dict[str, Any] = {"x": x, "known": known, "degree": degree, "is_positive": is_positive}
-        return self._apply(lambda m, p, q: p * q % m, np.multiply, True, a, b, **parts)
+        x = a.x if b.x is None else b.x if a.x is None else _both(np.add, a.x, b.x)
+        return self._apply(
+            np.multiply, a, b,
+            x=_of_shape(x, np.broadcast_shapes(a.shape, b.shape)),
+            known=self._times(a, b) if a.known else self._times(b, a) if b.known else None,
+            degree=self._of_degree(a.degree + b.degree),
+            is_positive=a is b or (a.is_positive and b.is_positive),
+        )  # fmt: skip
 
-    def _times(self, a: Residues, factor: Residues) -> tuple[Exponent, np.ndarray, Exponent] | None:
+    def _times(self, a: Residues, factor: Residues) -> Known | None:
         """What is known of the exponential of a constant times a."""
         if factor.real is None or factor.x is not None or factor.has_symbols:
             return None
-        k, c, t = self._known(a)
+        rest, c, t = _known(a)
         if (c != 1).any():
             numbers = np.unique(factor.real)
             if len(numbers) != 1 or numbers[0] != int(numbers[0]) or abs(numbers[0]) > 64:
                 return None
             c = power(c if numbers[0] > 0 else inverse(c), abs(int(numbers[0])))
-        scaled = lambda e: (e[0] * factor.p % P, _in_q(np.multiply, e[1], factor.q))  # noqa: E731
-        return scaled(k), c, scaled(t)
+        return Known(_both(np.multiply, rest, factor.v), c, _both(np.multiply, t, factor.v))
 
     def reciprocal(self, a: Residues) -> Residues:
         """1 / a."""
         zeros = a.p == 0
-        has_zeros = bool(zeros.any())
-        x = None if a.x is None else _minus(a.x)
+        x = None if a.x is None else _both(np.negative, a.x)
         self.reciprocals += 0 if a.real is not None else a.p.size // self.draws
-        found = self._apply(lambda m, p: inverse(p, m), np.reciprocal, True, a, x=x, degree=min(a.degree, 1))
-        if not has_zeros:
+        ring = lambda m, p: inverse(p, m)  # noqa: E731
+        found = self._apply(np.reciprocal, a, ring=ring, x=x, degree=min(a.degree, 1))
+        if not zeros.any():
             return found
         return dataclasses.replace(found, p=np.where(zeros, INFINITY, found.p), has_symbols=True)
 
@@ -483,94 +419,72 @@ class Field:
         """a to a whole power."""
         if exponent < 0:
             return self.power(self.reciprocal(a), -exponent)
-        x = None if a.x is None else (a.x[0] * exponent % P, _in_q(lambda q: q * exponent, a.x[1]))
-        degree = self._of_degree(a.degree * exponent)
-        parts: dict[str, Any] = {"x": x, "degree": degree, "is_positive": a.is_positive or exponent % 2 == 0}
-        return self._apply(lambda m, p: power(p, exponent, m), lambda v: v**exponent, True, a, **parts)
+        x = None if a.x is None else _both(lambda e: e * exponent, a.x)
+        degree, is_positive = self._of_degree(a.degree * exponent), a.is_positive or exponent % 2 == 0
+        ring = lambda m, p: power(p, exponent, m)  # noqa: E731
+        return self._apply(lambda v: v**exponent, a, ring=ring, x=x, degree=degree, is_positive=is_positive)
+
+    def abs(self, a: Residues) -> Residues:
+        """The absolute value of a."""
+        return self.mul(a, self.sign(a))
 
     def sum(self, a: Residues, axes: tuple[int, ...]) -> Residues:
         """The sum over dimensions (lanes are dimension 0)."""
-        x = None
-        if a.x is not None:
-            x = self._common(a, axes)
-            a = a if x is not None else self.flat(a)
-        return self._apply(lambda m, p: p.sum(axes) % m, lambda v: v.sum(axes), False, a, x=x, degree=a.degree)
+        a, x = self._with_common(a, axes)
+        return self._apply(lambda v: v.sum(axes), a, x=x, degree=a.degree)
 
-    def _common(self, a: Residues, axes: tuple[int, ...]) -> Exponent | None:
+    def _common(self, a: Residues, axes: tuple[int, ...]) -> Pair | None:
         """The exponents of the sums over dimensions, if all numbers of a sum have the same or are 0."""
-        assert a.x is not None
-        if any(not a.shape[d] for d in axes):
+        if a.x is None or any(not a.shape[d] for d in axes):
             return None
         counts = a.p != 0
-        largest = np.where(counts, a.x[0], -1).max(axes, keepdims=True)
-        if (counts & (a.x[0] != largest)).any():
+        largest = np.where(counts, a.x.p, -1).max(axes, keepdims=True)
+        if (counts & (a.x.p != largest)).any():
             return None
-        q = None if a.x[1] is None else np.where(counts, a.x[1], -1).max(axes)
-        return np.maximum(largest, 0).squeeze(axes), q
+        q = None if a.x.q is None else np.where(counts, a.x.q, -1).max(axes)
+        return Pair(np.maximum(largest, 0).squeeze(axes), q)
+
+    def _with_common(self, a: Residues, axes: tuple[int, ...]) -> tuple[Residues, Pair | None]:
+        x = self._common(a, axes)
+        return (a if x is not None else self.flat(a)), x
 
     def dot(self, a: Residues, b: Residues) -> Residues:
         """Products of matrices: ``[lanes, batch, m, k] @ [lanes, batch, k, n]``."""
-        x = None
-        if a.x is not None or b.x is not None:
-            xa = None if a.x is None else self._common(a, (3,))
-            xb = None if b.x is None else self._common(b, (2,))
-            a, b = (v if v.x is None or common is not None else self.flat(v) for v, common in ((a, xa), (b, xb)))
-            if xa is not None or xb is not None:
-                zero = (np.zeros((1, 1, 1, 1), np.int64),) * 2
-                rows: Any = zero if xa is None else tuple(e if e is None else e[:, :, :, None] for e in xa)
-                columns: Any = zero if xb is None else tuple(e if e is None else e[:, :, None, :] for e in xb)
-                x = _of_shape(_plus(rows, columns), (*a.shape[:3], b.shape[3]))
+        (a, rows), (b, columns), x = self._with_common(a, (3,)), self._with_common(b, (2,)), None
+        if rows is not None or columns is not None:
+            left, right = (Pair(*(e if e is None else np.expand_dims(e, at) for e in pair)) if pair else _zero(a)
+                           for pair, at in ((rows, 3), (columns, 2)))  # fmt: skip
+            x = _of_shape(_both(np.add, left, right), (*a.shape[:3], b.shape[3]))
         degree = self._of_degree(a.degree + b.degree)
-        return self._apply(lambda m, p, q: product(p, q, m), np.matmul, True, a, b, x=x, degree=degree)
+        return self._apply(np.matmul, a, b, ring=lambda m, p, q: product(p, q, m), x=x, degree=degree)
 
     # --- functions
 
-    def _draw_keys(self, lanes: int) -> np.ndarray:
-        keys = _mixed(
-            np.arange(1, self.draws + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(self.seed)
-        )
-        return np.repeat(keys, lanes // self.draws)
-
     def _hashed(self, name: str, *operands: Residues | Ints) -> np.ndarray:
         """A number of 64 bits for the elements of all operands at a position."""
-        keys = self._draw_keys(max(x.shape[0] for x in operands)) ^ key_of(name)
+        draws = np.arange(1, self.draws + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(self.seed)
+        keys = np.repeat(_mixed(draws), max(x.shape[0] for x in operands) // self.draws) ^ key_of(name)
         found: Any = keys.reshape(-1, *(1,) * (operands[0].ndim - 1))
         for x in operands:
             bits = self.flat(x).p if isinstance(x, Residues) else x.astype(np.int64)
             found = _mixed((found ^ bits.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1))
         return np.asarray(found)
 
-    def function(self, name: str, *operands: Value) -> Residues:
-        """An unknown function: equal operands have equal results."""
+    def function(self, name: str, *operands: Value, spreads: bool = True) -> Residues:
+        """An unknown function: equal operands have equal results. ``spreads``: that of NaN is NaN."""
         p = (self._hashed(name, *operands) % np.uint64(P)).astype(np.int64)
-        nan = [self.is_nan(x) for x in operands if isinstance(x, Residues) and x.has_symbols]
+        nan = [self.is_nan(x) for x in operands if spreads and isinstance(x, Residues) and x.has_symbols]
         if nan:
             p = np.where(functools.reduce(np.logical_or, nan), NAN, p)
         return Residues(p, has_symbols=bool(nan))
 
-    def of_arrays(self, name: str, results: Sequence[tuple[Sequence[int], Any]], rows: Sequence[Value]) -> list[Value]:
-        """A function of whole rows ``[lanes, row, elements]``: for each result, ``[lanes, row, *shape]`` of a dtype."""
-        digest: Any = None
-        for row in rows:
-            places = np.broadcast_to(np.arange(row.shape[2]), row.shape)
-            of_row = self._hashed(name, row, places).sum(2)
-            digest = of_row if digest is None else _mixed(digest * np.uint64(0x9E3779B97F4A7C15) ^ of_row)
-        found: list[Value] = []
-        for i, (shape, dtype) in enumerate(results):
-            places = np.arange(math.prod(shape), dtype=np.uint64) + np.uint64(i << 40)
-            bits = _mixed(digest[:, :, None] + _mixed(places)).reshape(*digest.shape, *shape)
-            whole = jax.dtypes.issubdtype(dtype, np.integer) or jax.dtypes.issubdtype(dtype, np.bool_)
-            found.append(
-                (bits & np.uint64(1)).astype(dtype) if whole else Residues((bits % np.uint64(P)).astype(np.int64))
-            )
-        return found
-
-    def _exp_of(self, p: np.ndarray, q: np.ndarray | None) -> np.ndarray:
+    def _exp_of(self, a: Pair) -> np.ndarray:
         """Exponentials: squares. Of polynomials they are powers of one base; of x and -x they are inverses."""
+        p, q = a
         if q is not None:
             first, second, third = (t[(q >> s) & 1023] for t, s in zip(_powers_of_base(), (0, 10, 20), strict=True))
             found = first * second % P * third % P
-            return np.where(q < 0, self._exp_of(p, None), found) if (q < 0).any() else found
+            return np.where(q < 0, self._exp_of(Pair(p, None)), found) if (q < 0).any() else found
         is_upper = p > P // 2
         bits = self._hashed("exp", np.where(is_upper, P - p, p))
         found = (bits % np.uint64(P - 1)).astype(np.int64) + 1
@@ -580,51 +494,41 @@ class Field:
     def exp(self, a: Residues) -> Residues:
         """exp(a)."""
         a = self.flat(a)
-        k, c, t = self._known(a)
-        v = np.where(a.p >= P, 0, a.p) if a.has_symbols else a.p
-        p = self._exp_of((v - k[0]) % P, a.q) * c % P
-        x = _of_shape(t, p.shape) if a.known and (t[0] != 0).any() else None
-        has_symbols = False
+        rest, c, t = _known(a)
+        p = self._exp_of(rest) * c % P
+        x = _of_shape(t, p.shape) if (t.p != 0).any() else None
         if a.has_symbols:
-            floats = self._as_floats(a, False)
-            grows = np.where(np.isnan(floats) | (floats == 0), floats, np.where(floats > 0, math.inf, 0))
+            floats = np.where(a.p >= P, self._as_floats(a), 0.0)
+            grows = np.where(floats > 0, math.inf, floats)
             p = np.where(floats < 0, 0, self._with_symbols(p, grows))
-            has_symbols = bool((p >= P).any())
-        real = None if a.real is None else _quiet(np.exp, a.real)
-        return Residues(p, x=x, real=real, has_symbols=has_symbols, is_positive=True)
+        real = None if a.real is None else np.exp(a.real)
+        return Residues(p, x=x, real=real, has_symbols=a.has_symbols and bool((p >= P).any()), is_positive=True)
 
     def log(self, a: Residues) -> Residues:
         """log(a). The part that is known of the result is all of it."""
         zeros = a.p == 0
         p = (self._hashed("log", Residues(a.p)) % np.uint64(P)).astype(np.int64)
-        p = np.where(a.p == 1, 0, p)
-        t = self._zero(a) if a.x is None else a.x
-        p = (p + t[0]) % P
-        known = (p, None), np.where(zeros | (a.p >= P), 1, a.p), t
+        t = a.x or _zero(a)
+        p = (np.where(a.p == 1, 0, p) + t.p) % P
+        known = Known(_zero(a), np.where(zeros | (a.p >= P), 1, a.p), t)
         has_symbols = bool(a.has_symbols or zeros.any())
         if has_symbols:
             p = np.where(zeros, MINUS_INFINITY, np.where(a.p >= P, np.where(self.is_nan(a), NAN, INFINITY), p))
-        real = None if a.real is None else _quiet(np.log, a.real)
-        return Residues(p, np.zeros_like(p), known=known, real=real, has_symbols=has_symbols)
+        real = None if a.real is None else np.log(a.real)
+        return Residues(p, known=known, real=real, has_symbols=has_symbols)
 
     def sqrt(self, a: Residues) -> Residues:
         """The root of a; of a number that counts as negative the root of -a."""
-        x = None
-        if a.x is not None:
-            x = a.x[0] * ((P + 1) // 2) % P, _in_q(lambda q: q * ((Q + 1) // 2), a.x[1])
-        root = lambda m, p: power(p, _ROOT)  # noqa: E731
-        of_p = dataclasses.replace(a, q=None)
+        x = None if a.x is None else _both(np.positive, a.x, ring=lambda m, e: e * ((m + 1) // 2) % m)
         of_floats = lambda v: np.sqrt(np.where(np.isfinite(v), np.abs(v), v))  # noqa: E731
-        return self._apply(root, of_floats, True, of_p, x=x, is_positive=True)
+        root = lambda m, p: power(p, _ROOT)  # noqa: E731
+        return self._apply(of_floats, dataclasses.replace(a, q=None), ring=root, x=x, is_positive=True)
 
     def sign(self, a: Residues) -> Residues:
         """-1, 0 or 1."""
         if a.real is not None:
             return self.constant(np.sign(a.real), np.float64)
-        return self.from_signs(self._signs(a))
-
-    def from_signs(self, signs: np.ndarray) -> Residues:
-        """Numbers -1, 0 and 1."""
+        signs = self._signs(a)
         return Residues(signs % P, signs % Q, degree=0, is_positive=bool((signs >= 0).all()))
 
     def narrowed(self, a: Residues, dtype: Any) -> Residues:
@@ -655,6 +559,12 @@ class Field:
             ranks = np.where(symbols, of_symbols[np.where(symbols, a.p - P, 0)], ranks)
         return ranks
 
+    def order(self, a: Residues) -> np.ndarray:
+        """Integers in the order of the elements; NaN is the largest."""
+        if a.real is not None:
+            return np.asarray(Reals.order(a.real))
+        return np.where(self.is_nan(a), 2**63 - 1, self.rank(a))
+
     def is_nan(self, a: Residues) -> np.ndarray:
         """Where a is NaN."""
         return (a.p == NAN) | (a.p == MINUS_NAN)
@@ -667,7 +577,33 @@ class Field:
         """Where a is neither NaN nor infinite."""
         return (a.p < P) | (a.p == HUGE) | (a.p == MINUS_HUGE)
 
-    def pair(self, a: Residues, b: Residues) -> tuple[np.ndarray, np.ndarray]:
+    def compare(self, f: Any, a: Residues, b: Residues, equation: int = 0) -> np.ndarray:
+        """``f(a, b)`` for a comparison of NumPy."""
+        nan = self.is_nan(a) | self.is_nan(b)
+        if f in (np.equal, np.not_equal):
+            return np.where(nan, f is np.not_equal, self.differs(a, b) ^ (f is np.equal))
+        found = ~nan & f(*self._pair(a, b))
+        self._note(equation, a, b, found)
+        return np.asarray(found)
+
+    def extreme(self, f: Any, a: Residues, b: Residues, equation: int = 0) -> Residues:
+        """``np.maximum`` or ``np.minimum`` of a and b."""
+        left, right = self._pair(a, b)
+        takes_left = f(left, right) == left
+        self._note(equation, a, b, takes_left)
+        takes_left = (takes_left & ~self.is_nan(b)) | self.is_nan(a)
+        found = self.as_maximum(moved_residues(lambda x, y: np.where(takes_left, x, y), a, b))
+        is_positive = found.is_positive or (f is np.maximum and (a.is_positive or b.is_positive))
+        return dataclasses.replace(found, is_positive=is_positive)
+
+    def _note(self, equation: int, a: Residues, b: Residues, found: np.ndarray) -> None:
+        """Notes which outcomes a comparison of random numbers has had; those that a constant decides do not count."""
+        is_open = not any((x.real is not None and np.isinf(x.real).all()) or x.is_positive for x in (a, b))
+        if equation and is_open and found.size and (a.real is None or b.real is None):
+            now = 2 * int(found.any()) + int(not found.all())
+            self.outcomes[equation] = self.outcomes.get(equation, 0) | now
+
+    def _pair(self, a: Residues, b: Residues) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of two arrays that can be compared."""
         if a.real is not None and b.real is not None:
             return a.real, b.real
@@ -681,23 +617,14 @@ class Field:
         """The signs of numbers, which products keep: squares count as positive."""
         if a.is_positive:
             return (a.p != 0).astype(np.int64)
-        signs = sign_of(np.where(a.p >= P, 0, a.p) if a.has_symbols else a.p)
-        if not a.has_symbols:
-            return signs
-        return np.where(a.p >= P, np.array([0, 1, -1, 1, -1])[np.where(a.p >= P, a.p - P, 0)], signs)
-
-    def note_outcomes(self, equation: int, a: Residues, b: Residues, found: np.ndarray) -> None:
-        """Notes which outcomes a comparison of random numbers has had; those that a constant decides do not count."""
-        is_open = not any((x.real is not None and np.isinf(x.real).all()) or x.is_positive for x in (a, b))
-        if is_open and found.size and (a.real is None or b.real is None):
-            now = 2 * int(found.any()) + int(not found.all())
-            self.outcomes[equation] = self.outcomes.get(equation, 0) | now
+        signs = power(a.v.p, _HALF_P)
+        signs = np.where(signs == P - 1, -1, signs)
+        return np.where(a.p >= P, np.sign(np.nan_to_num(self._as_floats(a))).astype(np.int64), signs)
 
     def as_maximum(self, a: Residues) -> Residues:
         """Marks maxima, whose exponentials stay symbols: a softmax does not depend on what is subtracted."""
-        a = self._without_known(self.flat(a))
-        k = np.where(a.p >= P, 0, a.p) if a.has_symbols else a.p, a.q
-        return dataclasses.replace(a, q=np.zeros_like(a.p), known=(k, np.ones((1,) * a.ndim, np.int64), k))
+        a = self.flat(a)
+        return dataclasses.replace(a, known=Known(_zero(a), np.ones((1,) * a.ndim, np.int64), a.v))
 
     from_ints = staticmethod(residues_of)
 
@@ -709,12 +636,23 @@ class Field:
         return np.asarray(a != b)
 
 
-def _quiet(f: Callable[..., Any], *operands: Any) -> Any:
-    with np.errstate(all="ignore"):
-        return f(*operands)
+class Integers:
+    """Integers and booleans."""
+
+    noun = "integers"
+    add: Any = staticmethod(lambda a, b: np.logical_or(a, b) if a.dtype == bool else np.add(a, b))
+    neg, mul, sign, abs = np.negative, np.multiply, np.sign, np.abs
+    power: Any = np.power
+    order: Any = staticmethod(lambda a: a if a.dtype == np.uint64 else a.astype(np.int64))
+    sum = staticmethod(lambda a, axes: a.sum(axes, a.dtype))
+    dot: Any = staticmethod(lambda a, b: np.matmul(a.astype(np.int64), b.astype(np.int64)))
+    compare = extreme = staticmethod(lambda f, a, b, equation=0: f(a, b))
 
 
-class Reals:
+INTEGERS = Integers()
+
+
+class Reals(Integers):
     """Numbers of float64. A difference of residues is a difference if these differ, too."""
 
     keeps_dtypes = False
@@ -738,51 +676,29 @@ class Reals:
             tops, bottoms = (n.astype(np.float64) for n in simplest(tops, dtype))
         return tops / bottoms
 
-    from_ints = from_bits = flat = as_maximum = from_signs = staticmethod(lambda x: np.asarray(x, np.float64))
-    decides = staticmethod(lambda x: x)
-    rank = staticmethod(lambda x: x)
-    pair = staticmethod(lambda a, b: (a, b))
-    is_nan, is_finite, sign = np.isnan, np.isfinite, np.sign
-    note_outcomes = staticmethod(lambda equation, a, b, found: None)
+    from_ints = from_bits = staticmethod(lambda x: np.asarray(x, np.float64))
+    order = staticmethod(lambda x: np.unique(x, return_inverse=True)[1].reshape(x.shape))
+    is_nan, is_finite = np.isnan, np.isfinite
     is_minus_nan = staticmethod(lambda x: np.isnan(x) & np.signbit(x))
-    add, neg, mul, dot = np.add, np.negative, np.multiply, np.matmul
-    exp, log, sqrt, reciprocal = (
-        staticmethod(functools.partial(_quiet, f)) for f in (np.exp, np.log, np.sqrt, np.reciprocal)
-    )
-    sum: Any = staticmethod(np.sum)
+    add, dot, power, exp, log, sqrt = np.add, np.matmul, np.float_power, np.exp, np.log, np.sqrt
+    reciprocal = np.reciprocal
+    sum = staticmethod(lambda a, axes: np.add.reduce(a, axes, initial=-0.0))  # keeps the sign of zeros
 
     def to_ints(self, x: np.ndarray, dtype: Any) -> np.ndarray:
         """Floats as integers."""
-        return np.asarray(_quiet(x.astype, dtype))
-
-    def power(self, a: np.ndarray, exponent: int) -> np.ndarray:
-        """a to a whole power."""
-        return np.asarray(_quiet(np.float_power, a, exponent))
+        return x.astype(dtype)
 
     def narrowed(self, a: np.ndarray, dtype: Any) -> np.ndarray:
         """The conversion to a dtype."""
         return a
 
-    def function(self, name: str, *operands: np.ndarray) -> np.ndarray:
+    def function(self, name: str, *operands: np.ndarray, spreads: bool = True) -> np.ndarray:
         """A function of NumPy or SciPy; any fixed one where they have none."""
         f = _FUNCTIONS.get(name)
         if f is None:
             self.stand_ins.add(name)
             f = lambda *xs: np.sin(sum((i + 1.3) * np.asarray(x, np.float64) for i, x in enumerate(xs)))  # noqa: E731
-        return np.asarray(_quiet(f, *operands), np.float64)
-
-    def of_arrays(self, name: str, results: Sequence[tuple[Sequence[int], Any]], rows: Sequence[Value]) -> list[Value]:
-        """Some fixed function of whole rows, as in ``Field``."""
-        self.stand_ins.add(name)
-        digest: Any = 0.0
-        for i, row in enumerate(rows):
-            digest = digest + (row * np.cos(np.arange(row.shape[2]) * 1.7 + i)).sum(2)
-        found = []
-        for i, (shape, dtype) in enumerate(results):
-            places = np.arange(math.prod(shape)) + 0.3 * i
-            numbers = np.sin(digest[:, :, None] + places).reshape(*digest.shape, *shape)
-            found.append(numbers if jax.dtypes.issubdtype(dtype, np.inexact) else (numbers > 0).astype(dtype))
-        return found
+        return np.asarray(f(*operands), np.float64)
 
     def differs(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Where two arrays are not nearly equal."""

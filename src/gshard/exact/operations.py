@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from gshard.core.errors import GShardError
-from gshard.exact.numbers import Field, Reals, Residues, Value, moved_residues, residues_of
+from gshard.exact.numbers import INTEGERS, Field, Reals, Residues, Value, moved_residues, residues_of
 
 
 class Undecided(GShardError):
@@ -85,16 +85,10 @@ def as_floats(o: Operation, x: Value) -> Value:
     return x if is_float(x) else o.domain.from_ints(x)
 
 
-def aligned(*operands: Value) -> list[Value]:
-    """Arrays with equally many dimensions: scalars get some of size 1."""
-    ndim = max(x.ndim for x in operands)
-    return [x if x.ndim == ndim else reshaped(x, (*x.shape, *(1,) * (ndim - x.ndim))) for x in operands]
-
-
 def moved(f: Callable[..., Any], *operands: Value) -> Value:
     """Applies a function that only moves elements, to arrays of one kind; integers become what others are."""
     if any(isinstance(x, Complex) for x in operands):
-        parts = [x if isinstance(x, Complex) else Complex(x, zeros_like(x)) for x in operands]
+        parts = [as_complex(x) for x in operands]
         return Complex(moved(f, *(x.real for x in parts)), moved(f, *(x.imag for x in parts)))
     if any(isinstance(x, Residues) for x in operands):
         return moved_residues(f, *(x if isinstance(x, Residues) else residues_of(x) for x in operands))
@@ -106,118 +100,124 @@ def reshaped(x: Value, shape: Sequence[int]) -> Value:
     return moved(lambda v: v.reshape(tuple(shape)), x)
 
 
-def zeros_like(x: Value) -> Value:
-    """Zeros of the shape of an array, as floats."""
+def as_complex(x: Value) -> Complex:
+    """Complex numbers as they are, others with imaginary parts 0."""
+    if isinstance(x, Complex):
+        return x
     zero = np.zeros(x.shape)
-    if not isinstance(x, Residues):
-        return zero
-    whole = zero.astype(np.int64)
-    return Residues(whole, whole, real=zero, degree=0, is_positive=True)
+    return Complex(x, residues_of(zero) if isinstance(x, Residues) else zero)
 
 
-def zeros(o: Operation, shape: Sequence[int], dtype: Any) -> Value:
-    """Zeros on all lanes."""
+def constants(o: Operation, x: Any, shape: Sequence[int], dtype: Any = np.float32) -> Value:
+    """Equal numbers of a dtype on all lanes."""
     if jax.dtypes.issubdtype(dtype, np.complexfloating):
-        return Complex(zeros(o, shape, np.float32), zeros(o, shape, np.float32))
+        return as_complex(constants(o, x, shape))
     if jax.dtypes.issubdtype(dtype, np.floating):
-        return o.domain.constant(np.zeros((o.lanes, *shape)), np.float32)
-    return np.zeros((o.lanes, *shape), dtype)
+        return o.domain.constant(np.full((o.lanes, *shape), x, np.float64), np.float64)
+    return np.full((o.lanes, *shape), x, dtype)
 
 
-def _number(o: Operation, x: float, like: Value) -> Value:
-    return o.domain.constant(np.full((o.lanes, *(1,) * (like.ndim - 1)), x), np.float64)
+def number(o: Operation, x: float, like: Value) -> Value:
+    """A number that has as many dimensions as an array."""
+    return constants(o, x, (1,) * (like.ndim - 1))
+
+
+# --- kinds of numbers
+
+
+def _by_parts(name: str) -> Callable[..., Complex]:
+    def run(self: _Complexes, *operands: Any) -> Complex:
+        f = getattr(self.d, name)
+        parts = ([getattr(x, p) if isinstance(x, Complex) else x for x in operands] for p in ("real", "imag"))
+        return Complex(*(f(*part) for part in parts))
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class _Complexes:
+    """Complex numbers, as pairs of numbers of a domain. Methods are those of the domain."""
+
+    d: Any
+    noun = "complex numbers"
+    add, neg, sum = map(_by_parts, ("add", "neg", "sum"))
+
+    def mul(self, a: Complex, b: Complex, name: str = "mul") -> Complex:
+        f, d = getattr(self.d, name), self.d
+        real = d.add(f(a.real, b.real), d.neg(f(a.imag, b.imag)))
+        return Complex(real, d.add(f(a.real, b.imag), f(a.imag, b.real)))
+
+    dot = functools.partialmethod(mul, name="dot")
+
+    def _square(self, a: Complex) -> Value:
+        return self.d.add(self.d.mul(a.real, a.real), self.d.mul(a.imag, a.imag))
+
+    def abs(self, a: Complex) -> Value:
+        return self.d.sqrt(self._square(a))
+
+    def reciprocal(self, a: Complex) -> Complex:
+        size = self.d.reciprocal(self._square(a))
+        return Complex(self.d.mul(a.real, size), self.d.neg(self.d.mul(a.imag, size)))
+
+    def sign(self, a: Complex) -> Complex:
+        return self.mul(a, as_complex(self.d.reciprocal(self.abs(a))))
+
+    def power(self, a: Complex, exponent: int) -> Complex:
+        base = a if exponent >= 0 else self.reciprocal(a)
+        return functools.reduce(self.mul, [base] * abs(exponent), as_complex(self.d.power(a.real, 0)))
+
+    def order(self, a: Complex) -> np.ndarray:
+        pairs = np.stack([self.d.order(a.real), self.d.order(a.imag)], -1)
+        return np.unique(pairs.reshape(-1, 2), axis=0, return_inverse=True)[1].reshape(a.shape)
+
+    def compare(self, f: Any, a: Complex, b: Complex, equation: int = 0) -> np.ndarray:
+        pairs = (self.d.compare(f, *x) for x in ((a.real, b.real), (a.imag, b.imag)))
+        return np.asarray((np.logical_and if f is np.equal else np.logical_or)(*pairs))
+
+
+def numbers(o: Operation, *operands: Value) -> tuple[Any, list[Value]]:
+    """The kind of numbers of operands, and the operands as such numbers, with equally many dimensions."""
+    ndim = max(x.ndim for x in operands)
+    xs = [x if x.ndim == ndim else reshaped(x, (*x.shape, *(1,) * (ndim - x.ndim))) for x in operands]
+    if any(isinstance(x, Complex) for x in xs):
+        return _Complexes(o.domain), [x if isinstance(x, Complex) else as_complex(as_floats(o, x)) for x in xs]
+    if any(map(is_float, xs)):
+        return o.domain, [as_floats(o, x) for x in xs]
+    return INTEGERS, xs
+
+
+def _method(name: str, *leading: Any, notes: bool = False) -> Operator:
+    """An operator that kinds of numbers have as a method. ``notes``: the domain notes its outcomes."""
+
+    def run(o: Operation, *operands: Value) -> Value:
+        if name != "extreme" and are_bits(o, *operands):
+            return _of_bits(name, o, *operands)
+        kind, xs = numbers(o, *operands)
+        if not hasattr(kind, name):
+            raise Undecided(f"'{o.name}' of {kind.noun} has no exact value.")
+        return getattr(kind, name)(*leading, *xs, *([id(o.params)] if notes else []))
+
+    return run
 
 
 # --- elementwise
 
 
-def add(o: Operation, a: Value, b: Value) -> Value:
-    """a + b."""
-    a, b = aligned(a, b)
-    if isinstance(a, Complex) or isinstance(b, Complex):
-        a, b = (x if isinstance(x, Complex) else Complex(x, zeros_like(x)) for x in (a, b))
-        return Complex(add(o, a.real, b.real), add(o, a.imag, b.imag))
-    if is_float(a) or is_float(b):
-        return o.domain.add(as_floats(o, a), as_floats(o, b))
-    with np.errstate(over="ignore"):
-        return np.add(a, b) if a.dtype != bool else np.logical_or(a, b)
+add, neg, mul, reciprocal = map(_method, ("add", "neg", "mul", "reciprocal"))
+exp, log, sqrt = map(_method, ("exp", "log", "sqrt"))
+largest, smallest = _method("extreme", np.maximum), _method("extreme", np.minimum)
 
 
-def neg(o: Operation, a: Value) -> Value:
-    """-a."""
-    if isinstance(a, Complex):
-        return Complex(neg(o, a.real), neg(o, a.imag))
-    with np.errstate(over="ignore"):
-        return o.domain.neg(a) if is_float(a) else np.negative(a)
-
-
-def mul(o: Operation, a: Value, b: Value) -> Value:
-    """a b."""
-    a, b = aligned(a, b)
-    if isinstance(a, Complex) and isinstance(b, Complex):
-        real = add(o, mul(o, a.real, b.real), neg(o, mul(o, a.imag, b.imag)))
-        return Complex(real, add(o, mul(o, a.real, b.imag), mul(o, a.imag, b.real)))
-    if isinstance(a, Complex) or isinstance(b, Complex):
-        a, b = (a, b) if isinstance(a, Complex) else (b, a)
-        return Complex(mul(o, a.real, b), mul(o, a.imag, b))
-    if is_float(a) or is_float(b):
-        return o.domain.mul(as_floats(o, a), as_floats(o, b))
-    with np.errstate(over="ignore"):
-        return np.multiply(a, b)
-
-
-def _reciprocal(o: Operation, a: Value) -> Value:
-    if not isinstance(a, Complex):
-        return o.domain.reciprocal(a)
-    size = o.domain.reciprocal(add(o, mul(o, a.real, a.real), mul(o, a.imag, a.imag)))
-    return Complex(mul(o, a.real, size), neg(o, mul(o, a.imag, size)))
+def _plus(o: Operation, a: Value, x: float) -> Value:
+    return add(o, a, number(o, x, a))
 
 
 def _select(o: Operation, index: Value, *cases: Value) -> Value:
-    index, *arrays = aligned(index, *cases)
-    if len(arrays) == 2:
-        return moved(lambda a, b: np.where(index, b, a), *arrays)
-    which = np.clip(index, 0, len(arrays) - 1)
-    return moved(lambda *xs: np.choose(which, np.broadcast_arrays(*xs)[: len(xs)]), *arrays)
-
-
-def extreme(o: Operation, a: Value, b: Value, *, largest: bool) -> Value:
-    """The maximum or minimum of two arrays."""
-    a, b = aligned(a, b)
-    if not is_float(a) and not is_float(b):
-        return (np.maximum if largest else np.minimum)(a, b)
-    a, b, d = as_floats(o, a), as_floats(o, b), o.domain
-    left, right = d.pair(a, b)
-    takes_left = left >= right if largest else left <= right
-    d.note_outcomes(id(o.params), a, b, takes_left)
-    takes_left = (takes_left & ~d.is_nan(b)) | d.is_nan(a)
-    found = d.as_maximum(moved(lambda x, y: np.where(takes_left, x, y), a, b))
-    if largest and isinstance(found, Residues) and (a.is_positive or b.is_positive):
-        found = dataclasses.replace(found, is_positive=True)
-    return found
-
-
-def _compare(f: Callable[..., Any]) -> Operator:
-    def compare(o: Operation, a: Value, b: Value) -> Value:
-        a, b = aligned(a, b)
-        if isinstance(a, Complex):
-            return _all_equal(o, a, b) if f is np.equal else ~_all_equal(o, a, b)
-        if not is_float(a) and not is_float(b):
-            return f(a, b)
-        a, b, d = as_floats(o, a), as_floats(o, b), o.domain
-        nan = d.is_nan(a) | d.is_nan(b)
-        if f in (np.equal, np.not_equal) and isinstance(d, Field):
-            return np.where(nan, f is np.not_equal, d.differs(a, b) ^ (f is np.equal))
-        found = np.where(nan, f is np.not_equal, f(*d.pair(a, b)))
-        d.note_outcomes(id(o.params), a, b, found)
-        return found
-
-    return compare
-
-
-def _all_equal(o: Operation, a: Complex, b: Complex) -> np.ndarray:
-    equal = _compare(np.equal)
-    return np.asarray(equal(o, a.real, b.real) & equal(o, a.imag, b.imag))
+    index = reshaped(index, (*index.shape, *(1,) * (cases[0].ndim - index.ndim)))
+    if len(cases) == 2:
+        return moved(lambda a, b: np.where(index, b, a), *cases)
+    which = np.clip(index, 0, len(cases) - 1)
+    return moved(lambda *xs: np.choose(which, np.broadcast_arrays(*xs)[: len(xs)]), *cases)
 
 
 def _convert(o: Operation, x: Value) -> Value:
@@ -225,52 +225,55 @@ def _convert(o: Operation, x: Value) -> Value:
     if isinstance(x, Complex):
         return x if jax.dtypes.issubdtype(new, np.complexfloating) else x.real
     if jax.dtypes.issubdtype(new, np.complexfloating):
-        floats = as_floats(o, x)
-        return Complex(floats, zeros_like(floats))
-    if not jax.dtypes.issubdtype(new, np.floating):
-        if not is_float(x):
-            return x != 0 if new == np.bool_ else x.astype(new)
-        if not jax.dtypes.issubdtype(old, np.floating):
-            return x  # the bits of floats
-        return OPERATORS["ne"](o, x, zeros(o, x.shape[1:], np.float32)) if new == np.bool_ else d.to_ints(x, new)
-    if not is_float(x):
-        return d.from_ints(x)
-    if jax.dtypes.issubdtype(old, np.floating) and jax.numpy.finfo(new).bits < jax.numpy.finfo(old).bits:
-        return d.narrowed(x, new)
-    return x
+        return as_complex(as_floats(o, x))
+    if jax.dtypes.issubdtype(new, np.floating):
+        is_narrower = jax.dtypes.issubdtype(old, np.floating) and jax.numpy.finfo(new).bits < jax.numpy.finfo(old).bits
+        return d.narrowed(x, new) if is_narrower else as_floats(o, x)
+    if is_float(x) and not jax.dtypes.issubdtype(old, np.floating):
+        return x  # the bits of floats
+    if new == np.bool_:
+        return _method("compare", np.not_equal)(o, x, number(o, 0.0, x) if is_float(x) else np.zeros_like(x))
+    return d.to_ints(x, new) if is_float(x) else x.astype(new)
+
+
+# --- bits: those of floats are represented by the floats
+
+
+def are_bits(o: Operation, *operands: Value) -> bool:
+    """Whether an operation is one on the bits of floats."""
+    is_whole = bool(o.dtypes) and jax.dtypes.issubdtype(o.dtype, np.integer)
+    return is_whole and any(map(is_float, operands))
 
 
 def _bitcast(o: Operation, x: Value) -> Value:
-    """The bits of floats are represented by the floats: bits that are added to zeros or compared stay what they are."""
     floats = [jax.dtypes.issubdtype(dtype, np.floating) for dtype in (o.in_dtypes[0], o.dtype)]
-    if floats == [True, True] or floats == [False, False]:
-        if is_float(x):
-            return x
-        found = np.ascontiguousarray(x).view(o.dtype)
-        return found.reshape(o.lanes, *o.shape)
-    if is_float(x):  # two floats of 16 bits in one integer keep their dimension
-        if len(o.shape) >= x.ndim:
+    if is_float(x):
+        if not floats[1] and floats[0] and len(o.shape) >= x.ndim:
             raise Undecided("parts of the bits of floats have no exact value.")
-        return x
-    return o.domain.from_bits(np.ascontiguousarray(x).view(o.dtype).reshape(o.lanes, *o.shape))
+        return x  # two floats of 16 bits in one integer keep their dimension
+    found = np.ascontiguousarray(x).view(o.dtype).reshape(o.lanes, *o.shape)
+    return o.domain.from_bits(found) if floats[1] else found
 
 
-def _bits_of(o: Operation, a: Value, b: Value) -> Value:
-    """A bitwise operation on the bits of floats, of which one operand is zero or a mask of the order."""
-    if is_float(a) and is_float(b):
-        return o.domain.add(a, b)
-    return a if is_float(a) else b
+def _of_bits(name: str, o: Operation, *operands: Value) -> Value:
+    """A function of bits. Bits that are added to zeros, and the order of floats as integers, are exact."""
+    last = operands[-1]
+    if name == "xor" and not is_float(last) and (last == np.iinfo(last.dtype).max).all():
+        return operands[0]
+    found = _function(dataclasses.replace(o, name=name), *operands)
+    if name in ("add", "or", "xor"):
+        d, (a, b) = numbers(o, *operands)
+        a_is_zero, b_is_zero = (d.compare(np.equal, x, number(o, 0.0, x)) for x in (a, b))
+        found = moved(lambda u, v, w: np.where(a_is_zero, v, np.where(b_is_zero, u, w)), a, b, found)
+    return found
 
 
-def _integers(f: Callable[..., Any], of_bits: Operator | None = None) -> Operator:
+def _integers(name: str, f: Callable[..., Any]) -> Operator:
     def run(o: Operation, *operands: Value) -> Value:
-        operands = tuple(aligned(*operands))
-        if any(is_float(x) or isinstance(x, Complex) for x in operands):
-            if of_bits is None:
-                raise Undecided(f"'{o.name}' of the bits of floats has no exact value.")
-            return of_bits(o, *operands)
-        with np.errstate(all="ignore"):
-            return np.asarray(f(*operands)).astype(o.dtype)
+        kind, xs = numbers(o, *operands)
+        if kind is not INTEGERS:
+            return _of_bits(name, o, *operands)
+        return np.asarray(f(*xs)).astype(xs[0].dtype)
 
     return run
 
@@ -297,148 +300,98 @@ def _remainder(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.where(y == 0, x, np.fmod(x, np.where(y == 0, 1, y)))
 
 
-def _div(o: Operation, a: Value, b: Value) -> Value:
-    if not any(is_float(x) or isinstance(x, Complex) for x in (a, b)):
-        return _integers(_quotient)(o, a, b)
-    return mul(o, a, _reciprocal(o, b if isinstance(b, Complex) else as_floats(o, b)))
+def _each(f: Callable[[int], int], x: np.ndarray) -> np.ndarray:
+    """A function of each integer without a sign."""
+    return np.asarray(np.vectorize(lambda v: f(int(v)), otypes=[np.int64])(x.view(f"u{x.dtype.itemsize}")))
 
 
-def _rem(o: Operation, a: Value, b: Value) -> Value:
-    if not is_float(a):
-        return _integers(_remainder)(o, a, b)
-    return _function(o, *aligned(a, b))
+# --- functions
 
 
-def _abs(o: Operation, a: Value) -> Value:
-    if isinstance(a, Complex):
-        return o.domain.sqrt(add(o, mul(o, a.real, a.real), mul(o, a.imag, a.imag)))
-    return mul(o, a, o.domain.sign(a)) if is_float(a) else np.abs(a)
+def _either(of_integers: Callable[..., Any], of_others: Operator) -> Operator:
+    """A function of integers, and an operator on other numbers."""
 
+    def run(o: Operation, *operands: Value) -> Value:
+        kind, _ = numbers(o, *operands)
+        return (_integers("", of_integers) if kind is INTEGERS else of_others)(o, *operands)
 
-def _sign(o: Operation, a: Value) -> Value:
-    if isinstance(a, Complex):
-        return mul(o, a, _reciprocal(o, _abs(o, a)))
-    return o.domain.sign(a) if is_float(a) else np.sign(a)
+    return run
 
 
 def _function(o: Operation, *operands: Value) -> Value:
     """A function of numbers: its values where they are known, else only that equal operands have equal results."""
-    operands = tuple(aligned(*operands))
-    if any(isinstance(x, Complex) for x in operands):
-        raise Undecided(f"'{o.name}' of complex numbers has no exact value.")
-    if not any(is_float(x) for x in operands):
-        raise Undecided(f"'{o.name}' of integers is not implemented.")
-    d = o.domain
-    known = [d.decides(as_floats(o, x)) for x in operands]
+    d, xs = numbers(o, *operands)
+    if d is not o.domain:
+        raise Undecided(f"'{o.name}' of {d.noun} has no exact value.")
+    known = [x.real for x in xs]
     rounds = {"floor": np.floor, "ceil": np.ceil, "round": np.rint, "rem": np.fmod}.get(o.name)
     if rounds is not None and all(x is not None for x in known):
         return d.constant(np.asarray(rounds(*known)), np.float64)
     extra = {k: v for k, v in o.params.items() if k in ("y", "m", "n", "rounding_method") and v is not None}
-    name = o.name if not extra or isinstance(d, Reals) else f"{o.name} {extra}"
-    return d.function(name, *(as_floats(o, x) for x in operands))
+    return d.function(o.name if not extra or isinstance(d, Reals) else f"{o.name} {extra}", *xs)
 
 
 def _power(o: Operation, a: Value, b: Value) -> Value:
-    if not is_float(a) and not isinstance(a, Complex):
-        return _integers(np.power)(o, a, b)
-    exponents = None if isinstance(a, Complex) else o.domain.decides(as_floats(o, b))
-    if exponents is not None and len(numbers := np.unique(exponents)) == 1:
-        return _raised(o, a, float(numbers[0]))
-    return _function(o, a, b)
-
-
-def _raised(o: Operation, a: Value, exponent: float) -> Value:
+    exponents = None if isinstance(a, Complex) else as_floats(o, b).real
+    if exponents is None or len(values := np.unique(exponents)) != 1:
+        return _function(o, a, b)
+    exponent = float(values[0])
     if 2 * exponent != int(2 * exponent) or abs(exponent) > 1024:
-        return _function(o, a, _number(o, exponent, a))
-    if exponent != int(exponent):
-        a, exponent = o.domain.sqrt(a), 2 * exponent
-    return o.domain.power(a, int(exponent))
-
-
-def _integer_power(o: Operation, a: Value) -> Value:
-    exponent = o.params["y"]
-    if isinstance(a, Complex):
-        base = a if exponent >= 0 else _reciprocal(o, a)
-        one = Complex(_number(o, 1.0, a.real), _number(o, 0.0, a.real))
-        return functools.reduce(functools.partial(mul, o), [base] * abs(exponent), one)
-    return o.domain.power(a, exponent) if is_float(a) else np.power(a, exponent)
-
-
-def _exp(o: Operation, a: Value, scale: float = 1.0) -> Value:
-    if isinstance(a, Complex):
-        raise Undecided("'exp' of complex numbers has no exact value.")
-    return o.domain.exp(a if scale == 1.0 else mul(o, a, _number(o, scale, a)))
-
-
-def _logistic(o: Operation, a: Value) -> Value:
-    """1 / (1 + exp(-a))."""
-    one = _number(o, 1.0, a)
-    return o.domain.reciprocal(add(o, one, o.domain.exp(neg(o, a))))
+        return _function(o, a, number(o, exponent, a))
+    is_whole = exponent == int(exponent)
+    power: Any = o.domain.power
+    return power(a if is_whole else sqrt(o, a), int(exponent if is_whole else 2 * exponent))
 
 
 def log_of_sum(o: Operation, a: Value, b: Value) -> Value:
     """log(exp(a) + exp(b))."""
-    a, b = aligned(a, b)
-    if isinstance(o.domain, Reals):
+    d, (a, b) = numbers(o, a, b)
+    if isinstance(d, Reals):
         return np.logaddexp(a, b)
-    shift = extreme(o, a, b, largest=True)
-    shift = moved(lambda v, w: np.where(o.domain.is_finite(shift), v, w), shift, _number(o, 0.0, shift))
-    terms = (o.domain.exp(add(o, x, neg(o, shift))) for x in (a, b))
-    found = add(o, o.domain.log(add(o, *terms)), shift)
-    nothing = _number(o, -math.inf, a)
-    a_is_nothing, b_is_nothing = (_compare(np.equal)(o, x, nothing) for x in (a, b))
+    shift = d.extreme(np.maximum, a, b)
+    shift = moved(lambda v, w: np.where(d.is_finite(shift), v, w), shift, number(o, 0.0, shift))
+    found = d.add(d.log(d.add(*(d.exp(d.add(x, d.neg(shift))) for x in (a, b)))), shift)
+    a_is_nothing, b_is_nothing = (d.compare(np.equal, x, number(o, -math.inf, x)) for x in (a, b))
     return moved(lambda v, w, x: np.where(a_is_nothing, w, np.where(b_is_nothing, v, x)), a, b, found)
-
-
-def _clamp(o: Operation, low: Value, x: Value, high: Value) -> Value:
-    return extreme(o, extreme(o, x, low, largest=True), high, largest=False)
-
-
-def _bit_count(x: np.ndarray) -> np.ndarray:
-    return np.asarray(
-        np.bitwise_count(x.view(f"u{x.dtype.itemsize}"))
-        if hasattr(np, "bitwise_count")
-        else np.vectorize(lambda v: int(v).bit_count())(x.view(f"u{x.dtype.itemsize}"))
-    )
-
-
-def _leading_zeros(x: np.ndarray) -> np.ndarray:
-    bits = 8 * x.dtype.itemsize
-    return np.vectorize(lambda v: bits - int(v).bit_length(), otypes=[np.int64])(x.view(f"u{x.dtype.itemsize}"))
 
 
 def _same(o: Operation, *operands: Value) -> Value:
     return operands[0] if len(o.shapes) == 1 else list(operands)
 
 
+def _narrowed(o: Operation, a: Value) -> Value:
+    return o.domain.narrowed(a, f"float of {o.params['exponent_bits']} and {o.params['mantissa_bits']} bits")
+
+
+_COMPARISONS = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+                "ge": np.greater_equal, "eq_to": np.equal, "lt_to": np.less, "le_to": np.less_equal}  # fmt: skip
+_OF_BITS: dict[str, Callable[..., Any]] = {
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
+    "shift_left": _shift(np.left_shift), "shift_right_logical": _shift(np.right_shift),
+    "shift_right_arithmetic": _shift(np.right_shift, arithmetic=True),
+    "population_count": lambda x: _each(int.bit_count, x),
+    "clz": lambda x: 8 * x.dtype.itemsize - _each(int.bit_length, x),
+}  # fmt: skip
 OPERATORS.update(
     {
-        **dict.fromkeys("add add_any add_to".split(), add),
-        "sub": lambda o, a, b: add(o, a, neg(o, b)), "mul": mul, "neg": neg, "div": _div, "rem": _rem,
-        "max": functools.partial(extreme, largest=True), "min": functools.partial(extreme, largest=False),
-        **{name: _compare(f) for name, f in zip(
-            "eq ne lt le gt ge".split(),
-            (np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal), strict=True)},
-        **{name: _compare(f) for name, f in zip(
-            "eq_to lt_to le_to".split(), (np.equal, np.less, np.less_equal), strict=True)},
-        "select_n": _select, "clamp": _clamp, "convert_element_type": _convert, "bitcast_convert_type": _bitcast,
-        "and": _integers(np.bitwise_and), "or": _integers(np.bitwise_or, _bits_of),
-        "xor": _integers(np.bitwise_xor, _bits_of), "not": _integers(np.invert),
-        "shift_left": _integers(_shift(np.left_shift)),
-        "shift_right_logical": _integers(_shift(np.right_shift)),
-        "shift_right_arithmetic": _integers(_shift(np.right_shift, arithmetic=True)),
-        "population_count": _integers(_bit_count), "clz": _integers(_leading_zeros),
-        "abs": _abs, "sign": _sign, "integer_pow": _integer_power, "pow": _power,
-        "square": lambda o, a: mul(o, a, a), "exp": _exp, "exp2": functools.partial(_exp, scale=math.log(2)),
-        "expm1": lambda o, a: add(o, _exp(o, a), _number(o, -1.0, a)),
-        "log": lambda o, a: o.domain.log(a), "log1p": lambda o, a: o.domain.log(add(o, a, _number(o, 1.0, a))),
-        "sqrt": lambda o, a: o.domain.sqrt(a), "rsqrt": lambda o, a: o.domain.reciprocal(o.domain.sqrt(a)),
-        "logistic": _logistic, "is_finite": lambda o, a: o.domain.is_finite(a),
-        "one_minus_square": lambda o, a: add(o, _number(o, 1.0, a), neg(o, mul(o, a, a))),
-        "complex": lambda o, a, b: Complex(*aligned(a, b)), "real": lambda o, a: a.real, "imag": lambda o, a: a.imag,
-        "conj": lambda o, a: Complex(a.real, neg(o, a.imag)) if isinstance(a, Complex) else a,
-        "reduce_precision": lambda o, a: o.domain.narrowed(
-            a, f"float of {o.params['exponent_bits']} and {o.params['mantissa_bits']} bits"),
+        **dict.fromkeys("add add_any add_to".split(), add), "sub": lambda o, a, b: add(o, a, neg(o, b)),
+        "mul": mul, "neg": neg, "div": _either(_quotient, lambda o, a, b: mul(o, a, reciprocal(o, b))),
+        "rem": _either(_remainder, _function), "square": lambda o, a: mul(o, a, a),
+        "max": _method("extreme", np.maximum, notes=True), "min": _method("extreme", np.minimum, notes=True),
+        **{name: _method("compare", f, notes=True) for name, f in _COMPARISONS.items()},
+        **{name: _integers(name, f) for name, f in _OF_BITS.items()},
+        "select_n": _select, "clamp": lambda o, low, x, high: smallest(o, largest(o, x, low), high),
+        "convert_element_type": _convert, "bitcast_convert_type": _bitcast,
+        "abs": _method("abs"), "sign": _method("sign"), "pow": _either(np.power, _power),
+        "integer_pow": lambda o, a: numbers(o, a)[0].power(a, o.params["y"]),
+        "exp": exp, "exp2": lambda o, a: exp(o, mul(o, a, number(o, math.log(2), a))),
+        "expm1": lambda o, a: _plus(o, exp(o, a), -1.0), "log": log, "log1p": lambda o, a: log(o, _plus(o, a, 1.0)),
+        "sqrt": sqrt, "rsqrt": lambda o, a: reciprocal(o, sqrt(o, a)), "is_finite": _method("is_finite"),
+        "logistic": lambda o, a: reciprocal(o, _plus(o, exp(o, neg(o, a)), 1.0)),
+        "one_minus_square": lambda o, a: _plus(o, neg(o, mul(o, a, a)), 1.0),
+        "complex": lambda o, a, b: Complex(*numbers(o, a, b)[1]), "real": lambda o, a: a.real,
+        "imag": lambda o, a: a.imag, "conj": lambda o, a: Complex(as_complex(a).real, neg(o, as_complex(a).imag)),
+        "reduce_precision": _narrowed,
         **dict.fromkeys(
             """acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf erf_inv erfc
             floor igamma igamma_grad_a igammac lgamma log2 nextafter polygamma polynomial random_gamma_grad
@@ -451,7 +404,6 @@ OPERATORS.update(
 
 
 COMBINE: dict[str, Operator] = {
-    "sum": add, "prod": mul, "max": functools.partial(extreme, largest=True),
-    "min": functools.partial(extreme, largest=False), "and": lambda o, a, b: a & b, "or": lambda o, a, b: a | b,
-    "xor": lambda o, a, b: a ^ b,
+    "sum": add, "prod": mul, "max": largest, "min": smallest,
+    **{name: OPERATORS[name] for name in ("and", "or", "xor")},
 }  # fmt: skip
