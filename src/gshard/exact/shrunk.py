@@ -4,6 +4,10 @@ Each dimension is a product of loops (``LoopTable``), which the equations of bot
 size if it is part of an argument or a result, and no equation depends on its size. These stay whole: mesh axes, loops
 along which an equation takes some of the elements, loops whose positions or counts meet other numbers than 0 and 1 (a
 window, indices of a vocabulary), and all loops of equations that are not understood.
+
+Integers may be positions along loops. A comparison of two positions means the same for all sizes, that of a position
+with the number 100 does not. The offset of a device's part, ``axis_index * size``, is right only if the literal changes
+with the size of the part.
 """
 
 from __future__ import annotations
@@ -19,8 +23,7 @@ from jax.extend.core import Literal
 
 from gshard.core.jax_adapter import called_jaxpr, closed, scan_counts, sub_jaxprs, user_line
 from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Rule
-from gshard.exact.positions import PASSES, Dims, Number, Numbers, has_type
-from gshard.language.kernel_loops import Loops, call_of
+from gshard.language.kernel_loops import Loops, LoopTable, call_of
 from gshard.language.registry import rule_of
 from gshard.language.traits import traits_of
 
@@ -34,6 +37,33 @@ _SAME = frozenset(
     scatter-add scatter-max scatter-min scatter-mul scatter-sub sharding_constraint slice sort split top_k""".split()
 )
 _EXCHANGES = frozenset("all_gather all_to_all ppermute".split())  # collectives that only move elements
+
+Dims = list[Loops]
+
+# Equations whose result has the numbers of the operand.
+_PASSES = frozenset(
+    """broadcast_in_dim convert_element_type copy copy_p expand_dims gshard_mark pvary reshape reshard
+    sharding_constraint squeeze stop_gradient transpose""".split()
+)
+_COMPARES = frozenset("eq ne lt le gt ge".split())
+_LINEAR = frozenset("add sub neg max min clamp select_n".split())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Number:
+    """What is known of the numbers of a value.
+
+    They are functions of a ``device``; an ``offset``, a multiple of the size of loops; a ``position`` along loops, or a
+    count along them; an ``index``, a position that is given, less an offset or moved by 1; or a ``literal``.
+    """
+
+    kind: str
+    loops: tuple[int, ...] = ()  # the loops on whose sizes they depend
+    value: Any = None  # of a literal, and where it is: its equation and the number of the operand
+    site: tuple[int, int] = (0, 0)
+
+
+_ANY = Number("")  # numbers that depend on no size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +121,8 @@ class Sizes:
     def _pairs(self, loop: int) -> list[tuple[int, int]]:
         if loop not in self._parts:
             table = self._read.table
-            leaves = table.leaves(loop) if table.sizes[loop] else [loop]
-            self._parts[loop] = [(table.sizes[leaf], self._small.get(leaf, table.sizes[leaf])) for leaf in leaves]
+            sizes = ((leaf, table.sizes[leaf]) for leaf in table.leaves(loop))
+            self._parts[loop] = [(n, self._small.get(leaf, n)) for leaf, n in sizes]
         return self._parts[loop]
 
     def _size(self, dim: Sequence[int]) -> int:
@@ -111,7 +141,7 @@ def shrunk(plain: Any, sharded: Any, given: Sequence[Any] = (), *, most: int = M
         return Sizes()
     reader, (a, b) = _Reader(), (closed(jaxpr)[0] for jaxpr in (plain, sharded))
     dims = list(map(reader.dims_of, a.invars))
-    numbers = [Number("index", (reader.table.new(0),)) if has_type(v, np.integer) else None for v in a.invars]
+    numbers = [Number("index", (reader.table.new(0),)) if _has_type(v, np.integer) else None for v in a.invars]
     for jaxpr in (plain, sharded):
         reader.settle(reader.body(jaxpr, dims, numbers))
     for x, array in zip(numbers, given, strict=False):
@@ -148,16 +178,18 @@ def elements_of(*jaxprs: Any) -> int:
     return int(total)
 
 
-class _Reader(Numbers):
+class _Reader:
     """Reads the equations of both programs, and joins their loops."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.table = LoopTable()  # the loops
         self.dims: dict[Any, Dims] = {}  # of each variable
         self.indices: dict[Any, tuple[int, ...]] = {}  # the loops that integer arguments index
         self.lengths: dict[int, tuple[int, str]] = {}  # the loop and the line of each scan, by its identity
         self.blocks: dict[int, dict[int, Loops]] = {}  # the blocks that an equation moves, by its identity
-        self._axes: dict[Any, Loops] = {}  # the loop of each mesh axis
+        # The loops whose size a literal is, less a number, by its equation and operand; and literals that stay.
+        self.literals: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}
+        self.fixed: set[tuple[int, int]] = set()
 
     def dims_of(self, v: Any) -> Dims:
         """The dimensions of an operand."""
@@ -202,17 +234,17 @@ class _Reader(Numbers):
             return self.passing(numbers, "position", *(["index"] if name in _EXCHANGES else []))
         else:
             counted = self._rule(eqn, operands, numbers)
-            if traits_of(name).elementwise or name in PASSES:
+            if traits_of(name).elementwise or name in _PASSES:
                 return [self.elementwise(eqn, numbers)]
             if name == "slice":
                 return self.passing(numbers, "index", "position")
             if name == "scatter" and eqn.invars[1].aval.shape == (1,) and numbers[1] and numbers[1].value == 0:
                 if eqn.invars[0].aval.size == eqn.invars[2].aval.size:
                     return numbers[2:3]  # one update replaces all elements
-            self.settle(x for v, x in zip(eqn.invars, numbers, strict=True) if not has_type(v, np.inexact))
+            self.settle(x for v, x in zip(eqn.invars, numbers, strict=True) if not _has_type(v, np.inexact))
             if name == "iota":
                 return [Number("position", tuple(self.dims[eqn.outvars[0]][eqn.params["dimension"]]))]
-            return [Number("position", counted) if has_type(v, np.integer) else None for v in eqn.outvars]
+            return [Number("position", counted) if _has_type(v, np.integer) else None for v in eqn.outvars]
         return []
 
     def _rule(self, eqn: Any, operands: list[Dims], numbers: list[Number | None]) -> tuple[int, ...]:
@@ -236,12 +268,11 @@ class _Reader(Numbers):
         for v, own in zip((*eqn.invars, *eqn.outvars), (*rule.operands, *rule.results), strict=True):
             for d, (dim, fs) in enumerate(zip(self.dims_of(v), own, strict=True)):
                 if d in blocks:
-                    count = self.count(dim) // max(self.count(blocks[d]), 1)
-                    self.join([dim], [[*self.whole([count])[0], *blocks[d]]])
+                    self.join_part(dim, blocks[d])
                 elif fs:
                     self.join([dim], [[loops[f] for f in fs]])
         counted = [loop for loop, kind in zip(loops, kinds, strict=True) if kind != PARALLEL]
-        if has_type(eqn.outvars[0], np.inexact) and numbers and None not in numbers and not blocks:
+        if _has_type(eqn.outvars[0], np.inexact) and numbers and None not in numbers and not blocks:
             table.keep_whole(counted)  # no data is part of the result
         return tuple(counted)
 
@@ -259,33 +290,24 @@ class _Reader(Numbers):
         return blocks
 
     def _collective(self, eqn: Any, operands: list[Dims]) -> None:
-        """Collectives keep shapes, but for a dimension that is gathered or cut: the parts are its major loop."""
-        p, dims, groups = eqn.params, list(operands[0]), eqn.params.get("axis_index_groups")
-        gathers = p.get("all_gather_dimension", p.get("concat_axis"))
-        cuts = p.get("scatter_dimension", p.get("split_axis"))
-        if p.get("tiled"):
-            parts = len(groups[0]) if groups else math.prod(self.count(self._axes[a]) for a in _names(p["axis_name"]))
-            (axis,) = self.whole([parts])
-            if cuts is not None:
-                inner = [self.table.new(self.count(dims[cuts]) // parts)]
-                self.join([dims[cuts]], [[*axis, *inner]])
-                dims[cuts] = inner
-            if gathers is not None:
-                dims[gathers] = [*axis, *dims[gathers]]
-            self.enter(eqn.outvars, [dims])
-        elif gathers is None and cuts is None and len(operands) == len(eqn.outvars):
-            self.enter(eqn.outvars, operands)
-        else:
-            self.keep_whole(dim for v in (*eqn.invars, *eqn.outvars) for dim in self.dims_of(v))
+        """A collective keeps a dimension, joins parts of devices, or takes one of these."""
+        results, p = list(map(self.dims_of, eqn.outvars)), eqn.params
+        if "split_axis" in p and p["split_axis"] == p["concat_axis"]:  # parts of a dimension change places
+            self.keep_whole([operands[0][p["split_axis"]]])
+        if list(map(len, operands)) != list(map(len, results)):
+            self.keep_whole(dim for dims in (*operands, *results) for dim in dims)
+        for dims, others in zip(operands, results, strict=False):
+            for some, other in zip(dims, others, strict=False):
+                self.join_part(some, other)
 
     def _slice(self, eqn: Any, operands: list[Dims], numbers: list[Number | None]) -> None:
         """A slice at positions known at run time. Each device may take the part at its offset."""
         for dim, part, start in zip(operands[0], self.dims_of(eqn.outvars[0]), numbers[1:], strict=True):
-            n, m = self.count(dim), self.count(part)
-            if n == m:
+            if start and start.kind == "offset" and self.count(start.loops) == self.count(part):
+                self.join([part], [list(start.loops)])
+                self.join_part(dim, part)
+            elif self.count(dim) == self.count(part):
                 self.join([dim], [part])
-            elif start and start.kind == "offset" and self.count(start.loops) == m and n % m == 0:
-                self.join([part, dim], [list(start.loops), [*self.whole([n // m])[0], *start.loops]])
             else:
                 self.settle([start])
                 self.keep_whole([dim, part])
@@ -296,7 +318,7 @@ class _Reader(Numbers):
         first, length = consts + carry, self.table.new(int(eqn.params["length"]))
         loop = [self.lengths.setdefault(id(eqn), (length, user_line(eqn.source_info)))[0]]
         if first == len(operands) or any(
-            has_type(v, np.integer) and not v.aval.shape for v in eqn.invars[consts:first]
+            _has_type(v, np.integer) and not v.aval.shape for v in eqn.invars[consts:first]
         ):
             self.keep_whole([loop])
         self.join([dims[0] for dims in operands[first:]], [loop] * len(operands[first:]))
@@ -308,19 +330,145 @@ class _Reader(Numbers):
         self.enter(eqn.outvars, [*operands[consts:first], *([loop, *dims] for dims in results[carry:])])
 
     def _shard_map(self, eqn: Any, operands: list[Dims], numbers: list[Number | None]) -> None:
-        """A dimension outside is the axes of its spec, and the dimension inside."""
+        """A dimension outside is as many of those inside as there are parts."""
         body = eqn.params["jaxpr"]
-        for name, n in eqn.params["mesh"].shape.items():
-            self._axes.setdefault(name, self.whole([int(n)])[0])
         inside = list(map(self.dims_of, closed(body)[0].invars))
         self.settle(self.body(body, inside, numbers))
         inside += map(self.dims_of, closed(body)[0].outvars)
-        specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
-        outside = (*operands, *map(self.dims_of, eqn.outvars))
-        for dims, parts, spec in zip(outside, inside, specs, strict=True):
-            names = [*map(_names, spec), *[()] * (len(dims) - len(spec))]
-            self.join(dims, [[*(self._axes[a][0] for a in own), *part] for own, part in zip(names, parts)])
+        for dims, parts in zip((*operands, *map(self.dims_of, eqn.outvars)), inside, strict=True):
+            for dim, part in zip(dims, parts, strict=True):
+                self.join_part(dim, part)
+
+    # What is known of the numbers of values.
+
+    def whole(self, n: int) -> int:
+        """A new loop that stays whole."""
+        self.table.keep_whole([loop := self.table.new(n)])
+        return loop
+
+    def keep_whole(self, dims: Iterable[Loops]) -> None:
+        """These dimensions stay whole."""
+        self.table.keep_whole(loop for dim in dims for loop in dim)
+
+    def join(self, some: Sequence[Loops], others: Sequence[Loops]) -> None:
+        """These dimensions are the same."""
+        for a, b in zip(some, others, strict=True):
+            if self.count(a) == self.count(b) != 0:
+                self.table.join(a, b)
+            else:
+                self.keep_whole((a, b))
+
+    def join_part(self, some: Sequence[int], other: Sequence[int]) -> None:
+        """One of two dimensions is a whole number of parts that are like the other one."""
+        part, whole = sorted((some, other), key=self.count)
+        n = self.count(whole) // max(self.count(part), 1)
+        self.join([list(whole)], [[self.whole(n), *part]])
+
+    def count(self, dim: Sequence[int]) -> int:
+        """The size of a dimension."""
+        return math.prod(self.table.sizes[loop] for loop in dim)
+
+    def settle(self, numbers: Iterable[Number | None]) -> None:
+        """The loops of these numbers stay whole, and these literals stay."""
+        for x in numbers:
+            if x is not None:
+                self.table.keep_whole(x.loops)
+                self.fixed |= {x.site} if x.kind == "literal" else set()
+
+    def are_positions(self, x: Number, n: int) -> bool:
+        """Whether numbers are positions among ``n`` elements; the first use of an index determines its range."""
+        if x.kind == "index" and self.count(x.loops) == 0:
+            self.table.sizes[x.loops[0]] = n
+        return x.kind in ("index", "position") and self.count(x.loops) == n
+
+    def _scales(self, literal: Number, x: Number) -> bool:
+        """Whether a literal is the size of loops, or next to it. Then it changes with the size."""
+        c, loops = int(literal.value), list(x.loops)
+        if x.kind == "offset" and c > 1 and c % self.count(loops) == 0:
+            loops = [self.whole(c // self.count(loops)), *loops]
+        delta = 0 if x.kind == "index" and self.are_positions(x, c) else c - self.count(loops)
+        if c < 2 or abs(delta) > (x.kind != "offset"):
+            return c == 0 or (abs(c) == 1 and x.kind != "offset")
+        before, of_before = self.literals.setdefault(literal.site, (tuple(loops), delta))
+        self.join([list(before)], [loops])
+        return of_before == delta
+
+    def passing(self, numbers: Sequence[Number | None], *kinds: str) -> list[Number | None]:
+        """Numbers of these kinds pass; the others are settled."""
+        found = [x if x is not None and x.kind in kinds else None for x in numbers]
+        self.settle(x for x, y in zip(numbers, found, strict=True) if y is None)
+        return found
+
+    def looked_up(self, eqn: Any, operands: list[Dims], numbers: list[Number | None]) -> int | None:
+        """The dimension of the operand along which indices are positions, for a look-up of single elements."""
+        given: Any = eqn.params.get("dimension_numbers")
+        dims: Sequence[int] = getattr(given, "start_index_map", getattr(given, "scatter_dims_to_operand_dims", ()))
+        single = getattr(given, "collapsed_slice_dims", getattr(given, "inserted_window_dims", ()))
+        if len(dims) != 1 or not set(dims) <= set(single) or (indices := numbers[1]) is None:
+            return None
+        dim = operands[0][dims[0]]
+        if not self.are_positions(indices, self.count(dim)):
+            return None
+        self.join([dim], [list(indices.loops)])
+        numbers[1] = None
+        return int(dims[0])
+
+    def elementwise(self, eqn: Any, numbers: Sequence[Number | None]) -> Number | None:
+        """What is known of the result of an elementwise equation. Loops stay whole if numbers are used otherwise."""
+        same_type = _has_type(eqn.invars[0], np.inexact) == _has_type(eqn.outvars[0], np.inexact)
+        if eqn.primitive.name in _PASSES and same_type and eqn.outvars[0].aval.dtype.itemsize >= 4:
+            return numbers[0]  # a narrower type may not have all of them
+        known = [x for x in numbers if x is not None and x.kind != "literal"]
+        found = self._understood(eqn, numbers, known) if known else None
+        if found is None:
+            self.settle(numbers)
+        return None if found == _ANY else found
+
+    def _understood(self, eqn: Any, numbers: Sequence[Number | None], known: list[Number]) -> Number | None:
+        """What is known of the numbers of the result; None if the equation is not understood."""
+        name, x, y = eqn.primitive.name, known[0], known[-1]
+        literals = [c for c in numbers if c is not None and c.kind == "literal"]
+        kinds, loops = {x.kind for x in known}, tuple(loop for x in known for loop in x.loops)
+        of_data, compares = len(known) + len(literals) < len(numbers), name in _COMPARES
+        if _has_type(eqn.outvars[0], np.inexact):
+            return None if kinds != {"position"} else _ANY if of_data else Number("position", loops)
+        if name in _PASSES or any(_has_type(v, np.inexact) for v in eqn.invars):
+            return None
+        if name == "mul" and kinds <= {"device", "offset"} and len(literals) == 1 and (c := literals[0]).value > 0:
+            self.settle(known)
+            size, delta = self.literals.setdefault(c.site, ((self.table.new(int(c.value)),), 0))
+            return None if delta else x if c.value == 1 else Number("offset", size)
+        if "device" in kinds and kinds <= {"device", "offset"}:
+            self.settle(known)
+            return _ANY if of_data else Number("device")
+        if name == "add" and x.kind == "offset":
+            x, y = y, x
+        if name in ("add", "sub") and len(known) == 2 and y.kind == "offset" != x.kind:
+            n, part = self.count(x.loops), self.count(y.loops)
+            if name == "add" and x.kind == "position" and n == part:
+                self.join([list(x.loops)], [list(y.loops)])
+                return Number("position", loops)
+            if name == "add" or x.kind not in ("index", "position") or not n > part > n % part == 0:
+                return None
+            self.join_part(x.loops, y.loops)
+            return Number("index", y.loops)
+        is_choice = name == "select_n" and numbers[0] is None and len(known) + len(literals) == 2
+        if (of_data and not is_choice) or name not in _COMPARES | _LINEAR:
+            return None
+        if kinds == {"position"} and all(abs(c.value) <= 1 for c in literals):
+            return _ANY if compares else Number("position", loops)
+        if kinds != {"offset"} and not kinds <= {"index", "position"}:
+            return None
+        n = max(self.count(y.loops) for y in known)
+        for y in known:
+            if y.loops != x.loops:
+                if not (n and (kinds == {"offset"} or (self.are_positions(x, n) and self.are_positions(y, n)))):
+                    return None
+                self.join([list(x.loops)], [list(y.loops)])
+        if not all([self._scales(c, x) for c in literals]):
+            return None
+        return _ANY if compares else Number("offset" if kinds == {"offset"} else "index", x.loops)
 
 
-def _names(entry: Any) -> tuple[Any, ...]:
-    return () if entry is None else tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
+def _has_type(v: Any, kind: Any) -> bool:
+    return bool(jax.dtypes.issubdtype(v.aval.dtype, kind))
