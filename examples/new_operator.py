@@ -70,7 +70,7 @@ assert found.lists["gathered"] == ()
 assert set(found.bytes_by_kind) == {"reduce_scatter"}
 assert jnp.allclose(gshard.jit(layer, mesh=8, strict=True)(x, w), expected, atol=1e-4)
 
-# Every split that the rules allow is simulated and compared with the operator itself.
+# Every split that the rules allow computes what the operator itself computes.
 print(gshard.testing.check_rule(score_p.bind, x[:7], w, primitive="score"))
 print(gshard.testing.check_rule(functools.partial(relative_p.bind, axis=0), x[:7], primitive="relative"))
 

@@ -184,14 +184,13 @@ def _traced(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], with_sharding
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if is_named else None)
 
     leaves, tree = jax.tree.flatten((args, kwargs))
-    arrays = [i for i, x in enumerate(leaves) if _is_array(x)]
+    arrays = {i: shape(x) for i, x in enumerate(leaves) if _is_array(x)}
 
-    def called(given: list[Any]) -> Any:
-        whole = dict(enumerate(leaves)) | dict(zip(arrays, given, strict=True))
-        positional, named = jax.tree.unflatten(tree, [whole[i] for i in range(len(leaves))])
+    def called(given: dict[int, Any]) -> Any:
+        positional, named = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
         return f(*positional, **named)
 
-    jaxpr, results = jax.make_jaxpr(called, return_shape=True)([shape(leaves[i]) for i in arrays])
+    jaxpr, results = jax.make_jaxpr(called, return_shape=True)(arrays)
     return _Program(_live(jaxpr), (), jax.tree.structure(results), [leaves[i] for i in arrays])
 
 

@@ -7,7 +7,7 @@
     gshard.testing.check_kernel(my_kernel, *args)
 
 ``assert_collectives`` and ``assert_no_more_collectives`` read what XLA compiled, so they need no device but CPUs.
-``check_rule`` simulates every split of an operator, ``check_kernel`` those of a ``gshard.kernel``. The plugin
+``check_rule`` proves every split of an operator, ``check_kernel`` checks those of a ``gshard.kernel``. The plugin
 ``gshard_pytest`` has a fixture for the first two.
 """
 

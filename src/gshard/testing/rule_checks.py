@@ -72,7 +72,7 @@ def check_rule(
             infinities and equal elements stay what they are; other floats count where the operator has no exact value:
             take numbers that vary in sign and are never all equal.
         primitive: the equations to check, by name or as the primitive itself; None for all that ``f`` has.
-        mesh: devices to simulate, as ``gshard.jit`` takes them or an abstract mesh; by default 2 x 3 of them. None need
+        mesh: the devices, as ``gshard.jit`` takes them or an abstract mesh; by default 2 x 3 of them. None need
             exist.
         most: check no more than so many splits of an equation, drawn with a fixed seed, those of one factor first.
         tolerance: relative and absolute, for operators without an exact value.
@@ -326,7 +326,7 @@ def check_kernel(
             ``interpret=True`` for a test on CPU.
         args: its arrays: numbers that vary in sign, dimensions that the mesh divides and some that it does not.
         kwargs: its static arguments.
-        mesh: devices to simulate, as ``gshard.jit`` takes them or an abstract mesh; by default 2 x 3 of them.
+        mesh: the devices, as ``gshard.jit`` takes them or an abstract mesh; by default 2 x 3 of them.
         most: check no more than so many splits, drawn with a fixed seed.
         tolerance: relative and absolute.
         gradient: whether to check the gradient with respect to all arguments of floating-point numbers, too.
