@@ -14,7 +14,7 @@ import gshard
 from device.models import explained, f32, model
 from gshard.device.cost import BOUNDS
 from gshard.explanation.difference import DifferenceError, Figures, difference
-from gshard.explanation.timeline import FIRST, ROUNDS, Event, thinned, timeline
+from gshard.explanation.report.data import FIRST, ROUNDS, Event, thinned, timeline
 from gshard.testing.rule_checks import emitted
 
 MESH, FOUR = gshard.Mesh.abstract(data=4, model=2), gshard.Mesh.abstract(d=4)

@@ -8,7 +8,6 @@ import itertools
 import math
 import signal
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
 
 import jax
 
@@ -141,11 +140,10 @@ class Best:
 NAMES = ("data", "model")
 
 
-def meshes(size: int, devices: tuple[Any, ...] | None = None) -> Iterator[Mesh]:
+def meshes(size: int) -> Iterator[Mesh]:
     """The meshes of a number of devices with one axis and with two."""
     available = tuple(jax.devices())
-    if devices is None and len(available) >= size:
-        devices = available[:size]
+    devices = available[:size] if len(available) >= size else None
     for major in (size, *(n for n in range(2, size) if size % n == 0)):
         sizes = (major,) if major == size else (major, size // major)
         yield dataclasses.replace(Mesh.abstract(**dict(zip(NAMES, sizes, strict=False))), devices=devices)
