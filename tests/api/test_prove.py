@@ -47,6 +47,10 @@ EQUAL = {
         lambda x, y: jnp.fft.fft2(x).real,
         lambda x, y: jnp.fft.fft(jnp.fft.fft(x, axis=0), axis=1).real,
     ),
+    "bits of floats": (
+        lambda x, y: jnp.copysign(x, y)[::-1] + jnp.nextafter(x, y),
+        lambda x, y: jnp.copysign(x[::-1], y[::-1]) + jnp.nextafter(x, y),
+    ),
     "random bits": (
         lambda x, y: x * jax.random.bernoulli(jax.random.key(1), 0.5, x.shape),
         lambda x, y: jnp.where(jax.random.uniform(jax.random.key(1), x.shape) < 0.5, x, 0),
@@ -59,7 +63,10 @@ DIFFERENT = {
     "a mask": (lambda x, y: jnp.tril(x @ y.T), lambda x, y: jnp.tril(x @ y.T, -1)),
     "an order": (lambda x, y: jnp.argmax(x, 1), lambda x, y: jnp.argmin(x, 1)),
 }
-UNDECIDED = {"sines and cosines": (lambda x, y: jnp.sin(x) ** 2 + jnp.cos(x) ** 2, lambda x, y: jnp.ones_like(x))}
+UNDECIDED = {
+    "sines and cosines": (lambda x, y: jnp.sin(x) ** 2 + jnp.cos(x) ** 2, lambda x, y: jnp.ones_like(x)),
+    "the next float": (lambda x, y: (x.view("int32") + 1).view("float32"), lambda x, y: x + 1),
+}
 VERDICTS = {"equal": EQUAL, "different": DIFFERENT, "undecided": UNDECIDED}
 PAIRS = {name: (verdict, *pair) for verdict, pairs in VERDICTS.items() for name, pair in pairs.items()}
 
@@ -111,9 +118,14 @@ def test_a_gradient_that_jax_sums_twice():
 
 
 def test_a_result_that_devices_do_not_share():
-    sharded = jax.shard_map(lambda x: x.sum(0), mesh=mesh(d=2), in_specs=P("d"), out_specs=P(), check_vma=False)
+    def shared(f):
+        return jax.shard_map(f, mesh=mesh(d=2), in_specs=P("d"), out_specs=P(), check_vma=False)
+
     with pytest.raises(AssertionError, match="not summed over d"):
-        assert_proved(sharded, (X,), like=lambda x: x.sum(0))
+        assert_proved(shared(lambda x: x.sum(0)), (X,), like=lambda x: x.sum(0))
+    imaginary = lambda x: jax.lax.complex(jnp.zeros(8), x.sum(0))  # noqa: E731
+    assert gshard.prove(shared(imaginary), X, like=imaginary).verdict == "different"
+    assert gshard.prove(shared(imaginary), X, like=lambda x: imaginary(x[:3])).verdict == "different"
 
 
 WRONG = {

@@ -432,11 +432,11 @@ def _joined(v: np.ndarray, axes: Axes, spec: Sequence[tuple[str, ...]], lanes: i
 
 def _check_equal(run: Interpreter, eqn: Any, i: int, x: Value, lanes: int, axes: Axes, position: int) -> None:
     """All devices along an axis must have the same part of a replicated result."""
-    parts = x if not isinstance(x, Complex) else x.real
     shape = (lanes, *(n for _, n in axes), *x.shape[1:])
-    split = moved(lambda v: v.reshape(shape), parts)
+    split = moved(lambda v: v.reshape(shape), x)
     first = moved(lambda v: np.broadcast_to(v.take([0], 1 + position), shape), split)
-    differs = run.domain.differs(split, first)
+    pairs = [(split.real, first.real), (split.imag, first.imag)] if isinstance(x, Complex) else [(split, first)]
+    differs = np.logical_or.reduce([run.domain.differs(*pair) for pair in pairs])
     if differs.any():
         count = int(differs.reshape(lanes * math.prod(n for _, n in axes), -1).any(0).sum())
         run.unequal.append(Unequal(eqn, i, axes[position][0], count, x))

@@ -131,8 +131,9 @@ def product(a: np.ndarray, b: np.ndarray, modulus: int = P) -> np.ndarray:
     for first in range(0, columns, most):
         left, right = a[..., first : first + most], b[..., first : first + most, :].astype(np.float64)
         for shift in range(0, 31, bits):
-            part = ((left >> shift) & ((1 << bits) - 1)).astype(np.float64) @ right
-            total = (total + part.astype(np.int64) % modulus * (1 << shift)) % modulus
+            part = (((left >> shift) & ((1 << bits) - 1)).astype(np.float64) @ right).astype(np.int64)
+            total += (part % modulus if shift else part) << shift
+        total %= modulus
     return total
 
 
@@ -255,15 +256,24 @@ def residues_of(x: np.ndarray) -> Residues:
     return Residues((x % P).astype(np.int64), (x % Q).astype(np.int64), real=real, degree=0)
 
 
-class Field:
-    """Residues modulo P, in which sums and products are exact in every order."""
-
+class _Domain:
     def __init__(self, draws: int, seed: int, keeps_dtypes: bool = False) -> None:
         self.draws = draws  # how many random numbers stand for each element of an argument
         self.seed = seed
         self.keeps_dtypes = keeps_dtypes  # whether a conversion to a narrower dtype is a function of its own
         self.identities: set[str] = set()  # what is assumed of functions, as text
-        self.stand_ins: set[str] = set()  # none: see ``Reals``
+        self.stand_ins: set[str] = set()  # functions for which another one stands
+
+    def _rng(self, name: str) -> np.random.Generator:
+        """The random numbers of a name, the same ones in each call."""
+        return np.random.default_rng([self.seed, int(key_of(name)) % 2**32])
+
+
+class Field(_Domain):
+    """Residues modulo P, in which sums and products are exact in every order."""
+
+    def __init__(self, draws: int, seed: int, keeps_dtypes: bool = False) -> None:
+        super().__init__(draws, seed, keeps_dtypes)
         self.degree = 1  # the largest degree so far
         self.reciprocals = 0  # how many numbers have been inverted
         self.outcomes: dict[int, int] = {}  # of comparisons of random numbers, by equation: 1 false, 2 true, 3 both
@@ -271,9 +281,8 @@ class Field:
     # --- making numbers
 
     def random(self, name: str, shape: Sequence[int]) -> Residues:
-        """Random numbers for an argument, the same ones for each call with a name."""
-        rng = np.random.default_rng([self.seed, int(key_of(name)) % 2**32])
-        wanted = (self.draws, *shape)
+        """Random numbers for an argument."""
+        rng, wanted = self._rng(name), (self.draws, *shape)
         return Residues(rng.integers(1, P, wanted), rng.integers(1, Q, wanted))
 
     def constant(self, x: np.ndarray, dtype: Any) -> Residues:
@@ -652,21 +661,12 @@ class Integers:
 INTEGERS = Integers()
 
 
-class Reals(Integers):
+class Reals(_Domain, Integers):
     """Numbers of float64. A difference of residues is a difference if these differ, too."""
-
-    keeps_dtypes = False
-
-    def __init__(self, draws: int, seed: int) -> None:
-        self.draws = draws  # as in ``Field``
-        self.seed = seed
-        self.identities: set[str] = set()
-        self.stand_ins: set[str] = set()  # functions for which another one stands
 
     def random(self, name: str, shape: Sequence[int]) -> np.ndarray:
         """Random numbers for an argument."""
-        rng = np.random.default_rng([self.seed, int(key_of(name)) % 2**32])
-        return rng.standard_normal((self.draws, *shape))
+        return self._rng(name).standard_normal((self.draws, *shape))
 
     def constant(self, x: np.ndarray, dtype: Any) -> np.ndarray:
         """Numbers that a program contains."""

@@ -278,31 +278,9 @@ def _integers(name: str, f: Callable[..., Any]) -> Operator:
     return run
 
 
-def _shift(f: Callable[..., Any], arithmetic: bool = False) -> Callable[..., Any]:
-    def shift(x: np.ndarray, by: np.ndarray) -> np.ndarray:
-        bits = x.dtype.itemsize * 8
-        unsigned = x if arithmetic else x.view(f"u{x.dtype.itemsize}")
-        by = by.astype(np.int64) % 2**32
-        kept = f(unsigned, np.minimum(by, bits - 1).astype(unsigned.dtype))
-        other = np.where(x < 0, -1, 0) if arithmetic else 0
-        return np.where(by >= bits, other, kept).astype(unsigned.dtype).view(x.dtype)
-
-    return shift
-
-
-def _quotient(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    safe = np.where(y == 0, 1, y)
-    found = np.sign(x) * np.sign(safe) * (abs(x) // abs(safe)) if x.dtype.kind == "i" else x // safe
-    return np.where(y == 0, np.array(-1).astype(x.dtype), found)
-
-
-def _remainder(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    return np.where(y == 0, x, np.fmod(x, np.where(y == 0, 1, y)))
-
-
-def _each(f: Callable[[int], int], x: np.ndarray) -> np.ndarray:
-    """A function of each integer without a sign."""
-    return np.asarray(np.vectorize(lambda v: f(int(v)), otypes=[np.int64])(x.view(f"u{x.dtype.itemsize}")))
+def _of_jax(name: str) -> Callable[..., Any]:
+    """An elementwise function of integers, which JAX runs."""
+    return lambda *xs: getattr(jax.lax, name)(*np.broadcast_arrays(*xs))
 
 
 # --- functions
@@ -367,16 +345,14 @@ _COMPARISONS = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less
                 "ge": np.greater_equal, "eq_to": np.equal, "lt_to": np.less, "le_to": np.less_equal}  # fmt: skip
 _OF_BITS: dict[str, Callable[..., Any]] = {
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
-    "shift_left": _shift(np.left_shift), "shift_right_logical": _shift(np.right_shift),
-    "shift_right_arithmetic": _shift(np.right_shift, arithmetic=True),
-    "population_count": lambda x: _each(int.bit_count, x),
-    "clz": lambda x: 8 * x.dtype.itemsize - _each(int.bit_length, x),
+    **{name: _of_jax(name) for name in
+       "shift_left shift_right_logical shift_right_arithmetic population_count clz".split()},
 }  # fmt: skip
 OPERATORS.update(
     {
         **dict.fromkeys("add add_any add_to".split(), add), "sub": lambda o, a, b: add(o, a, neg(o, b)),
-        "mul": mul, "neg": neg, "div": _either(_quotient, lambda o, a, b: mul(o, a, reciprocal(o, b))),
-        "rem": _either(_remainder, _function), "square": lambda o, a: mul(o, a, a),
+        "mul": mul, "neg": neg, "div": _either(_of_jax("div"), lambda o, a, b: mul(o, a, reciprocal(o, b))),
+        "rem": _either(_of_jax("rem"), _function), "square": lambda o, a: mul(o, a, a),
         "max": _method("extreme", np.maximum, notes=True), "min": _method("extreme", np.minimum, notes=True),
         **{name: _method("compare", f, notes=True) for name, f in _COMPARISONS.items()},
         **{name: _integers(name, f) for name, f in _OF_BITS.items()},

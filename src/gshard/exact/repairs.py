@@ -240,7 +240,7 @@ class _Place:
 
     def _numbers(self, around: _Around) -> Iterator[_Change]:
         for i, v in enumerate(self.eqn.invars):
-            if not isinstance(v, core.Literal) or np.ndim(v.val) or np.asarray(v.val).dtype == bool:
+            if not isinstance(v, core.Literal) or np.ndim(v.val) or np.asarray(v.val).dtype.kind in "bc":
                 continue
             old, whole = np.asarray(v.val).item(), np.asarray(v.val).dtype.kind in "iu"
             sizes = {n for _, n in self.axes if n > 1}
