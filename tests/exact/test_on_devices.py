@@ -10,7 +10,6 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from gshard.exact.interpreter import _groups
 from gshard.exact.operations import Undecided
 from simulated import simulate_function
 
@@ -104,13 +103,6 @@ def test_axis_index_groups(rng):
         ]
 
     check(everything, CUBE, random_locals(rng, (4, 2), "int32"))
-
-
-def test_groups_follow_the_order_of_the_axes():
-    sizes = (("a", 2), ("b", 3))
-    assert _groups(sizes, ("a", "b"), None).tolist() == [[0, 1, 2, 3, 4, 5]]
-    assert _groups(sizes, ("b", "a"), None).tolist() == [[0, 3, 1, 4, 2, 5]]
-    assert _groups(sizes, ("b",), ((2, 0),)).tolist() == [[2, 0], [5, 3]]
 
 
 def test_hundreds_of_devices(rng):
