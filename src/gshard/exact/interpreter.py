@@ -176,14 +176,12 @@ class Interpreter:
             self.lanes,
         )
 
-    def _has_shapes(self, eqn: Any) -> bool:
-        variables = [v for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, core.Literal)]
-        return all(self.sizes.shape(v) == tuple(v.aval.shape) for v in variables)
-
     def by_jax(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
         """The results of an equation, which JAX runs once for each different lane."""
         avals, results = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
-        if not self._has_shapes(eqn) and not any(_is_key(a.dtype) for a in (*avals, *results)):
+        variables = [v for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, core.Literal)]
+        is_smaller = any(self.sizes.shape(v) != tuple(v.aval.shape) for v in variables)
+        if is_smaller and not any(_is_key(a.dtype) for a in (*avals, *results)):
             raise Undecided(f"'{eqn.primitive.name}' cannot be run at another size.")
         seen: dict[bytes, list[Any]] = {}
         rows = []
@@ -516,7 +514,7 @@ def _all_to_all(params: Any, n: np.ndarray) -> np.ndarray:
 
 
 def _permute(params: Any, n: np.ndarray) -> np.ndarray:
-    sources, targets = (list(map(int, ends)) for ends in zip(*params["perm"], strict=True))
+    sources, targets = ([int(pair[end]) for pair in params["perm"]] for end in (0, 1))
     if len({*sources}) < len(sources) or len({*targets}) < len(targets):
         raise Undecided("'ppermute' has a source or a destination twice.")
     found = np.zeros_like(n)
@@ -619,7 +617,7 @@ def _sent(
         at = at - 1
 
     def send(*vs: np.ndarray) -> np.ndarray:
-        rows = [np.broadcast_to(v.ravel(), (draws, 1)) if len(v) == 1 else v.reshape(draws, -1) for v in vs]
+        rows = [np.broadcast_to(v.ravel(), (draws, 1)) if v.size == 1 else v.reshape(draws, -1) for v in vs]
         return np.concatenate(rows, 1)[lanes, at].reshape(-1, *at.shape[2:])
 
     return moved(send, *arrays)
