@@ -101,15 +101,19 @@ def test_values_arrive(mesh, shape, count, rng):
         move(x, source, target, mesh)
 
 
-@pytest.mark.parametrize("timed", [False, True], ids=["bytes", "seconds"])
-@pytest.mark.parametrize("shape", [(1024, 2048), (1022, 2048), (1022, 2050), (64, 128, 256), (2, 9, 64)], ids=str)
+@pytest.mark.parametrize("machine", ["", "h100", "v3"])
+@pytest.mark.parametrize(
+    "shape", [(1024, 2048), (1022, 2048), (1022, 2050), (0, 8), (1, 3), (64, 128, 256), (2, 9, 64)], ids=str
+)
 @pytest.mark.parametrize("axes", [{"a": 2, "b": 2, "c": 2}, {"a": 4, "b": 2}, {"a": 2, "b": 3}, {"a": 8}], ids=str)
-@pytest.mark.one_in(2)
-def test_what_is_planned_is_emitted(axes, shape, timed):
+@pytest.mark.one_in(4)
+def test_what_is_planned_is_emitted(axes, shape, machine):
     """For pairs of shardings, of even and of uneven parts, a table has the price of the steps that run."""
     mesh = Mesh.abstract(**axes)
-    if timed:
-        mesh = dataclasses.replace(mesh, times=StepTimes(Machine.of("h100", mesh.size)))
+    if machine:
+        if machine == "v3" and mesh.size == 6:
+            pytest.skip("no torus of six")
+        mesh = dataclasses.replace(mesh, times=StepTimes(Machine.of(machine, mesh.size)))
     moves = reshards_of(mesh, axes_of(mesh))
     whole = [s for s in shardings(mesh, len(shape)) if moves.in_axes(s) is not None]
     for source, target in itertools.islice(itertools.product(whole, whole), 0, None, 1 + len(whole) ** 2 // 997):
