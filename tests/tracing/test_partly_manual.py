@@ -46,7 +46,7 @@ def collectives(x):
 
 def in_the_other(x, w):
     def inner(x):
-        return lax.psum(x, "b") * (lax.axis_index("a") + 1) + lax.axis_index("b")
+        return lax.psum(x * (lax.axis_index("b") + 1), "b") * (lax.axis_index("a") + 1)
 
     y = jnp.tanh(x @ w)
     z = jax.shard_map(inner, in_specs=P(None, "b"), out_specs=P(), axis_names={"b"}, check_vma=False)(y)
@@ -106,6 +106,7 @@ def test_the_same_numbers_and_what_is_counted_is_emitted(name):
     near(lowered.compile()(*args), jax.jit(f)(*args), 3e-5)
     spmd = lowered.spmd
     assert emitted(spmd.jaxpr, spmd.mesh.atom_sizes) == reported(spmd.collectives)
+    assert gshard.prove(gshard.jit(f, mesh=mesh), *args)
 
 
 def test_the_gradient_of_a_scan_sends_no_more_than_under_xla():

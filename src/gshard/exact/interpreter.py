@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -32,6 +32,7 @@ from gshard.exact.shrunk import Sizes
 from gshard.language.attention_primitive import IN_BLOCKS
 from gshard.language.kernel_loops import call_of
 from gshard.language.registry import has_rule, rule_of
+from gshard.tracing.partly_manual import manual_axes_of
 
 Axes = tuple[tuple[str, int], ...]
 
@@ -304,21 +305,25 @@ def _while(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]
 
 
 def _refuse_apart(run: Interpreter, chosen: np.ndarray, bodies: Sequence[Any]) -> None:
-    """Refuses loops and branches with collectives that not all devices run together: they would wait forever."""
-    by_draw = chosen.reshape(run.domain.draws, -1)
-    if (by_draw != by_draw[:, :1]).any() and any(map(_communicates, bodies)):
+    """Refuses loops and branches with collectives that not all of their devices run: they would wait forever."""
+    over = frozenset[str]().union(*map(_communicates, bodies))
+    by_draw = _full_lanes(chosen, run.lanes).reshape(run.domain.draws, *(size for _, size in run.axes))
+    first = tuple(slice(0, 1) if name in over else slice(None) for name, _ in run.axes)
+    if (by_draw != by_draw[:, *first]).any():
         raise Undecided(
             "devices leave a loop or take a branch apart, and there is a collective inside: they would wait."
         )
 
 
 @tabulated(1024)
-def _communicates(jaxpr: Any) -> bool:
-    eqns = jax_adapter.closed(jaxpr)[0].eqns
-    return any(
-        e.primitive.name in (*_REDUCES, *_MOVES) or any(map(_communicates, jax_adapter.sub_jaxprs(e.params)))
-        for e in eqns
-    )
+def _communicates(jaxpr: Any) -> frozenset[str]:
+    """The axes over which a jaxpr has collectives."""
+    found = set[str]()
+    for eqn in jax_adapter.closed(jaxpr)[0].eqns:
+        if eqn.primitive.name in (*_REDUCES, *_MOVES):
+            found.update(map(str, _named(eqn.params)))
+        found.update(*map(_communicates, jax_adapter.sub_jaxprs(eqn.params)))
+    return frozenset(found)
 
 
 def _where(run: Interpreter, condition: np.ndarray, new: Value, old: Value) -> Value:
@@ -364,7 +369,7 @@ def _cond(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
 def _shard_map(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     params, outer = eqn.params, run.axes
     mesh = params["mesh"]
-    manual = params.get("manual_axes") or frozenset(mesh.axis_names)
+    manual = manual_axes_of(params)
     outside = {name for name, _ in outer}
     inner: Axes = tuple((a, mesh.shape[a]) for a in mesh.axis_names if a in manual and a not in outside)
     axes = (*outer, *inner)
@@ -558,10 +563,15 @@ def _groups(axes: Axes, named: Sequence[Any], parts: Any) -> np.ndarray:
     return groups[:, np.array(parts)].reshape(-1, len(parts[0])) if parts else groups
 
 
+def _named(params: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The axes of a collective."""
+    named = params.get("axis_name", params.get("axes", ()))
+    return tuple(named) if isinstance(named, (tuple, list)) else (named,)
+
+
 def _collective(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     name, params = eqn.primitive.name, eqn.params
-    named = params.get("axis_name", params.get("axes", ()))
-    named = tuple(named) if isinstance(named, (tuple, list)) else (named,)
+    named = _named(params)
     how = _REDUCES.get(name)
     of_each = [Operation("", {}, (), (), (), (v.aval.dtype,), run.domain, run.lanes) for v in eqn.outvars]
     if dims := [a + 1 for a in named if isinstance(a, int)]:  # vmap has replaced an axis by a dimension

@@ -38,11 +38,12 @@ def opened_region(name: str, params: dict[str, Any], in_avals: Sequence[Any]) ->
 def has_automatic_axes(params: Mapping[str, Any]) -> bool:
     """Whether a ``shard_map`` with these parameters has automatic axes of more than one device."""
     axes, _ = axes_of_mesh(params["mesh"])
-    manual = _manual_axes(params)
+    manual = manual_axes_of(params)
     return any(name not in manual and size > 1 for name, size in axes)
 
 
-def _manual_axes(params: Mapping[str, Any]) -> tuple[str, ...]:
+def manual_axes_of(params: Mapping[str, Any]) -> tuple[str, ...]:
+    """The axes that a ``shard_map`` with these parameters makes manual."""
     names = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
     return tuple(sorted(map(str, names)))
 
@@ -55,7 +56,7 @@ class _Region(Rewritten):
 
     def run(self, params: dict[str, Any], arrays: Sequence[Any], line: str) -> list[Any]:
         """Traces a ``shard_map`` over the mesh of this region."""
-        new_manual = _manual_axes(params)
+        new_manual = manual_axes_of(params)
         inside = _Region(self._axes, self._devices, (*self._manual, *new_manual))
 
         def boundary(spec: Any, ndim: int) -> RegionBoundary:
