@@ -23,26 +23,27 @@ PROGRAMS = []
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program; ``shapes`` are of its arguments ("6,3", or "i5:4,2" for integers below 5), ``faults`` have causes."""
+    """A program; ``axes`` are of its mesh, ``shapes`` of its arguments: "6,3", or "i5:4,2" for integers below 5."""
 
     function: Callable
-    axes: dict[str, int]
+    axes: str
     shapes: str
-    faults: dict[str, str]
 
     @property
     def name(self):
         return self.function.__name__
 
+    @property
+    def faults(self):
+        """The names of its faults."""
+        return list(dict.fromkeys(re.findall(r'fault == "(\w+)"', inspect.getsource(self.function))))
+
     def versions(self, fault=""):
         """The function for one device, and the sharded one with this fault."""
-        mesh = jax.make_mesh(
-            tuple(self.axes.values()),
-            tuple(self.axes),
-            axis_types=(jax.sharding.AxisType.Auto,) * len(self.axes),
-            devices=jax.devices()[: math.prod(self.axes.values())],
-        )
-        return self.function(fault, mesh)
+        names, sizes = zip(*(axis.split("=") for axis in self.axes.split()), strict=True)
+        sizes, types = tuple(map(int, sizes)), (jax.sharding.AxisType.Auto,) * len(sizes)
+        devices = jax.devices()[: math.prod(sizes)]
+        return self.function(fault, jax.make_mesh(sizes, names, axis_types=types, devices=devices))
 
     def arguments(self):
         """Numbers of the normal distribution, and integers."""
@@ -70,15 +71,9 @@ class Program:
         return {n for n, text in numbered if f'fault == "{fault}"' in text or also.search(text)}
 
 
-def program(axes, shapes, **faults):
-    """Enters a program: its mesh, the shapes of its arguments, and its faults with the likely cause of each."""
-    sizes = {name: int(size) for name, size in (axis.split("=") for axis in axes.split())}
-
-    def enter(function):
-        PROGRAMS.append(Program(function, sizes, shapes, faults))
-        return function
-
-    return enter
+def program(axes, shapes):
+    """Enters a program: its mesh, and the shapes of its arguments."""
+    return lambda function: PROGRAMS.append(Program(function, axes, shapes))
 
 
 def manual(mesh, in_specs, out_specs, check=False):
@@ -100,7 +95,7 @@ def step(w, x, y):
     return value, w - 0.1 * g
 
 
-@program("data=4", "6,3 8,6 8,3", unsummed="not summed", sums="times 4", max="", value="not summed")
+@program("data=4", "6,3 8,6 8,3")
 def data_parallel(fault, mesh):
     @manual(mesh, (P(), P("data"), P("data")), (P(), P()))
     def sharded(w, x, y):
@@ -112,7 +107,7 @@ def data_parallel(fault, mesh):
     return step, sharded
 
 
-@program("data=4", "6,3 8,6 8,3", undivided="times 4", again="twice", half="scale")
+@program("data=4", "6,3 8,6 8,3")
 def data_parallel_checked(fault, mesh):
     @manual(mesh, (P(), P("data"), P("data")), (P(), P()), check=True)
     def sharded(w, x, y):
@@ -123,7 +118,7 @@ def data_parallel_checked(fault, mesh):
     return step, sharded
 
 
-@program("data=2 model=2", "6,4 4,3 8,6 8,3", inner="twice", scale="scale", means="mean")
+@program("data=2 model=2", "6,4 4,3 8,6 8,3")
 def gradient_from_outside(fault, mesh):
     def plain(u, w, x, y):
         return jax.grad(lambda u, w: squares(w, x @ u, y), (0, 1))(u, w)
@@ -140,7 +135,7 @@ def gradient_from_outside(fault, mesh):
     return plain, sharded
 
 
-@program("data=4", "6,3 24,6 24,3", stale="stale", parts="scale", both="times 4", start="", last="stale")
+@program("data=4", "6,3 24,6 24,3")
 def accumulation(fault, mesh):
     def plain(w, x, y):
         return jax.grad(squares)(w, x, y)
@@ -153,17 +148,14 @@ def accumulation(fault, mesh):
             return g if fault == "stale" else total + g, g
 
         first = w if fault == "start" else jnp.zeros_like(w)
-        total, each = lax.scan(one, first, (x.reshape(3, 2, 6), y.reshape(3, 2, 3)))  # or: stale start last
+        total, each = lax.scan(one, first, (x.reshape(3, 2, 6), y.reshape(3, 2, 3)))  # or: stale start
         total = each[-1] if fault == "last" else total
-        return pmean(total / (2 if fault == "parts" else 3), "data")  # or: both
+        return pmean(total / (2 if fault == "parts" else 3), "data")  # or: both last
 
     return plain, sharded
 
 
-@program(
-    "data=2 model=4", "6,5 5,8 8,3 3 4,6 4,3",
-    entering="not summed", leaving="times 4", bias="times 4", axis="axis", batch="not summed", wide="twice",
-)  # fmt: skip
+@program("data=2 model=4", "6,5 5,8 8,3 3 4,6 4,3")
 def tensor_parallel(fault, mesh):
     @jax.custom_vjp
     def enter(x):
@@ -204,9 +196,7 @@ def tensor_parallel(fault, mesh):
     return plain, sharded
 
 
-@program(
-    "model=4", "2,5,6 6,24 6,6 6,6 24,6", group="offset", scale="scale", mask="mask", heads="order", sum="not summed"
-)
+@program("model=4", "2,5,6 6,24 6,6 6,6 24,6")
 def attention_by_heads(fault, mesh):
     def attend(q, k, v, scale, seen):
         scores = jnp.where(seen, jnp.einsum("bqhd,bkhd->bhqk", q, k) * scale, -jnp.inf)  # or: scale
@@ -228,10 +218,7 @@ def attention_by_heads(fault, mesh):
     return plain, sharded
 
 
-@program(
-    "seq=4", "8,6 9,6 6 6,12 12,6",
-    start="offset", shift="offset", order="order", part="not summed", norm="not summed", mean="scale",
-)  # fmt: skip
+@program("seq=4", "8,6 9,6 6 6,12 12,6")
 def sequence_parallel(fault, mesh):
     def normed(h, scale):
         return h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-5) * scale  # or: norm
@@ -261,10 +248,7 @@ def sequence_parallel(fault, mesh):
     return plain, sharded
 
 
-@program(
-    "data=2 vocab=4", "6,5 5,12 i12:6",
-    shift="", denominator="not summed", offset="offset", edge="mask", means="mean", label="not summed", pad="mask",
-)  # fmt: skip
+@program("data=2 vocab=4", "6,5 5,12 i12:6")
 def vocabulary_loss(fault, mesh):
     def plain(x, w, labels):
         def loss(w):
@@ -295,7 +279,7 @@ def vocabulary_loss(fault, mesh):
     return plain, sharded
 
 
-@program("data=4", "8,5 4,3 12,8 12,3", undivided="times 4", slices="not summed", square="scale", other="offset")
+@program("data=4", "8,5 4,3 12,8 12,3")
 def fully_sharded(fault, mesh):
     def loss(w1, w2, x, y):
         return jnp.mean((jnp.tanh(x @ w1)[:, :4] @ w2 - y) ** 2)
@@ -316,7 +300,7 @@ def fully_sharded(fault, mesh):
     return plain, sharded
 
 
-@program("replica=2 shard=2", "6,3 8,6 8,3", gather="axis", scatter="axis", replicas="not summed", rows="order")
+@program("replica=2 shard=2", "6,3 8,6 8,3")
 def hybrid_sharded(fault, mesh):
     def plain(w, x, y):
         return w - 0.1 * jax.grad(squares)(w, x, y)
@@ -332,10 +316,7 @@ def hybrid_sharded(fault, mesh):
     return plain, sharded
 
 
-@program(
-    "expert=4", "20,6 6,8 8,6,5 8,5,6",
-    there="order", back="order", left="", gate="", slot="offset", full="mask", first="", weights="offset",
-)  # fmt: skip
+@program("expert=4", "20,6 6,8 8,6,5 8,5,6")
 def experts(fault, mesh):
     def route(x, router, limit=2, slots=1):
         gates = jax.nn.softmax(x @ router)
@@ -370,10 +351,7 @@ def experts(fault, mesh):
     return plain, sharded
 
 
-@program(
-    "seq=4", "12,3 12,3 12,5",
-    steps="not summed", turn="permutation", source="offset", rescale="stale", total="", edge="mask", keys="stale",
-)  # fmt: skip
+@program("seq=4", "12,3 12,3 12,5")
 def ring_attention(fault, mesh):
     def plain(q, k, v):
         scores = jnp.where(jnp.arange(12)[:, None] >= jnp.arange(12), q @ k.T * 3**-0.5, -jnp.inf)
@@ -402,9 +380,7 @@ def ring_attention(fault, mesh):
     return plain, sharded
 
 
-@program(
-    "rows=4", "12,3 3,3,5", far="offset", near="offset", wraps="halo", turned="permutation", window="offset",
-)  # fmt: skip
+@program("rows=4", "12,3 3,3,5")
 def convolution(fault, mesh):
     def plain(x, kernel):
         padded = jnp.pad(x, ((1, 1), (0, 0)))
@@ -421,7 +397,7 @@ def convolution(fault, mesh):
     return plain, sharded
 
 
-@program("y=2 x=4", "6,8", axis="axis", corner="halo", edge="mask", weight="scale")
+@program("y=2 x=4", "6,8")
 def stencil(fault, mesh):
     def plain(u):
         p = jnp.pad(u, 1)
@@ -445,7 +421,7 @@ def stencil(fault, mesh):
     return plain, sharded
 
 
-@program("stage=4", "4,5,5 3,2,5", ticks="", input="stale", take="offset", skip="permutation", last="mask")
+@program("stage=4", "4,5,5 3,2,5")
 def pipeline(fault, mesh):
     def plain(w, x):
         return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
@@ -467,9 +443,7 @@ def pipeline(fault, mesh):
     return plain, sharded
 
 
-@program(
-    "data=4", "12,5 5 5", mean="not summed", square="not summed", local="", unbiased="scale", momentum="stale",
-)  # fmt: skip
+@program("data=4", "12,5 5 5")
 def batch_norm(fault, mesh):
     def plain(x, scale, running):
         mean, square = x.mean(0), (x * x).mean(0)
@@ -488,7 +462,7 @@ def batch_norm(fault, mesh):
     return plain, sharded
 
 
-@program("rows=4", "12,5 i12:2,7", unmasked="mask", edge="mask", offset="offset", larger="", twice="times 4")
+@program("rows=4", "12,5 i12:2,7")
 def embedding(fault, mesh):
     def plain(table, ids):
         return jax.value_and_grad(lambda table: jnp.sum(jnp.tanh(table[ids])))(table)
@@ -499,25 +473,23 @@ def embedding(fault, mesh):
         own = ((at >= 0) & (at < (2 if fault == "edge" else 3)))[..., None]
 
         def read(table):
-            rows = table[jnp.clip(at, 0, 2)]  # or: unmasked
+            rows = table[jnp.clip(at, 0, 2)]
             return rows if fault == "unmasked" else jnp.where(own, rows, 0)
 
         rows, back = jax.vjp(read, table)
-        rows = pmax(rows, "rows") if fault == "larger" else psum(rows, "rows")
+        rows = pmax(rows, "rows") if fault == "larger" else psum(rows, "rows")  # or: unmasked
         value, g = jax.value_and_grad(lambda rows: jnp.sum(jnp.tanh(rows)))(rows)
         return value, back(psum(g, "rows") if fault == "twice" else g)[0]
 
     return plain, sharded
 
 
-@program(
-    "data=2 model=2", "8,6 6,4", same="same key", axis="axis", keep="scale", layer="same key", both="key",
-)  # fmt: skip
+@program("data=2 model=2", "8,6 6,4")
 def dropout(fault, mesh):
     key = jax.random.key(7)
 
     def drop(x, key, keep=0.8):
-        return jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x / keep, 0)  # or: keep
+        return jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x / keep, 0)  # or: keep same layer
 
     def plain(x, w):
         def part(i, x):
@@ -537,7 +509,7 @@ def dropout(fault, mesh):
     return plain, sharded
 
 
-@program("expert=4", "7,5 5,8", offset="offset", stride="offset", largest="", least="", gate="not summed")
+@program("expert=4", "7,5 5,8")
 def router(fault, mesh):
     def plain(x, w):
         scores = x @ w
@@ -546,7 +518,7 @@ def router(fault, mesh):
     @manual(mesh, (P(), P(None, "expert")), (P(), P()))
     def sharded(x, w):
         scores, start = x @ w, axis_index("expert") * (4 if fault == "stride" else 2)
-        top, at = scores.max(-1), jnp.argmax(scores, -1)  # or: offset
+        top, at = scores.max(-1), jnp.argmax(scores, -1)
         tops = all_gather(top, "expert")
         ats = all_gather(at if fault == "offset" else at + start, "expert")
         owner = tops.argmin(0) if fault == "least" else tops.argmax(0)
@@ -557,7 +529,7 @@ def router(fault, mesh):
     return plain, sharded
 
 
-@program("model=4", "8,3 3", all="times 4", local="not summed", root="", bias="", bound="scale")
+@program("model=4", "8,3 3")
 def clipping(fault, mesh):
     def plain(g, b):
         norm = jnp.sqrt(jnp.sum(g * g) + jnp.sum(b * b))
@@ -575,7 +547,7 @@ def clipping(fault, mesh):
     return plain, sharded
 
 
-@program("data=4", "8,3 8,3 8,3 12,8 12,3", moment="stale", count="offset", slice="offset", sums="times 4", old="stale")
+@program("data=4", "8,3 8,3 8,3 12,8 12,3")
 def sharded_adam(fault, mesh):
     def step(w, g, m, v, old=False, count=3):
         new, v = 0.9 * m + 0.1 * g, 0.95 * v**2 + 0.05 * g * g
@@ -596,9 +568,7 @@ def sharded_adam(fault, mesh):
     return plain, sharded
 
 
-@program(
-    "data=4", "i6:13 i6:1", local="not summed", twice="times 4", bins="offset", tail="mask", prefix="offset", most=""
-)
+@program("data=4", "i6:13 i6:1")
 def histogram(fault, mesh):
     def plain(ids, extra):
         return jnp.zeros(6, jnp.int32).at[ids].add(1).at[extra].add(1), jnp.cumsum(ids)
@@ -622,7 +592,7 @@ def histogram(fault, mesh):
     return plain, sharded
 
 
-@program("data=4", "20,6 6,5", product="mean", share="not summed", chance="not summed", count="scale")
+@program("data=4", "20,6 6,5")
 def balance_loss(fault, mesh):
     def plain(x, w):
         chances = jax.nn.softmax(x @ w)
@@ -640,7 +610,7 @@ def balance_loss(fault, mesh):
     return plain, sharded
 
 
-@program("data=2 model=2", "4,6 6 6,3", local="not summed", size="scale", variance="axis", scale="order")
+@program("data=2 model=2", "4,6 6 6,3")
 def split_layer_norm(fault, mesh):
     def plain(x, scale, w):
         centred = x - x.mean(-1, keepdims=True)
@@ -657,7 +627,7 @@ def split_layer_norm(fault, mesh):
     return plain, sharded
 
 
-@program("model=4", "8,6 6,12", place="offset", blocks="", turn="permutation", first="stale")
+@program("model=4", "8,6 6,12")
 def gathered_product(fault, mesh):
     def plain(x, w):
         return jnp.tanh(x @ w)
@@ -674,7 +644,7 @@ def gathered_product(fault, mesh):
     return plain, sharded
 
 
-@program("seq=4", "12,3 12,3 3 3 3", write="offset", owner="mask", length="mask", top="", stale="stale")
+@program("seq=4", "12,3 12,3 3 3 3")
 def decoding(fault, mesh):
     def plain(keys, values, k, v, q):
         keys, values = keys.at[7].set(k), values.at[7].set(v)

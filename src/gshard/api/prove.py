@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -18,12 +19,11 @@ from gshard.core import jax_adapter
 from gshard.core.errors import ArgumentError, counted, listed
 from gshard.core.jax_adapter_jit import given_to_jit, jaxpr_and_constants, jitted_like
 from gshard.core.planning_tables import with_tables
-from gshard.exact.blame import Blame, Contents, Trail, of_unequal
 from gshard.exact.from_hlo import partitioned, written_out
 from gshard.exact.interpreter import Interpreter
 from gshard.exact.numbers import Field, Reals, Value
 from gshard.exact.operations import Complex, Undecided, is_float
-from gshard.exact.repairs import Repair, repair
+from gshard.exact.repairs import line_of_result, repair
 from gshard.exact.shrunk import Sizes, elements_of, shrunk
 from gshard.tracing.trace import name_of
 
@@ -43,7 +43,8 @@ class Proof:
         verdict: ``"equal"``, ``"different"`` or ``"undecided"``.
         chance: an upper bound of the probability that different programs are called equal.
         result: the name of the first result that differs.
-        line: the user's line of the first wrong value; of an undecided proof the line of the operator.
+        line: the user's line of the change that makes the program right, or else of what computes the result; of an
+            undecided proof the line of the operator.
         cause: what is likely wrong, or why it is undecided.
         elements: how many elements of the result differ, and how many it has.
         assumed: the identities that the proof rests on, besides those of sums and products.
@@ -88,11 +89,16 @@ class Proof:
 class _Program:
     """A jaxpr, the constants that are its first operands, and its results."""
 
-    jaxpr: Any  # without dead code
+    whole: Any  # the jaxpr
     constants: Sequence[Any]
     results: Any  # their tree
     arguments: Sequence[Any]  # the flat arguments
     instead: Any = None  # what to run instead of an equation
+
+    @functools.cached_property
+    def jaxpr(self) -> Any:
+        """The jaxpr without dead code."""
+        return jax_adapter.jaxpr_without_dead_code(self.whole)
 
 
 @with_tables
@@ -146,21 +152,18 @@ def prove(
     return dataclasses.replace(found, seconds=time.perf_counter() - start)
 
 
-_live = jax_adapter.jaxpr_without_dead_code
-
-
 def _programs(f: Any, like: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Program, _Program]:
     if isinstance(f, Jitted):
         lowered, own = f.lower(*args, **kwargs), f if like is None else Jitted(jitted_like(f._by_jax, like), f.options)
         call = own.read(args, kwargs)
-        sharded = _Program(_live(lowered.spmd.jaxpr), lowered.program.captured, lowered.out_tree, call.leaves)
+        sharded = _Program(lowered.spmd.jaxpr, lowered.program.captured, lowered.out_tree, call.leaves)
         return sharded, _of_jit(call.traced, call.leaves)
     given = given_to_jit(f)
     if like is None and given is not None:  # what XLA's partitioner makes of it
         args, kwargs = on_first_devices((args, kwargs))
         traced, leaves = f.trace(*args, **kwargs), jax.tree.leaves(given.without_static(args, kwargs))
         plain = _of_jit(traced, leaves, written_out)
-        return _Program(_live(partitioned(traced.lower())), (), plain.results, leaves), plain
+        return _Program(partitioned(traced.lower()), (), plain.results, leaves), plain
     if like is None:
         raise ArgumentError(
             f"prove compares {name_of(f)} with a plain function, and none is given.",
@@ -172,7 +175,7 @@ def _programs(f: Any, like: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _of_jit(traced: jax.stages.Traced, leaves: Sequence[Any], instead: Any = None) -> _Program:
     jaxpr, constants = jaxpr_and_constants(traced)
-    return _Program(_live(jaxpr), constants, jax.tree.structure(traced.out_info), leaves, instead)
+    return _Program(jaxpr, constants, jax.tree.structure(traced.out_info), leaves, instead)
 
 
 def _traced(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], with_shardings: bool = False) -> _Program:
@@ -191,7 +194,7 @@ def _traced(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], with_sharding
         return f(*positional, **named)
 
     jaxpr, results = jax.make_jaxpr(called, return_shape=True)(arrays)
-    return _Program(_live(jaxpr), (), jax.tree.structure(results), [leaves[i] for i in arrays])
+    return _Program(jaxpr, (), jax.tree.structure(results), [leaves[i] for i in arrays])
 
 
 def _is_array(x: Any) -> bool:
@@ -249,8 +252,8 @@ class _Comparison:
     def _made(self, verdict: str, **fields: Any) -> Proof:
         return Proof(verdict, shrunk=tuple(self.sizes.notes), equations=self._equations, **fields)
 
-    def _run(self, program: _Program, domain: Field | Reals, observe: Any = None) -> tuple[list[Value], Interpreter]:
-        run = Interpreter(domain, self.sizes, observe, instead=program.instead)
+    def _run(self, program: _Program, domain: Field | Reals) -> tuple[list[Value], Interpreter]:
+        run = Interpreter(domain, self.sizes, instead=program.instead)
         results = run.run(program.jaxpr, self._operands(run, program))
         self._equations += run.equations
         return results, run
@@ -289,37 +292,40 @@ class _Comparison:
 
     def _different(self, domain: Field) -> Proof:
         is_confirmed = any(self._differs(Reals(draws, domain.seed)) for draws in (_DRAWS, 8 * _DRAWS))
-        contents = Contents(domain)
-        trail = Trail(contents)
-        expected, _ = self._run(self.plain, domain, contents)
-        for x in self._operands(Interpreter(domain, self.sizes), self.plain)[len(self.plain.constants) :]:
-            contents.add(x)
-        found, run = self._run(self.sharded, domain, trail)
-        blame, result, elements = Blame("", ""), "", (0, 0)
+        expected, _ = self._run(self.plain, domain)
+        found, run = self._run(self.sharded, domain)
+        cause = "no change of one place makes it right; this line computes the result"
+        result, line, elements = "", "", (0, 0)
         for i, where in list(_wrong(domain, found, expected).items())[:1]:
             tree = jax.tree.unflatten(self.sharded.results, range(len(found)))
             path, _ = jax.tree_util.tree_leaves_with_path(tree)[i]
-            blame, result = trail.blame(found[i]), f"result{jax.tree_util.keystr(path)}"
+            result, line = f"result{jax.tree_util.keystr(path)}", line_of_result(self.sharded.jaxpr, i)
             elements = int(where.any(0).sum()), math.prod(where.shape[1:])
         for first in run.unequal[:1]:
-            blame = of_unequal(trail, first)
             result = result or f"a result of shard_map (number {first.number})"
+            line = line_of_result(first.eqn.params["jaxpr"], first.number)
+            cause = f"devices along {first.axis} have different parts of a result that is called replicated"
         if not is_confirmed:
             cause = "the results are equal in float64, perhaps by an identity that gshard does not know"
-            return self._made(UNDECIDED, cause=cause, line=blame.line, result=result)
+            return self._made(UNDECIDED, cause=cause, line=line, result=result)
         repaired = self._repaired(domain, expected)
-        cause, line = (blame.cause, blame.line) if repaired is None else (repaired.cause, repaired.line or blame.line)
+        if repaired is not None:
+            line, cause = repaired[0] or line, repaired[1]
         line = line or jax_adapter.user_line()  # an equation that JAX adds has none: the call of ``prove``
         return self._made(DIFFERENT, cause=cause, line=line, result=result, elements=elements)
 
-    def _repaired(self, domain: Field, expected: Sequence[Value]) -> Repair | None:
+    def _repaired(self, domain: Field, expected: Sequence[Value]) -> tuple[str, str] | None:
         operands = self._operands(Interpreter(domain, self.sizes), self.sharded)
 
-        def wrong(run: Interpreter) -> set[int]:
-            found = _wrong(domain, run.run(self.sharded.jaxpr, operands), expected)
+        def wrong(run: Interpreter, jaxpr: Any) -> set[int]:
+            found = _wrong(domain, run.run(jaxpr, operands), expected)
             return {*found} | {len(expected) + u.number for u in run.unequal}
 
-        return repair(wrong, self.sharded.jaxpr, self.plain.jaxpr, domain=domain, sizes=self.sizes)
+        try:  # what people forget to use is dead code
+            whole = self.sharded.jaxpr if self.sizes.notes else self.sharded.whole
+            return repair(wrong, whole, self.plain.jaxpr, domain=domain, sizes=self.sizes)
+        except Undecided:
+            return repair(wrong, self.sharded.jaxpr, self.plain.jaxpr, domain=domain, sizes=self.sizes)
 
 
 def _wrong(domain: Field | Reals, found: Sequence[Value], expected: Sequence[Value]) -> dict[int, np.ndarray]:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,16 +37,6 @@ from gshard.tracing.partly_manual import manual_axes_of
 Axes = tuple[tuple[str, int], ...]
 
 
-class Observer(Protocol):
-    """Sees what a program computes."""
-
-    def saw(self, eqn: Any, axes: Axes, operands: Sequence[Value], results: Sequence[Value]) -> None:
-        """An equation has run."""
-
-    def derived(self, new: Value, old: Value) -> None:
-        """An array consists of elements of another one: an iteration's part, a device's part, or all parts."""
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unequal:
     """A result that differs between devices, although ``out_specs`` calls it replicated."""
@@ -54,8 +44,6 @@ class Unequal:
     eqn: Any  # the ``shard_map``
     number: int  # of the result
     axis: str  # along which parts differ
-    elements: int  # how many elements of a part differ
-    value: Value  # the parts
 
 
 @dataclasses.dataclass
@@ -64,7 +52,6 @@ class Interpreter:
 
     domain: Field | Reals
     sizes: Sizes = dataclasses.field(default_factory=Sizes)
-    observe: Observer | None = None
     most_iterations: int = 10_000  # of a while loop
     axes: Axes = ()  # the manual axes of the mesh; lanes are draws, then devices in the order of these axes
     trusts_rules: bool = True  # operators without an exact value are functions along what their rules call parallel
@@ -77,14 +64,6 @@ class Interpreter:
     def lanes(self) -> int:
         """How many lanes arrays have."""
         return self.domain.draws * math.prod(n for _, n in self.axes)
-
-    def moved(self, f: Callable[..., Any], *arrays: Value) -> Value:
-        """Moves elements between equations."""
-        new = moved(f, *arrays)
-        if self.observe is not None:
-            for x in arrays:
-                self.observe.derived(new, x)
-        return new
 
     def constant(self, x: Any, v: Any = None) -> Value:
         """An array of the program."""
@@ -127,8 +106,6 @@ class Interpreter:
             if error.where is None:
                 raise Undecided(error.what, jax_adapter.user_line(eqn.source_info)) from None
             raise
-        if self.observe is not None:
-            self.observe.saw(eqn, self.axes, operands, results)
         return results
 
     def _results(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
@@ -275,7 +252,7 @@ def _scan(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     xs = operands[num_consts + num_carry :]
     collected: list[list[Value]] = []
     for i in range(length)[:: -1 if backwards else 1]:
-        slices = [run.moved(lambda v, i=i: v[:, i], x) for x in xs]
+        slices = [moved(lambda v, i=i: v[:, i], x) for x in xs]
         results = run.run(body, [*consts, *carry, *slices])
         carry = results[:num_carry]
         collected.append(results[num_carry:])
@@ -284,7 +261,7 @@ def _scan(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     stacked = []
     for n, v in enumerate(eqn.outvars[num_carry:]):
         if collected:
-            stacked.append(run.moved(lambda *rows: np.stack(np.broadcast_arrays(*rows), 1), *(r[n] for r in collected)))
+            stacked.append(moved(lambda *rows: np.stack(np.broadcast_arrays(*rows), 1), *(r[n] for r in collected)))
         else:
             stacked.append(run.constant(np.zeros(run.sizes.shape(v), v.aval.dtype)))
     return [*carry, *stacked]
@@ -300,7 +277,7 @@ def _while(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]
             return carry
         _refuse_apart(run, goes_on, (params["cond_jaxpr"], params["body_jaxpr"]))
         results = run.run(params["body_jaxpr"], [*operands[first:second], *carry])
-        carry = [_where(run, goes_on, new, old) for new, old in zip(results, carry, strict=True)]
+        carry = [_where(goes_on, new, old) for new, old in zip(results, carry, strict=True)]
     raise Undecided(f"a while loop runs more than {run.most_iterations} times.")
 
 
@@ -326,11 +303,11 @@ def _communicates(jaxpr: Any) -> frozenset[str]:
     return frozenset(found)
 
 
-def _where(run: Interpreter, condition: np.ndarray, new: Value, old: Value) -> Value:
+def _where(condition: np.ndarray, new: Value, old: Value) -> Value:
     if condition.all():
         return new
     shape = (*condition.shape, *(1,) * (new.ndim - condition.ndim))
-    return run.moved(lambda a, b: np.where(condition.reshape(shape), a, b), new, old)
+    return moved(lambda a, b: np.where(condition.reshape(shape), a, b), new, old)
 
 
 def _reduce(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
@@ -342,11 +319,11 @@ def _reduce(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value
         arrays = [padded_windows(o, x, start) for x, start in zip(arrays, starts, strict=True)]
         counts, axes = padded_windows(o, counts, np.zeros(run.lanes, bool)), list(range(2, arrays[0].ndim, 2))
     shape = (run.lanes, *o.shape)
-    starts = [run.moved(lambda v: np.broadcast_to(v.reshape(-1, *(1,) * len(o.shape)), shape), x) for x in starts]
+    starts = [moved(lambda v: np.broadcast_to(v.reshape(-1, *(1,) * len(o.shape)), shape), x) for x in starts]
 
     def combine(a: Sequence[Value], b: Sequence[Value]) -> list[Value]:
         both = run.run(eqn.params["jaxpr"], [*a[1:], *b[1:]]) if (a[0] & b[0]).any() else a[1:]
-        pairs = (_where(run, b[0], _where(run, a[0], z, y), x) for x, y, z in zip(a[1:], b[1:], both, strict=True))
+        pairs = (_where(b[0], _where(a[0], z, y), x) for x, y, z in zip(a[1:], b[1:], both, strict=True))
         return [a[0] | b[0], *pairs]
 
     if all(arrays[0].shape[d] for d in axes):
@@ -362,7 +339,7 @@ def _cond(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     results = run.run(branches[taken[0]], operands[1:])
     for i in taken[1:]:
         others = run.run(branches[i], operands[1:])
-        results = [_where(run, chosen == i, new, old) for new, old in zip(others, results, strict=True)]
+        results = [_where(chosen == i, new, old) for new, old in zip(others, results, strict=True)]
     return results
 
 
@@ -378,7 +355,7 @@ def _shard_map(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Va
     try:
         run.axes = axes
         parts = [
-            run.moved(functools.partial(cut, axes=inner, spec=_entries(spec)), x)
+            moved(functools.partial(cut, axes=inner, spec=_entries(spec)), x)
             for x, spec in zip(operands, params["in_specs"], strict=True)
         ]
         results = run.run(params["jaxpr"], parts)
@@ -388,11 +365,11 @@ def _shard_map(run: Interpreter, eqn: Any, operands: Sequence[Value]) -> list[Va
     for i, (x, spec) in enumerate(zip(results, params["out_specs"], strict=True)):
         entries = _entries(spec)
         used = [a for dim in entries for a in dim]
-        x = run.moved(functools.partial(_full_lanes, lanes=lanes * count), x)
+        x = moved(functools.partial(_full_lanes, lanes=lanes * count), x)
         for position, (name, size) in enumerate(inner):
             if name not in used and size > 1:
                 _check_equal(run, eqn, i, x, lanes, inner, position)
-        whole.append(run.moved(functools.partial(_joined, axes=inner, spec=entries, lanes=lanes), x))
+        whole.append(moved(functools.partial(_joined, axes=inner, spec=entries, lanes=lanes), x))
     return whole
 
 
@@ -439,10 +416,8 @@ def _check_equal(run: Interpreter, eqn: Any, i: int, x: Value, lanes: int, axes:
     split = moved(lambda v: v.reshape(shape), x)
     first = moved(lambda v: np.broadcast_to(v.take([0], 1 + position), shape), split)
     pairs = [(split.real, first.real), (split.imag, first.imag)] if isinstance(x, Complex) else [(split, first)]
-    differs = np.logical_or.reduce([run.domain.differs(*pair) for pair in pairs])
-    if differs.any():
-        count = int(differs.reshape(lanes * math.prod(n for _, n in axes), -1).any(0).sum())
-        run.unequal.append(Unequal(eqn, i, axes[position][0], count, x))
+    if any(run.domain.differs(*pair).any() for pair in pairs):
+        run.unequal.append(Unequal(eqn, i, axes[position][0]))
 
 
 _REGIONS: dict[str, Callable[[Interpreter, Any, Sequence[Value]], list[Value]]] = {

@@ -504,7 +504,7 @@ class Field(_Domain):
         """exp(a)."""
         a = self.flat(a)
         rest, c, t = _known(a)
-        p = self._exp_of(rest) * c % P
+        p = np.broadcast_to(self._exp_of(rest) * c % P, a.shape)
         x = _of_shape(t, p.shape) if (t.p != 0).any() else None
         if a.has_symbols:
             floats = np.where(a.p >= P, self._as_floats(a), 0.0)

@@ -1,4 +1,4 @@
-"""The change of one place in a wrong program after which it is right: a collective, a number, an operator, an operand.
+"""The change of one place in a wrong program after which it is right: a parameter, an operator, a number, a value.
 
 The program runs again with each change, exactly, until its results are those of the plain program. The line of this
 change is the line of the fault, and the change is the cause. What people often get wrong is tried first. Equations
@@ -7,6 +7,7 @@ whose operands are as before do not run again.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -14,8 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
-from jax.extend import core
+from jax.extend.core import Literal, Var
 
 from gshard.core import jax_adapter
 from gshard.exact.interpreter import Axes, Interpreter
@@ -24,132 +26,309 @@ from gshard.exact.operations import OPERATORS, Operation, Undecided, is_float, m
 
 _MOST_EQUATIONS = 20_000  # that run in search of a repair; one of many elements counts as several
 _ELEMENTS = 10_000  # of an equation that counts as one
-_SUMS, _LARGEST = frozenset("psum psum2 psum_invariant".split()), frozenset("reduce_max argmax max".split())
-_ADDS = frozenset("dot_general reduce_sum conv_general_dilated cumsum scatter-add reduce_max".split())
-_FUNCTIONS = frozenset("sqrt rsqrt exp log tanh logistic square sin cos erf".split())
-_LEAVE_OUT = frozenset("rev select_n scatter dynamic_update_slice cumsum random_fold_in all_to_all".split())
-_TWINS = {**dict(p.split() for p in ("lt le", "gt ge", "argmax argmin", "reduce_max reduce_min", "max min", "add sub"))}
-_TWINS |= {b: a for a, b in _TWINS.items()}
-_OF_INTEGERS = {"+": np.add, "-": np.subtract, "*": np.multiply, "//": np.floor_divide, "%": np.remainder}
+
+_PARAMETER, _NUMBER, _PLACE, _MISSING, _UNUSED, _SCALE, _VALUE = range(7)  # what is changed, in this order
 _WORDS = {"psum": "sum", "pmean": "mean", "pmax": "maximum", "pmin": "minimum"}
-
-Apply = Any  # a function of a run, an equation and operands, which gives results; of a body and its results
-
-
-@dataclasses.dataclass(frozen=True)
-class Repair:
-    """A change after which a wrong result is right."""
-
-    line: str  # the user's line
-    cause: str
-    is_complete: bool  # whether all results are right then
+_FAMILIES = [x.split() for x in ("lt le", "gt ge", "argmax argmin", "reduce_max reduce_min", "max min", "add sub")]
+_OF_INTEGERS = "add sub mul div rem".split()  # instead of whatever computes an integer of two
+_FUNCTIONS = frozenset("sqrt rsqrt exp log tanh logistic square sin cos erf".split())
+_ADDS = frozenset("dot_general reduce_sum conv_general_dilated cumsum scatter-add reduce_max".split())
+_BEGIN, _END = "begin", "end"  # the equations of what a body is given, and of what it returns
 
 
 @dataclasses.dataclass(frozen=True)
 class _Change:
-    rank: tuple[float, ...]  # lower ones are tried first
-    key: str  # equal for the same change of other equations
+    """Other parameters of an equation, another primitive, or a function of one of its operands or results."""
+
     cause: str
-    apply: Apply
+    rank: tuple[float, ...] = dataclasses.field(repr=False)  # lower ones are tried first
+    how: Callable[..., Value] | None = None  # of a run, the value, its equation, and what is given
+    given: tuple[Any, ...] = ()
+    at: int | None = None  # of the operand or result; None for all of them
+    where: str = "result"  # or "operand"; "instead": an operand is the result
+    name: str = ""
+    params: tuple[tuple[str, Any], ...] = ()
+
+    def applied(self, run: Changed, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
+        """The results of the changed equation."""
+
+        def mapped(xs: Sequence[Value]) -> list[Value]:
+            f = self.how or (lambda run, x, eqn: x)
+            return [f(run, x, eqn, *self.given) if self.at in (None, i) else x for i, x in enumerate(xs)]
+
+        if self.where != "result":
+            operands = mapped(operands)
+        if self.where == "instead":
+            return operands if self.at is None else [operands[self.at]]
+        other = _equation(self.name or eqn.primitive.name, {**eqn.params, **dict(self.params)}, eqn.invars, eqn.outvars)
+        results = run._results(other if self.name or self.params else eqn, operands)
+        return mapped(results) if self.where == "result" else results
 
 
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """What a run of the wrong program computed."""
-
-    results: dict[Any, Sequence[Value]]  # by equation and operands
-    moves: dict[Any, tuple[Any, Value]]
-    literals: dict[int, Value]
-    inside: dict[int, set[int]]  # the equations whose bodies have an equation, or are a body
+def _equation(name: str, params: dict[str, Any], invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
+    return SimpleNamespace(
+        primitive=SimpleNamespace(name=name), params=params, invars=invars, outvars=outvars, source_info=None
+    )
 
 
 @dataclasses.dataclass
 class Changed(Interpreter):
-    """Runs a program in which some equations, or the results of a body, are changed."""
+    """Runs a program in which some equations are changed."""
 
-    before: _Run | None = None
-    targets: frozenset[int] = frozenset()
-    apply: Apply | None = None
+    program: Any = None  # a ``_Program``
+    change: _Change | None = None  # None: the first run, whose results are kept
+    targets: frozenset[int] = frozenset()  # the equations that are changed
     values: dict[Any, Value] = dataclasses.field(default_factory=dict)  # of variables
     cost: float = 0
 
     def __post_init__(self) -> None:
-        before = self.before
-        assert before is not None
-        self._is_first = self.apply is None
-        self._again = set().union(*(before.inside.get(t, set()) for t in self.targets))
-
-    def _equation(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
-        assert self.before is not None
-        key = (id(eqn), *map(id, operands))
-        results = None if id(eqn) in self._again else self.before.results.get(key)
-        if id(eqn) in self.targets and self.apply is not None:
-            results = self.apply(self, eqn, operands)
-        if results is None or id(eqn) in self.targets:
-            results = super()._equation(eqn, operands) if results is None else results
-            self.cost += 1 + sum(math.prod(x.shape) for x in results) / _ELEMENTS
-            if self._is_first:
-                self.before.results[key] = results
-        self.values.update(zip(eqn.outvars, results, strict=True))
-        return results
+        numbers = self.program.numbers
+        self._numbers = numbers if self.change is None else collections.ChainMap({}, numbers)
+        self._again = set().union(*(self.program.around[t] for t in self.targets))
 
     def run(self, jaxpr: Any, operands: Sequence[Value]) -> list[Value]:
         """The results of a jaxpr."""
-        body = jax_adapter.closed(jaxpr)[0]
-        self.values.update(zip(reversed(body.invars), reversed(operands), strict=False))
-        results = super().run(jaxpr, operands)
-        is_target = id(body) in self.targets and self.apply is not None
-        return list(self.apply(self, body, results)) if is_target and self.apply is not None else results
+        ends = self.program.ends.get(id(jax_adapter.closed(jaxpr)[0]))
+        if ends is None:  # it is made while the program runs
+            return super().run(jaxpr, operands)
+        return list(self._equation(ends[1], super().run(jaxpr, self._equation(ends[0], operands))))
 
-    def moved(self, f: Callable[..., Any], *arrays: Value) -> Value:
-        """Moves elements between equations."""
-        assert self.before is not None
-        inner = getattr(f, "func", f)
-        held = [*(inner.__defaults__ or ()), *(c.cell_contents for c in inner.__closure__ or ())]
-        plain = [x if isinstance(x, int | str | tuple | list | None) else id(x) for x in held]
-        key = (inner.__code__, str(getattr(f, "keywords", "")), str(plain), *map(id, arrays))
-        known = self.before.moves.get(key)
-        found = known[1] if known is not None else super().moved(f, *arrays)
-        if self._is_first:
-            self.before.moves[key] = (arrays, held), found
-        return found
+    def _equation(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
+        for x in operands:
+            if id(x) not in self._numbers:
+                self._numbers[id(x)] = x, _hash(x)
+        key = (id(eqn), *(self._numbers[id(x)][1] for x in operands))
+        results = None if id(eqn) in self._again else self.program.kept.get(key, (None, None))[1]
+        if self.change is not None and id(eqn) in self.targets:
+            results = self.change.applied(self, eqn, operands)
+        elif results is None:
+            results = super()._equation(eqn, operands)
+            self.cost += 1 + sum(math.prod(x.shape) for x in results) / _ELEMENTS
+            if self.change is None and id(eqn) in self.program.home:
+                self.program.kept[key] = eqn, results
+                place = _Place(self.program, eqn, self.axes, operands, results)
+                self.program.places.setdefault(id(eqn), place)
+        if eqn.primitive.name != _END:
+            self.values.update(zip(eqn.outvars, results, strict=True))
+        return results
+
+    def _results(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
+        return operands if eqn.primitive.name in (_BEGIN, _END) else super()._results(eqn, operands)
 
     def _literal(self, v: Any) -> Value:
-        assert self.before is not None
-        return self.before.literals.setdefault(id(v), super()._literal(v))
+        key = id(v), self.lanes
+        if key not in self.program.literals:
+            self.program.literals[key] = v, super()._literal(v)
+        return self.program.literals[key][1]
 
-    def as_it_is(self, eqn: Any, operands: Sequence[Value]) -> Value:
-        """The result of an equation that is not changed."""
-        return self._results(eqn, operands)[0]
 
-    def renamed(self, eqn: Any, name: str, operands: Sequence[Value]) -> list[Value]:
-        """The results of another operator."""
-        found = OPERATORS[name](dataclasses.replace(self._operation(eqn), name=name), *operands)
-        return found if isinstance(found, list) else [found]
+# --- what a value becomes: functions of a run, the value, and the equation that has it
 
-    def elementwise(self, name: str, *operands: Value) -> Value:
-        """The result of an operator on arrays of equally many dimensions."""
-        return OPERATORS[name](Operation(name, {}, (), (), (), (), self.domain, self.lanes), *operands)
 
-    def times(self, x: Value, factor: float) -> Value:
-        """A multiple of an array."""
-        number = np.full((self.lanes, *(1,) * (x.ndim - 1)), factor)
-        return self.elementwise("mul", x, self.domain.constant(number, np.float64))
+def _other(run: Changed, x: Value, eqn: Any, new: Any) -> Value:
+    """The value of a variable, or a number."""
+    return run.values[new] if isinstance(new, Var) else run.constant(np.asarray(new))
 
-    def collective(self, name: str, x: Value, like: Any, **params: Any) -> Value:
-        """The result of a collective."""
-        eqn = SimpleNamespace(primitive=SimpleNamespace(name=name), params=params, outvars=like.outvars)
-        return self._results(eqn, [x])[0]
 
-    def over(self, how: str, x: Value, axes: Sequence[str], like: Any) -> Value:
-        """A sum, a mean, a maximum or a minimum over axes."""
-        found = self.collective("psum" if how == "pmean" else how, x, like, axes=tuple(axes), axis_index_groups=None)
-        return self.times(found, 1 / _size(self.axes, axes)) if how == "pmean" else found
+def _elementwise(run: Changed, x: Value, eqn: Any, name: str, other: Any = None, at: int = 0) -> Value:
+    """The result of an operator, with a number or with a variable, whose dimensions begin at ``at``."""
+    shape = lambda v: (len(v), *(1,) * at, *v.shape[1:], *(1,) * (x.ndim - at - v.ndim))  # noqa: E731
+    others = [] if other is None else [moved(lambda v: v.reshape(shape(v)), _other(run, x, eqn, other))]
+    return OPERATORS[name](Operation(name, {}, (), (), (), (), run.domain, run.lanes), x, *others)
 
-    def index(self, axis: str) -> np.ndarray:
-        """The position of each lane along an axis."""
-        like = SimpleNamespace(outvars=())
-        return np.asarray(self.collective("axis_index", None, like, axis_name=axis))
+
+def _collective(run: Changed, x: Value, eqn: Any, name: str, params: dict[str, Any]) -> Value:
+    result = SimpleNamespace(aval=SimpleNamespace(dtype=getattr(x, "dtype", np.float32)))
+    return run._results(_equation(name, params, eqn.invars, [result]), [x])[0]
+
+
+def _over(run: Changed, x: Value, eqn: Any, how: str, axes: tuple[str, ...]) -> Value:
+    params = {"axes": axes, "axis_index_groups": None}
+    found = _collective(run, x, eqn, "psum" if how == "pmean" else how, params)
+    return _elementwise(run, found, eqn, "mul", 1 / _size(run.axes, axes)) if how == "pmean" else found
+
+
+def _position(run: Changed, x: Value, eqn: Any, axis: str, factor: int = 1) -> Value:
+    index = _collective(run, x, eqn, "axis_index", {"axis_name": axis, "axis_index_groups": None})
+    return np.asarray(factor * index, x.dtype)
+
+
+def _is_at(run: Changed, x: Value, eqn: Any, axis: str, k: int) -> Value:
+    return np.asarray(_position(run, x.astype(np.int32), eqn, axis) == k)
+
+
+def _folded(run: Changed, x: Value, eqn: Any, fold: Any, axis: str | None) -> Value:
+    one = np.ones(run.lanes, np.uint32)
+    return run._results(fold, [x, one if axis is None else _position(run, one, eqn, axis)])[0]
+
+
+def _reordered(run: Changed, x: Value, eqn: Any, order: tuple[int, ...]) -> Value:
+    """x reshaped, but with the longer of both shapes in another order."""
+    shape = run._results(eqn, [x])[0].shape
+
+    def move(v: np.ndarray) -> np.ndarray:
+        if len(shape) < v.ndim:
+            return v.transpose(0, *(1 + d for d in order)).reshape(len(v), *shape[1:])
+        return v.reshape(len(v), *(shape[1 + d] for d in order)).transpose(0, *(1 + np.argsort(order)))
+
+    return moved(move, x)
+
+
+# --- what is tried
+
+
+class _Place:
+    """An equation, and how it can be changed."""
+
+    def __init__(self, program: _Program, eqn: Any, axes: Axes, operands: Any, results: Any) -> None:
+        self.program, self.eqn, self.axes, self.operands, self.results = program, eqn, axes, operands, results
+        self.number = len(program.places)
+        self.name, self.params = eqn.primitive.name, eqn.params
+        self.result = results[0] if len(results) == 1 else None
+        self.subsets = [c for k in range(1, len(axes) + 1) for c in itertools.combinations([a for a, _ in axes], k)]
+
+    def changes(self) -> Iterator[_Change]:
+        """The changes of this equation alone."""
+        yield from self._keys()
+        holder = self.program.home[id(self.eqn)][1]
+        is_of_call = holder is not None and jax_adapter.called_jaxpr(holder) is not None
+        if self.name == _BEGIN or (self.name == _END and is_of_call):
+            return
+        for found in (self._collectives(), self._numbers(), self._missing(), self._variables()):
+            yield from found
+        if self.result is not None and self.name != _END:
+            for found in (self._operators(), self._places(), self._scales()):
+                yield from found
+
+    def _collectives(self) -> Iterator[_Change]:
+        named = self.params.get("axes", self.params.get("axis_name", ()))
+        named = tuple(named) if isinstance(named, (tuple, list)) else (named,)
+        n, there, rank = _size(self.axes, named), _and(named), (_PARAMETER, 0, -self.number)
+        now = "psum" if self.name in ("psum2", "psum_invariant") else self.name
+        if now in ("psum", "reduce_scatter") and is_float(self.results[0]):
+            yield _Change(
+                f"{n} times too large: a sum instead of a mean over {there}", rank, _elementwise, ("mul", 1 / n)
+            )
+            yield _Change(f"{n} times too small: a mean instead of a sum over {there}", rank, _elementwise, ("mul", n))
+        if now in _WORDS:
+            cause = f"summed twice over {there}" if now == "psum" else f"'{now}' is not needed"
+            yield _Change(cause, rank, where="instead")
+            for how, over in itertools.product(_WORDS, self.subsets):
+                if (how, set(over)) != (now, set(named)):
+                    cause = f"a {_WORDS[now]} over {there} instead of a {_WORDS[how]} over {_and(over)}"
+                    yield _Change(cause, rank, _over, (how, over), where="instead")
+        elif "axis_name" in self.params:
+            for text, perm in _permutations(n, self.params["perm"]).items() if self.name == "ppermute" else ():
+                yield _Change(f"'ppermute' over {there} should be {text}", rank, params=(("perm", perm),))
+            for a in (a for a, m in self.axes if a not in named and m == n):
+                other = a if isinstance(self.params["axis_name"], str) else (a,)
+                yield _Change(f"'{now}' over {there} instead of {a}", rank, params=(("axis_name", other),))
+
+    def _numbers(self) -> Iterator[_Change]:
+        floats, factors = self.program.floats, [k for _, n in self.axes for k in (n, 1 / n)]
+        for i, v in enumerate(self.eqn.invars):
+            array = np.asarray(v.val if isinstance(v, Literal) else False)
+            if array.ndim or array.dtype.kind in "bc":
+                continue
+            old = array.item()
+            others = [old // 2, 0] if array.dtype.kind in "iu" else [old / 2, *(old * k for k in factors), *floats]
+            for new in dict.fromkeys([old + 1, old - 1, old * 2, *others]):
+                if new != old and math.isfinite(new):
+                    cause = f"{old:g} in '{self.name}' should be {new:g}"
+                    number = np.asarray(new).astype(array.dtype)
+                    yield _Change(cause, (_NUMBER, new not in floats, self.number), _other, (number,), i, "operand")
+
+    def _operators(self) -> Iterator[_Change]:
+        twins = [n for family in _FAMILIES if self.name in family for n in family if n != self.name]
+        if _is_int(self.result) and len(self.operands) == 2:
+            twins += [n for n in _OF_INTEGERS if n not in (self.name, *twins)]
+        for k, twin in enumerate(twins):
+            cause = f"'{self.params.get('name', self.name)}' should be '{twin}'"
+            yield _Change(cause, (_NUMBER, 1 + k, self.number), name=twin)
+        for a, n in self.axes:
+            is_condition = isinstance(self.result, np.ndarray) and self.result.ndim == 1 and self.result.dtype == bool
+            for k in range(n if is_condition else 0):
+                cause = f"the condition should hold at position {k} of {a} only"
+                yield _Change(cause, (_NUMBER, 0, self.number), _is_at, (a, k))
+
+    def _places(self) -> Iterator[_Change]:
+        rank, r = (_PLACE, 0, self.number), self.result
+        assert r is not None
+        for i, x in enumerate(self.operands):
+            if _fits(x, r):
+                yield _Change(f"'{self.name}' is not needed", (_VALUE, -1, self.number), at=i, where="instead")
+        shape = self.operands[0].shape[1:] if self.operands else ()
+        if self.name == "reshape":
+            for order in _orders(max(shape, r.shape[1:], key=len)):
+                yield _Change("'reshape' has dimensions in another order", rank, _reordered, (order,), 0, "instead")
+        for d, (n, m) in enumerate(zip(shape, r.shape[1:])) if self.name in ("slice", "dynamic_slice") else ():
+            for over in self.subsets:
+                if n == m * _size(self.axes, over) and is_float(r):
+                    params = {"axis_name": over, "scatter_dimension": d, "tiled": True, "axis_index_groups": None}
+                    cause = f"a part is taken that is not summed over {_and(over)}"
+                    yield _Change(cause, rank, _collective, ("reduce_scatter", params), 0, "instead")
+            for a, _ in self.axes if self.name == "dynamic_slice" else ():
+                cause = f"not the part of this device along {a}"
+                yield _Change(cause, (_PLACE, 1, self.number), _position, (a, m), 1 + d, "operand")
+            if self.name == "slice" and not self.params.get("strides"):
+                params = self.program.sizes.params(self.eqn)
+                starts = params["start_indices"]
+                for at in sorted(set(range(n - m + 1)) - {starts[d]}, key=lambda at: abs(at - starts[d])):
+                    new = (*starts[:d], at, *starts[d + 1 :])
+                    limits = tuple(a + b for a, b in zip(new, r.shape[1:], strict=True))
+                    yield _Change(f"the slice should begin at {at} instead of {starts[d]}", rank,
+                        params=(("start_indices", new), ("limit_indices", limits)))  # fmt: skip
+
+    def _missing(self) -> Iterator[_Change]:
+        for i, x in enumerate(self.results):
+            if is_float(x) or _is_int(x):
+                rank = (_MISSING, self.name not in _ADDS, self.number)
+                kinds = ["pmax"] if "max" in self.name else ["psum", "pmean" if is_float(x) else "pmax"]
+                for how, over in itertools.product(kinds, self.subsets):
+                    cause = f"not summed over {_and(over)}" if how == "psum" else f"no {_WORDS[how]} over {_and(over)}"
+                    yield _Change(cause, rank, _over, (how, over), i)
+                for name, params in self.program.exchanges if self.axes else ():
+                    yield _Change(f"'{name}' is missing", rank, _collective, (name, params), i)
+                for f in self.program.functions if is_float(x) else ():
+                    yield _Change(f"'{f}' is missing", (_VALUE, -1, self.number), _elementwise, (f,), i)
+        for i in (i for i, x in enumerate(self.operands) if self.name == "scan" and is_float(x)):
+            cause = "the loop does not begin with zeros"
+            yield _Change(cause, (_MISSING, 2, self.number), _elementwise, ("mul", 0.0), i, "operand")
+
+    def _keys(self) -> Iterator[_Change]:
+        keys = [i for i, v in enumerate(self.eqn.invars) if jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.prng_key)]
+        for i, axis, fold in itertools.product(keys, (*(a for a, _ in self.axes), None), self.program.folds[:1]):
+            cause = f"{'1' if axis is None else f'the position along {axis}'} is not folded into the key"
+            yield _Change(cause, (_MISSING, 0, self.number), _folded, (fold, axis), i, "operand")
+
+    def _scales(self) -> Iterator[_Change]:
+        for over in self.subsets if is_float(self.result) else ():
+            n = _size(self.axes, over)
+            for k, word in ((1 / n, "large: summed twice"), (n, "small: divided twice")):
+                cause = f"{n} times too {word} over {_and(over)}"
+                for i, x in enumerate(self.operands) if self.name in ("add", "sub") else ():
+                    if is_float(x):
+                        yield _Change(cause, (_SCALE, 0, -self.number), _elementwise, ("mul", k), i, "operand")
+                yield _Change(cause, (_SCALE, 1, -self.number), _elementwise, ("mul", k))
+
+    def _variables(self) -> Iterator[_Change]:
+        """Other variables instead of operands; variables that nothing reads; factors of what a loop carries."""
+        body, is_end = self.program.home[id(self.eqn)][0], self.name == _END
+        for (i, x), v in itertools.product(enumerate(self.operands), self.program.scope(self.eqn)):
+            old, y, is_unused = self.eqn.invars[i], self.program.values[v], v not in self.program.read
+            unused = (_UNUSED, is_end, self.number)
+            if v is not old and _fits(x, y):
+                cause = "another value should be returned" if is_end else f"'{self.name}' reads another value"
+                rank = unused if is_unused else (_VALUE, is_end, self.number)
+                yield _Change(cause, rank, _other, (v,), i, "operand")
+            is_carry = old in body.invars if self.name in ("add", "sub") else is_end
+            is_like = is_float(x) or type(x) is type(y)
+            for at in range(x.ndim - y.ndim + 1) if is_like and (is_unused or is_carry) else ():
+                if y.shape[1:] == x.shape[1 + at :][: y.ndim - 1] and (y.ndim > 1 or at == 0):
+                    rank = unused if is_unused else (_PLACE, 2, -self.number)
+                    yield _Change("a factor is missing", rank, _elementwise, ("mul", v, at), i, "operand")
+                    if is_unused and type(x) is type(y):
+                        yield _Change("a term is missing", rank, _elementwise, ("add", v, at), i, "operand")
 
 
 def _size(axes: Axes, names: Sequence[str]) -> int:
@@ -164,204 +343,6 @@ def _fits(x: Value, y: Value) -> bool:
     return type(x) is type(y) and x.shape[1:] == y.shape[1:] and (not isinstance(x, np.ndarray) or x.dtype == y.dtype)
 
 
-def _result(f: Apply, i: int = 0) -> Apply:
-    """Changes a result of an equation."""
-    return lambda run, e, xs: [f(run, e, x) if j == i else x for j, x in enumerate(run._results(e, xs))]
-
-
-def _operand(i: int, f: Apply) -> Apply:
-    """Changes an operand of an equation."""
-    return lambda run, e, xs: run._results(e, [f(run, e, x) if j == i else x for j, x in enumerate(xs)])
-
-
-class _Place:
-    """An equation, and how it can be changed."""
-
-    def __init__(self, number: int, eqn: Any, axes: Axes, operands: Sequence[Value], results: Sequence[Value]) -> None:
-        self.number, self.eqn, self.axes, self.operands, self.results = number, eqn, axes, operands, results
-        self.name, self.params = eqn.primitive.name, eqn.params
-        self.result = results[0] if len(results) == 1 else None
-        names = [a for a, n in axes if n > 1]
-        self.subsets = [c for k in range(1, len(names) + 1) for c in itertools.combinations(names, k)]
-
-    def changes(self, around: _Around) -> Iterator[_Change]:
-        """The changes of this equation alone."""
-        yield from self._collectives()
-        yield from self._numbers(around)
-        for i, x in enumerate(self.results):
-            if is_float(x) or _is_int(x):
-                yield from self._insertions(around, i, x)
-        if self.result is not None and (is_float(self.result) or isinstance(self.result, np.ndarray)):
-            yield from self._places()
-            yield from self._scales()
-            yield from self._factors(around)
-            yield from self._operands(around)
-
-    def _collectives(self) -> Iterator[_Change]:
-        named = self.params.get("axes", self.params.get("axis_name", ()))
-        named = tuple(named) if isinstance(named, (tuple, list)) else (named,)
-        n, there, rank = _size(self.axes, named), _and(named), (1, -self.number)
-
-        def change(cause: str, f: Apply) -> _Change:
-            return _Change(rank, cause, cause, lambda run, e, xs: [f(run, e, x) for x in xs])
-
-        now = "psum" if self.name in _SUMS else self.name
-        scaled = lambda k: lambda run, e, x: run.times(run.as_it_is(e, [x]), k)  # noqa: E731
-        if now in ("psum", "reduce_scatter") and is_float(self.results[0]):
-            yield change(f"{n} times too large: a sum instead of a mean over {there}", scaled(1 / n))
-            yield change(f"{n} times too small: a mean instead of a sum over {there}", scaled(n))
-        if now in _WORDS:
-            yield change(
-                f"summed twice over {there}" if now == "psum" else f"'{now}' is not needed", lambda run, e, x: x
-            )
-            for how, over in itertools.product(("psum", "pmean", "pmax"), self.subsets):
-                if (how, set(over)) != (now, set(named)):
-                    text = f"a {_WORDS[now]} over {there} instead of a {_WORDS[how]} over {_and(over)}"
-                    yield change(text, lambda run, e, x, how=how, over=over: run.over(how, x, over, e))
-        elif now == "ppermute":
-            for text, perm in _permutations(n, self.params["perm"]).items():
-                params = {**self.params, "perm": perm}
-                yield change(f"'ppermute' over {there} should be {text}",
-                    lambda run, e, x, params=params: run.collective("ppermute", x, e, **params))  # fmt: skip
-        elif named and now in ("reduce_scatter", "all_gather", "all_gather_invariant", "all_to_all", "axis_index"):
-            for a, m in self.axes:
-                if a not in named and m == n:
-                    key = "axes" if "axes" in self.params else "axis_name"
-                    params = {**self.params, key: a if isinstance(self.params[key], str) else (a,)}
-                    cause = f"'{now}' over {there} instead of {a}"
-                    yield _Change(
-                        rank,
-                        cause,
-                        cause,
-                        lambda run, e, xs, params=params: [
-                            run.collective(e.primitive.name, xs[0] if xs else None, e, **params)
-                        ],
-                    )
-
-    def _numbers(self, around: _Around) -> Iterator[_Change]:
-        for i, v in enumerate(self.eqn.invars):
-            if not isinstance(v, core.Literal) or np.ndim(v.val) or np.asarray(v.val).dtype.kind in "bc":
-                continue
-            old, whole = np.asarray(v.val).item(), np.asarray(v.val).dtype.kind in "iu"
-            sizes = {n for _, n in self.axes if n > 1}
-            others = (
-                [old // 2, 0] if whole else [old / 2, *(old * k for n in sizes for k in (n, 1 / n)), *around.floats]
-            )
-            for new in dict.fromkeys([old + 1, old - 1, old * 2, *others]):
-                if new != old and math.isfinite(new):
-                    constant = lambda run, e, x, i=i, new=new: run.constant(np.asarray(new, e.invars[i].aval.dtype))  # noqa: E731
-                    yield _Change((2, new not in around.floats, self.number), f"{i} {old} {new}",
-                        f"{old:g} in '{self.name}' should be {new:g}", _operand(i, constant))  # fmt: skip
-        if self.name in _TWINS:
-            twin = _TWINS[self.name]
-            swapped = lambda run, e, xs: run.renamed(e, twin, xs)  # noqa: E731
-            yield _Change((2, 1, self.number), twin, f"'{self.name}' should be '{twin}'", swapped)
-        if _is_int(self.result) and len(self.operands) == 2:
-            for sign, f in _OF_INTEGERS.items():
-                computed = lambda run, e, xs, f=f: [np.asarray(f(*xs)).astype(xs[0].dtype)]  # noqa: E731
-                yield _Change((2, 2, self.number), sign, f"the integer should be computed with '{sign}'", computed)
-        for a, n in self.axes:
-            if isinstance(self.result, np.ndarray) and self.result.ndim == 1 and self.result.dtype == bool:
-                for k in range(n):
-                    yield _Change((2, 0, self.number), f"{a} {k}",
-                        f"the condition should hold at position {k} of {a} only",
-                        lambda run, e, xs, a=a, k=k: [run.index(a) == k])  # fmt: skip
-            if self.name in ("argmax", "argmin"):
-                for k in sorted(set(self.operands[0].shape[1:])):
-                    yield _Change(
-                        (2, 3, self.number),
-                        f"+ {k} {a}",
-                        f"the position along {a} is not added",
-                        _result(lambda run, e, x, a=a, k=k: (x + k * _column(run.index(a), x)).astype(x.dtype)),
-                    )
-
-    def _places(self) -> Iterator[_Change]:
-        rank = (3, self.number)
-        r: Any = self.result
-        first: Any = self.operands[0] if self.operands else None
-        for i, x in enumerate(self.operands):
-            if self.name in _LEAVE_OUT and _fits(x, r):
-                yield _Change(rank, f"{i}", f"'{self.name}' is not needed", lambda run, e, xs, i=i: [xs[i]])
-        if self.name == "reshape":
-            longer = max(first.shape[1:], r.shape[1:], key=len)
-            for order in _orders(longer):
-                yield _Change(rank, str(order), "'reshape' has dimensions in another order",
-                    lambda run, e, xs, order=order: [_reordered(xs[0], run.as_it_is(e, xs).shape, order)])  # fmt: skip
-        if self.name in ("slice", "dynamic_slice"):
-            for d, (n, m) in enumerate(zip(first.shape[1:], r.shape[1:], strict=True)):
-                for over in self.subsets:
-                    if n == m * _size(self.axes, over) and is_float(r):
-                        params = {"axis_name": over, "scatter_dimension": d, "tiled": True, "axis_index_groups": None}
-                        yield _Change(
-                            rank,
-                            f"{d} {over}",
-                            f"a part is taken that is not summed over {_and(over)}",
-                            lambda run, e, xs, params=params: [run.collective("reduce_scatter", xs[0], e, **params)],
-                        )
-                    if self.name == "dynamic_slice" and len(over) == 1:
-                        start = lambda run, e, x, a=over[0], m=m: (m * run.index(a)).astype(x.dtype)  # noqa: E731
-                        yield _Change((3, 1, self.number), f"{d} {over} start",
-                            f"not the part of this device along {over[0]}", _operand(1 + d, start))  # fmt: skip
-                if self.name == "slice" and not self.params.get("strides"):
-                    old = self.params["start_indices"][d]
-                    for at in sorted(range(n - m + 1), key=lambda s: abs(s - old)):
-                        if at != old:
-                            yield _Change(rank, f"{d} {at - old}",
-                                f"the slice should begin at {at} instead of {old}",
-                                lambda run, e, xs, d=d, by=at - old: [_shifted(e.params, xs[0], d, by)])  # fmt: skip
-
-    def _insertions(self, around: _Around, i: int, x: Value) -> Iterator[_Change]:
-        rank = (4, self.name not in _ADDS, self.number)
-        kinds = ("psum", "pmean") if is_float(x) else ("psum", "pmax")
-        for how, over in itertools.product(("pmax",) if self.name in _LARGEST else kinds, self.subsets):
-            word = {"psum": "not summed", "pmean": "not averaged", "pmax": "no maximum is taken"}[how]
-            yield _Change(rank, f"+{how} {over} {i}", f"{word} over {_and(over)}",
-                _result(lambda run, e, x, how=how, over=over: run.over(how, x, over, e), i))  # fmt: skip
-        for c in around.collectives if self.axes else ():
-            yield _Change(rank, f"+{c.primitive} {c.params} {i}", f"'{c.primitive.name}' is missing",
-                _result(lambda run, e, x, c=c: run.collective(c.primitive.name, x, e, **c.params), i))  # fmt: skip
-        for f in around.functions if is_float(x) else ():
-            yield _Change((6, -1, self.number), f"+{f} {i}", f"'{f}' is missing",
-                _result(lambda run, e, x, f=f: run.elementwise(f, x), i))  # fmt: skip
-
-    def _scales(self) -> Iterator[_Change]:
-        for over in self.subsets if is_float(self.result) else ():
-            n = _size(self.axes, over)
-            for k, word in ((1 / n, "large: summed twice"), (n, "small: divided twice")):
-                cause = f"{n} times too {word} over {_and(over)}"
-                scaled = lambda run, e, x, k=k: run.times(x, k)  # noqa: E731
-                if self.name in ("add", "sub"):
-                    for i, x in enumerate(self.operands):
-                        if is_float(x):
-                            yield _Change((5, 0, -self.number), f"{i} times {k}", cause, _operand(i, scaled))
-                yield _Change((5, 1, -self.number), f"times {k}", cause, _result(scaled))
-
-    def _operands(self, around: _Around) -> Iterator[_Change]:
-        """Other variables instead of an operand."""
-        scope = around.scope(self.eqn) if self.name not in _LARGEST else ()
-        for i, x in enumerate(self.operands):
-            for v in scope:
-                if v is not self.eqn.invars[i] and _fits(x, around.values[v]):
-                    yield _Change((6, self.number), f"{i} {v}", f"'{self.name}' reads another value",
-                        _operand(i, lambda run, e, x, v=v: run.values[v]))  # fmt: skip
-
-    def _factors(self, around: _Around) -> Iterator[_Change]:
-        """Factors that are missing: of a carry that is added to, and of what a body returns."""
-        body = around.body(self.eqn)
-        if body is None or not is_float(self.result) or not self.axes:
-            return
-        places: list[tuple[int | None, Any]] = [(None, self.result)] if self.eqn.outvars[0] in body.outvars else []
-        if self.name in ("add", "sub"):
-            places += [(i, x) for i, x in enumerate(self.operands) if self.eqn.invars[i] in body.invars]
-        for v, (i, x) in itertools.product(around.scope(self.eqn), places):
-            y = around.values[v]
-            for at in range(x.ndim - y.ndim + 1 if is_float(x) and is_float(y) and y.ndim > 1 else 0):
-                if y.shape[1:] == x.shape[1 + at :][: y.ndim - 1]:
-                    times = lambda run, e, x, v=v, at=at: run.elementwise("mul", x, _aligned(run.values[v], x, at))  # noqa: E731
-                    yield _Change((3, 2, -self.number), f"{i} {v} {at}", "a factor is missing",
-                        _result(times) if i is None else _operand(i, times))  # fmt: skip
-
-
 def _and(names: Sequence[Any]) -> str:
     return " and ".join(map(str, names))
 
@@ -374,190 +355,123 @@ def _orders(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     return list({tuple(d for d in o if shape[d] > 1): o for o in all_of_them}.values())[1:]
 
 
-def _column(index: np.ndarray, like: Value) -> np.ndarray:
-    return index.reshape(-1, *(1,) * (like.ndim - 1))
-
-
-def _aligned(y: Value, x: Value, at: int) -> Value:
-    return moved(lambda v: v.reshape(len(v), *(1,) * at, *v.shape[1:], *(1,) * (x.ndim - at - v.ndim)), y)
-
-
 def _permutations(n: int, perm: Any) -> dict[str, list[tuple[int, int]]]:
     now = sorted((int(a), int(b)) for a, b in perm)
-    found = {"the inverse": sorted((b, a) for a, b in now), "left out": [(i, i) for i in range(n)]}
-    found |= {f"a ring by {k}": [(i, (i + k) % n) for i in range(n)] for k in range(1, n)}
-    found["a shift by 1 without a ring"] = [(i, i + 1) for i in range(n - 1)]
-    found["a shift by -1 without a ring"] = [(i + 1, i) for i in range(n - 1)]
+    found = {"the inverse": sorted((b, a) for a, b in now)}
+    found |= {f"a ring by {k}": [(i, (i + k) % n) for i in range(n)] for k in range(n)}
+    found |= {f"a shift by {k} without a ring": [(i, i + k) for i in range(n) if 0 <= i + k < n] for k in (1, -1)}
     return {text: p for text, p in found.items() if p != now}
 
 
-def _reordered(x: Value, shape: tuple[int, ...], order: tuple[int, ...]) -> Value:
-    """x reshaped, but with the longer of both shapes in another order."""
+class _Program:
+    """The wrong program, as a whole, and what its first run computed."""
 
-    def move(v: np.ndarray) -> np.ndarray:
-        if len(shape) < v.ndim:
-            return v.transpose(0, *(1 + d for d in order)).reshape(len(v), *shape[1:])
-        return v.reshape(len(v), *(shape[1 + d] for d in order)).transpose(0, *(1 + np.argsort(order)))
-
-    return moved(move, x)
-
-
-def _shifted(params: dict[str, Any], x: Value, d: int, by: int) -> Value:
-    limits = zip(params["start_indices"], params["limit_indices"], strict=True)
-    where = tuple(slice(a + by * (i == d), b + by * (i == d)) for i, (a, b) in enumerate(limits))
-    return moved(lambda v: v[(slice(None), *where)], x)
-
-
-class _Around:
-    """The wrong program, as a whole."""
-
-    def __init__(self, jaxpr: Any, plain: Any) -> None:
-        self.bodies = list(_bodies(jaxpr))
-        self.values: dict[Any, Value] = {}
+    def __init__(self, jaxpr: Any, plain: Any, sizes: Any) -> None:
+        self.sizes = sizes
+        self.ends: dict[int, tuple[Any, Any]] = {}  # of a body
+        self.home: dict[int, tuple[Any, Any]] = {}  # of an equation: the body, and the equation that has it
+        self.around: dict[int, set[int]] = {}  # of an equation: those in whose bodies it is
         self.places: dict[int, _Place] = {}
-        self.collectives: list[Any] = []
-        in_plain = [e for _, body in _bodies(plain) for e in body.eqns]
-        self.functions = sorted({e.primitive.name for e in in_plain} & _FUNCTIONS)
-        literals: list[Any] = [
-            v for e in in_plain for v in e.invars if isinstance(v, core.Literal) and np.asarray(v.val).dtype.kind == "f"
-        ]
-        self.floats = list(dict.fromkeys(float(v.val) for v in literals if not np.ndim(v.val)))
-        self._body = {id(e): body for _, body in self.bodies for e in body.eqns}
-        self.holder = {id(body): e for e, body in self.bodies}
+        self.values: dict[Any, Value] = {}
+        self.kept: dict[Any, Any] = {}  # of an equation and the numbers of its operands: its results
+        self.literals: dict[Any, Any] = {}  # by number of lanes
+        self.numbers: dict[int, tuple[Value, int]] = {}  # of values
+        for outer, body, given in _bodies(jaxpr):
+            ends = _equation(_BEGIN, {}, given, given), _equation(_END, {}, body.outvars, body.outvars)
+            first, last = self.ends.setdefault(id(body), ends)
+            for e in (first, *body.eqns, last):
+                self.home.setdefault(id(e), (body, outer[-1] if outer else None))
+                self.around.setdefault(id(e), set()).update(map(id, outer))
+        live, in_plain = (list(_bodies(j)) for j in (jax_adapter.jaxpr_without_dead_code(jaxpr), plain))
+        self.read = {v for _, body, _ in live for v in _read_in(body) if not isinstance(v, Literal)}
+        eqns = [e for _, body, _ in (*live, *in_plain) for e in body.eqns]
+        self.folds = [e for e in eqns if e.primitive.name == "random_fold_in"]
+        self.exchanges = [(e.primitive.name, e.params) for e in eqns if e.primitive.name in ("ppermute", "all_to_all")]
+        self.functions = sorted({e.primitive.name for _, body, _ in in_plain for e in body.eqns} & _FUNCTIONS)
+        literals = [np.asarray(v.val) for _, body, _ in in_plain for v in _read_in(body) if isinstance(v, Literal)]
+        self.floats = list(dict.fromkeys(float(x) for x in literals if x.dtype.kind == "f" and not x.ndim))
 
-    def saw(self, eqn: Any, axes: Axes, operands: Sequence[Value], results: Sequence[Value]) -> None:
-        """Keeps an equation."""
-        place = _Place(len(self.places), eqn, axes, tuple(operands), tuple(results))
-        if self.places.setdefault(id(eqn), place) is place and place.name in ("ppermute", "all_to_all"):
-            self.collectives.append(eqn)
-
-    def derived(self, new: Value, old: Value) -> None:
-        """Moves between equations are no places of faults."""
-
-    def body(self, eqn: Any) -> Any:
-        """The jaxpr of an equation; None if it is not known."""
-        return self._body.get(id(eqn))
-
-    def inside(self) -> dict[int, set[int]]:
-        """For each equation and body the equations that hold it."""
-        found: dict[int, set[int]] = {}
-        for eqn, body in self.bodies:  # outer ones come first
-            held = found.get(id(eqn), set()) | ({id(eqn)} if eqn is not None else set())
-            for x in (body, *body.eqns):
-                found.setdefault(id(x), set()).update(held)
-        return found
-
-    def line(self, eqn: Any) -> str:
-        """The user's line of an equation, of the call that it is in, or of an operand; empty if none is known."""
-        at = eqn
-        while at is not None:
-            if line := jax_adapter.user_line(at.source_info):
-                return line
-            at = self.holder.get(id(self.body(at)))
-        body = self.body(eqn)
-        made = [e for e in body.eqns if set(e.outvars) & {v for v in eqn.invars if not isinstance(v, core.Literal)}]
-        return self.line(made[-1]) if made else ""
+    def line(self, eqn: Any, at: int | None) -> str:
+        """The user's line of an equation (of what reads operand ``at`` of a body), or of the call that it is in."""
+        body, holder = self.home[id(eqn)]
+        if eqn.primitive.name == _BEGIN:
+            return next((self.line(e, None) for e in body.eqns if any(v is eqn.outvars[at] for v in e.invars)), "")
+        own = "" if eqn.source_info is None else jax_adapter.user_line(eqn.source_info)
+        return own or ("" if holder is None else self.line(holder, None))
 
     def scope(self, eqn: Any) -> list[Any]:
         """The variables that an equation could read, the last ones first."""
-        body = self.body(eqn)
-        if body is None:
-            return []
+        body = self.home[id(eqn)][0]
         before = itertools.takewhile(lambda e: e is not eqn, body.eqns)
         return [v for v in [*body.invars, *(v for e in before for v in e.outvars)] if v in self.values][::-1]
 
-    def of_bodies(self) -> Iterator[tuple[Any, Any, _Change]]:
-        """Changes of what the bodies of loops and of shard_map return."""
-        for eqn, body in self.bodies:
-            if eqn is None or eqn.primitive.name not in ("scan", "while", "shard_map"):
-                continue
-            variables = [v for v in [*body.invars, *(v for e in body.eqns for v in e.outvars)] if v in self.values][
-                ::-1
-            ]
-            for i, old in enumerate(body.outvars):
-                x = None if isinstance(old, core.Literal) else self.values.get(old)
-                for c in self.collectives if x is not None else ():
-                    moved_on = lambda run, b, rs, i=i, c=c: [  # noqa: E731
-                        run.collective(c.primitive.name, r, c, **c.params) if j == i else r for j, r in enumerate(rs)
-                    ]
-                    yield (
-                        eqn,
-                        body,
-                        _Change(
-                            (4, 0.5), f"{i} {c.primitive} {c.params}", f"'{c.primitive.name}' is missing", moved_on
-                        ),
-                    )
-                for v in variables if x is not None else ():
-                    if v is old or not _fits(x, self.values[v]):
-                        continue
-                    other = lambda run, b, rs, i=i, v=v: [run.values[v] if j == i else r for j, r in enumerate(rs)]  # noqa: E731
-                    yield eqn, body, _Change((6, math.inf), f"{i} {v}", "another value should be returned", other)
-                    if is_float(x) and v in body.invars:
-                        added = lambda run, b, rs, i=i, v=v: [  # noqa: E731
-                            run.elementwise("add", r, run.values[v]) if j == i else r for j, r in enumerate(rs)
-                        ]
-                        yield eqn, body, _Change((4.5, 0), f"{i} + {v}", "the carry is not added to", added)
-            for i, v in enumerate(eqn.invars if eqn.primitive.name == "scan" else ()):
-                if v in self.values if not isinstance(v, core.Literal) else False:
-                    yield (
-                        eqn,
-                        eqn,
-                        _Change(
-                            (4.5, 1),
-                            f"zero {i}",
-                            "the loop does not begin with zeros",
-                            _operand(i, lambda run, e, x: run.times(x, 0.0)),
-                        ),
-                    )
+
+def _bodies(jaxpr: Any, outer: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any, list[Any]]]:
+    """The bodies of a program, each with the equations around it, outer ones first, and what it is given."""
+    body, consts = jax_adapter.closed(jaxpr)
+    yield outer, body, [*(() if consts else body.constvars), *body.invars]
+    for e in body.eqns:
+        for inner in jax_adapter.sub_jaxprs(e.params):
+            yield from _bodies(inner, (*outer, e))
 
 
-def repair(execute: Callable[[Any], set[int]], jaxpr: Any, plain: Any, **fields: Any) -> Repair | None:
-    """The first change after which a wrong result is right.
+def _read_in(body: Any) -> list[Any]:
+    return [*body.outvars, *(v for e in body.eqns for v in e.invars)]
+
+
+def _hash(x: Any) -> int:
+    if isinstance(x, np.ndarray):
+        return hash((x.shape, x.dtype.str, x.tobytes()))
+    if dataclasses.is_dataclass(x):
+        return hash(tuple(_hash(getattr(x, field.name)) for field in dataclasses.fields(x)))
+    return hash(tuple(map(_hash, x)) if isinstance(x, tuple) else x)
+
+
+def repair(execute: Callable[[Any, Any], set[int]], jaxpr: Any, plain: Any, **fields: Any) -> tuple[str, str] | None:
+    """The user's line and the cause of the first change after which a wrong result is right.
 
     Args:
-        execute: runs the wrong program in an interpreter, always with the same operands, and gives the numbers of the
-            results that are wrong.
+        execute: runs a jaxpr in an interpreter, always with the same operands, and gives the wrong results, by number.
         jaxpr, plain: the wrong program, and the plain one.
         fields: those of the interpreter.
     """
-    around = _Around(jaxpr, plain)
-    before = _Run({}, {}, {}, around.inside())
-    first = Changed(**fields, observe=around, before=before)
-    wrong = execute(first)
-    around.values = first.values
-    groups: dict[tuple[str, str], list[tuple[_Change, Any, Any]]] = {}
-    for place in around.places.values():
-        where = f"{around.line(place.eqn)} {place.name}"
-        for change in place.changes(around):
-            groups.setdefault((where, change.key), []).append((change, place.eqn, place.eqn))
-    for eqn, target, change in around.of_bodies():
-        groups.setdefault((str(id(target)), change.key), []).append((change, eqn, target))
+    program = _Program(jaxpr, plain, fields["sizes"])
+    first = Changed(**fields, program=program)
+    wrong = execute(first, jaxpr)
+    program.values = first.values
+    groups: dict[tuple[str, str, str], list[tuple[_Change, Any]]] = {}
+    for place in program.places.values():
+        for change in place.changes():
+            what = str(dataclasses.replace(change, rank=()))
+            groups.setdefault((program.line(place.eqn, change.at), place.name, what), []).append((change, place.eqn))
     tries = list(groups.values())
     tries += [[m] for members in groups.values() if len(members) > 1 for m in members]
     best, rank, cost = None, 0.0, 0.0
     for members in sorted(tries, key=lambda m: m[0][0].rank):
-        change, eqn, _ = members[0]
+        change, eqn = members[0]
         if best is not None and change.rank[0] > rank:
             break
-        targets = frozenset(id(m[2]) for m in members)
-        run = Changed(**fields, before=before, targets=targets, apply=change.apply)
+        run = Changed(**fields, program=program, change=change, targets=frozenset(id(e) for _, e in members))
         try:
             with np.errstate(all="ignore"):
-                still = execute(run)
+                still = execute(run, jaxpr)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, Undecided):  # it does not fit
             continue
         finally:
             cost += run.cost + 0.1
         if not still or (best is None and still < wrong and min(wrong) not in still):
-            best, rank = Repair(around.line(eqn), change.cause, not still), change.rank[0]
+            best, rank = (program.line(eqn, change.at), change.cause), change.rank[0]
         if not still or cost > _MOST_EQUATIONS:
             break
     return best
 
 
-def _bodies(jaxpr: Any, eqn: Any = None) -> Iterator[tuple[Any, Any]]:
+def line_of_result(jaxpr: Any, i: int) -> str:
+    """The user's line of the equation that makes a result of a jaxpr."""
     body = jax_adapter.closed(jaxpr)[0]
-    yield eqn, body
-    for e in body.eqns:
-        for inner in jax_adapter.sub_jaxprs(e.params):
-            yield from _bodies(inner, e)
+    for eqn in body.eqns:
+        for n, v in enumerate(eqn.outvars):
+            if v is body.outvars[i]:
+                inner = [b for b in jax_adapter.sub_jaxprs(eqn.params) if len(jax_adapter.closed(b)[0].outvars) > n]
+                return (line_of_result(inner[-1], n) if inner else "") or jax_adapter.user_line(eqn.source_info)
+    return ""
