@@ -265,6 +265,7 @@ WINGS = {
         language.registry: has_rule rule_of
         language.traits: traits_of
         tracing.expand: mark_of_any_sharding
+        tracing.partly_manual: manual_axes_of
         xla.hlo_collectives: groups_of pairs_of
         xla.hlo_parser: BRANCHES Computation Instruction Module arrays_of read_module
     """,
