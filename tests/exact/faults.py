@@ -300,22 +300,6 @@ def fully_sharded(fault, mesh):
     return plain, sharded
 
 
-@program("replica=2 shard=2", "6,3 8,6 8,3")
-def hybrid_sharded(fault, mesh):
-    def plain(w, x, y):
-        return w - 0.1 * jax.grad(squares)(w, x, y)
-
-    @manual(mesh, (P("shard"), P(("replica", "shard")), P(("replica", "shard"))), P("shard"))
-    def sharded(w, x, y):
-        full = all_gather(w, "replica" if fault == "gather" else "shard", tiled=True)
-        g = jax.grad(squares)(full, x, y)
-        g = g if fault == "replicas" else pmean(g, "shard" if fault == "scatter" else "replica")
-        g = g.reshape(3, 2, 3).swapaxes(0, 1).reshape(6, 3) if fault == "rows" else g
-        return w - 0.1 * psum_scatter(g, "shard", tiled=True) / 2
-
-    return plain, sharded
-
-
 @program("expert=4", "20,6 6,8 8,6,5 8,5,6")
 def experts(fault, mesh):
     def route(x, router, limit=2, slots=1):
@@ -509,44 +493,6 @@ def dropout(fault, mesh):
     return plain, sharded
 
 
-@program("expert=4", "7,5 5,8")
-def router(fault, mesh):
-    def plain(x, w):
-        scores = x @ w
-        return jnp.argmax(scores, -1), 1 / jnp.exp(scores - scores.max(-1, keepdims=True)).sum(-1)
-
-    @manual(mesh, (P(), P(None, "expert")), (P(), P()))
-    def sharded(x, w):
-        scores, start = x @ w, axis_index("expert") * (4 if fault == "stride" else 2)
-        top, at = scores.max(-1), jnp.argmax(scores, -1)
-        tops = all_gather(top, "expert")
-        ats = all_gather(at if fault == "offset" else at + start, "expert")
-        owner = tops.argmin(0) if fault == "least" else tops.argmax(0)
-        chosen = ats.max(0) if fault == "largest" else jnp.take_along_axis(ats, owner[None], 0)[0]
-        total = jnp.exp(scores - tops.max(0)[:, None]).sum(-1)  # or: gate
-        return chosen, 1 / (total if fault == "gate" else psum(total, "expert"))
-
-    return plain, sharded
-
-
-@program("model=4", "8,3 3")
-def clipping(fault, mesh):
-    def plain(g, b):
-        norm = jnp.sqrt(jnp.sum(g * g) + jnp.sum(b * b))
-        return g * jnp.minimum(1, 0.5 / norm), b * jnp.minimum(1, 0.5 / norm)
-
-    @manual(mesh, (P("model"), P()), (P("model"), P()))
-    def sharded(g, b):
-        own, shared = jnp.sum(g * g), jnp.sum(b * b)  # or: local
-        total = own if fault == "local" else psum(own + shared if fault == "all" else own, "model")
-        total = total + (0 if fault == "bias" or fault == "all" else shared)  # or: root
-        norm = total if fault == "root" else jnp.sqrt(total)  # or: bias
-        scale = jnp.minimum(1, (1 if fault == "bound" else 0.5) / norm)
-        return g * scale, b * scale
-
-    return plain, sharded
-
-
 @program("data=4", "8,3 8,3 8,3 12,8 12,3")
 def sharded_adam(fault, mesh):
     def step(w, g, m, v, old=False, count=3):
@@ -588,79 +534,5 @@ def histogram(fault, mesh):
 
         counts, sums = count(jnp.pad(ids, (0, 3)), extra)
         return counts, sums[:13]
-
-    return plain, sharded
-
-
-@program("data=4", "20,6 6,5")
-def balance_loss(fault, mesh):
-    def plain(x, w):
-        chances = jax.nn.softmax(x @ w)
-        shares = jax.nn.one_hot(jnp.argmax(chances, -1), 5)
-        return 5 * jnp.sum(shares.mean(0) * chances.mean(0))
-
-    @manual(mesh, (P("data"), P()), P())
-    def sharded(x, w):
-        chances = jax.nn.softmax(x @ w)
-        share, chance = jax.nn.one_hot(jnp.argmax(chances, -1), 5).mean(0), chances.mean(0)  # or: product share chance
-        share = share if fault == "share" or fault == "product" else pmean(share, "data")
-        chance = chance if fault == "chance" else pmean(chance, "data")
-        return (4 if fault == "count" else 5) * jnp.sum(share * chance)
-
-    return plain, sharded
-
-
-@program("data=2 model=2", "4,6 6 6,3")
-def split_layer_norm(fault, mesh):
-    def plain(x, scale, w):
-        centred = x - x.mean(-1, keepdims=True)
-        return centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * scale @ w
-
-    @manual(mesh, (P("data", "model"), P("model"), P("model")), P("data"), check=True)
-    def sharded(x, scale, w):
-        total = x.sum(-1, keepdims=True)  # or: local
-        mean = total / 3 if fault == "local" else psum(total, "model") / (3 if fault == "size" else 6)
-        centred = x - mean
-        variance = pmean((centred**2).mean(-1, keepdims=True), "data" if fault == "variance" else "model")
-        return psum(centred * lax.rsqrt(variance + 1e-5) * (scale[::-1] if fault == "scale" else scale) @ w, "model")
-
-    return plain, sharded
-
-
-@program("model=4", "8,6 6,12")
-def gathered_product(fault, mesh):
-    def plain(x, w):
-        return jnp.tanh(x @ w)
-
-    @manual(mesh, (P("model"), P(None, "model")), P(None, "model"))
-    def sharded(x, w):
-        part, out = x, jnp.zeros((8, 3))
-        for t in range(3 if fault == "blocks" else 4):
-            at = (axis_index("model") - t + (1 if fault == "place" else 0)) % 4
-            out = lax.dynamic_update_slice(out, (x if fault == "first" else part) @ w, (at * 2, 0))  # or: blocks
-            part = ppermute(part, "model", ring(4, -1 if fault == "turn" else 1))
-        return jnp.tanh(out)
-
-    return plain, sharded
-
-
-@program("seq=4", "12,3 12,3 3 3 3")
-def decoding(fault, mesh):
-    def plain(keys, values, k, v, q):
-        keys, values = keys.at[7].set(k), values.at[7].set(v)
-        return jax.nn.softmax(jnp.where(jnp.arange(12) <= 7, keys @ q, -jnp.inf)) @ values, keys
-
-    @manual(mesh, (P("seq"), P("seq"), P(), P(), P()), (P(), P("seq")))
-    def sharded(keys, values, k, v, q):
-        start = axis_index("seq") * 3
-        at = jnp.clip(7 - start + (1 if fault == "write" else 0), 0, 2)
-        own = start + 3 > 7 if fault == "owner" else (start <= 7) & (start + 3 > 7)
-        written = jnp.where(own, keys.at[at].set(k), keys), jnp.where(own, values.at[at].set(v), values)
-        values = values if fault == "stale" else written[1]
-        seen = start + jnp.arange(3) < 7 if fault == "length" else start + jnp.arange(3) <= 7
-        scores = jnp.where(seen, written[0] @ q, -1e30)
-        top = scores.max() if fault == "top" else pmax(scores.max(), "seq")
-        p = jnp.exp(scores - top)
-        return psum(p @ values, "seq") / psum(p.sum(), "seq"), written[0]  # or: stale
 
     return plain, sharded

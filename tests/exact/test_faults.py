@@ -14,7 +14,6 @@ NO_LINE = {
     "ring_attention": "steps keys",
     "stencil": "axis",
     "sharded_adam": "count",
-    "gathered_product": "blocks first",
 }
 EACH = pytest.mark.parametrize("program", faults.PROGRAMS, ids=lambda program: program.name)
 
@@ -52,7 +51,7 @@ def test_what_check_vma_finds_is_as_the_page_says(monkeypatch):
 
     accepted = [program for program in faults.PROGRAMS if not is_refused(program)]
     refused = [is_refused(program, fault) for program in accepted for fault in program.faults]
-    assert (len(faults.PROGRAMS) - len(accepted), len(refused), sum(refused)) == (6, 96, 13)
+    assert (len(faults.PROGRAMS) - len(accepted), len(refused), sum(refused)) == (5, 70, 9)
 
 
 @pytest.mark.one_in(6)
@@ -75,6 +74,6 @@ def test_faults_are_found_with_their_lines(program):
 
 def test_nine_in_ten_faults_have_their_line():
     count = sum(len(program.faults) for program in faults.PROGRAMS)
-    assert (len(faults.PROGRAMS), count) == (26, 129)
+    assert (len(faults.PROGRAMS), count) == (19, 98)
     assert sum(len(names.split()) for names in NO_LINE.values()) <= count / 10
     assert all(program.lines(fault) for program in faults.PROGRAMS for fault in program.faults)
