@@ -195,6 +195,27 @@ class Between:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Divided:
+    """Shardings over two axes. One axis is divided into parts: these stay together, or do so after a swap."""
+
+    parts: Atoms  # the parts of the divided axis
+    other: str  # the other axis
+    alike: Atoms  # the parts that have its size
+
+    def __contains__(self, here: Sharding) -> bool:
+        swaps = ({a: self.other, self.other: a} for a in self.alike)
+        return self.is_whole(here) or any(self.is_whole(_renamed(here, swap)) for swap in swaps)
+
+    def is_whole(self, here: Sharding) -> bool:
+        """Whether the divided axis is whole."""
+        unreduced = tuple(a for a, _ in here.unreduced if a in self.parts)
+        held = [atoms for atoms in (*here.dims, unreduced) if not set(self.parts).isdisjoint(atoms)]
+        return not held or (
+            len(held) == 1 and any(held[0][i:][: len(self.parts)] == self.parts for i in range(len(held[0])))
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Listed:
     """Shardings with these dimensions, reduced or not."""
 
@@ -204,13 +225,31 @@ class Listed:
         return here.dims in self.dims
 
 
-Through = Between | Listed
+Through = Between | Divided | Listed
 
 
 def _renamed(sharding: Sharding, names: dict[str, str]) -> Sharding:
     """The sharding with other axes in the places of some."""
     dims = tuple(tuple(names.get(a, a) for a in atoms) for atoms in sharding.dims)
     return Sharding(dims).with_unreduced({names.get(a, a): m for a, m in sharding.unreduced})
+
+
+def _divided(mesh: Mesh, axes: tuple[Atoms, ...]) -> tuple[tuple[Atoms, ...], Divided | None]:
+    """The axes. One of two is divided if a part of it has the size of the other: these two can be exchanged.
+
+    >>> mesh = Mesh.abstract(data=4, model=2)
+    >>> axes, divided = _divided(mesh, axes_of(mesh))
+    >>> axes, divided.parts, divided.other
+    ((('data.0',), ('data.1',), ('model',)), ('data.0', 'data.1'), 'model')
+    """
+    for i, axis in enumerate(axes if len(axes) == 2 else ()):
+        other = axes[1 - i]
+        for k in range(1, len(axis)):
+            names = {mesh.format_atoms(part): mesh.count(part) for part in (axis[:k], axis[k:])}
+            if alike := tuple(name for name, size in names.items() if size == mesh.count(other)):
+                parts = (*axes[:i], axis[:k], axis[k:], *axes[i + 1 :])
+                return parts, Divided(tuple(names), mesh.format_atoms(other), alike)
+    return axes, None
 
 
 class AxisSteps:
@@ -702,9 +741,11 @@ class Reshards:
 
     def __init__(self, mesh: Mesh, axes: tuple[Atoms, ...], through: Through | None = None):
         self.mesh, self.axes = mesh, axes
+        moving, divided = _divided(mesh, axes)
         if len(axes) <= FEW:  # steps over few axes do not depend on their order
-            axes = tuple(sorted(axes, key=lambda axis: mesh.atoms.index(axis[0])))
-        self._steps = _axis_steps(dataclasses.replace(mesh, times=None), axes, through)
+            moving = tuple(sorted(moving, key=lambda axis: mesh.atoms.index(axis[0])))
+        self._divided = divided
+        self._steps = _axis_steps(dataclasses.replace(mesh, times=None), moving, divided or through)
         self._names_of = {axis: name for name, axis in self._steps.atoms_of.items()}
         self._prices = _prices_of(mesh, self._steps)
         self._known: dict[Sharding, Sharding | None] = {}  # over whole axes; None if a sharding uses a part of one
@@ -780,7 +821,8 @@ class Reshards:
             unreduced = {name: monoids[atoms[0]] for name, atoms in atoms_of.items() if atoms[0] in monoids}
             whole = {a: unreduced[name] for name in unreduced for a in atoms_of[name]}
             found = Sharding(tuple(atoms or () for atoms in dims)).with_unreduced(unreduced)
-            self._known[sharding] = found if whole == monoids and None not in dims else None
+            is_whole = whole == monoids and None not in dims and (not self._divided or self._divided.is_whole(found))
+            self._known[sharding] = found if is_whole else None
         return self._known[sharding]
 
     def _names(self, atoms: Atoms) -> Atoms | None:

@@ -298,7 +298,7 @@ def _cheapest(
     while True:
         costs = exact_costs.assuming() if rounds else exact_costs
         graph = graph_of(propagated.program, costs, propagated=propagated, boundary=boundary)
-        graph, states, gap = _chosen(graph)
+        graph, states, gap = _chosen(graph, propagated)
         if not rounds or not costs.price(graph.splits(states)):
             is_limited = graph.is_limited or costs.axes != axes  # whether plans over whole axes were not compared
             plan = decided(graph, states, propagated)
@@ -306,17 +306,18 @@ def _cheapest(
         rounds -= 1
 
 
-def _chosen(graph: Graph) -> tuple[Graph, Ints, float]:
+def _chosen(graph: Graph, propagated: Propagated) -> tuple[Graph, Ints, float]:
     """The problem without states that make loops hold too many bytes, its cheapest states, and the gap.
 
     Prefers states in which equal layers get equal choices, if these cost little more (``_SAME``).
     """
     classes, equal, equal_cost = classes_of_layers(graph), None, math.inf
+    likely = _propagated_states(graph, propagated)
     if classes is not None:
         with contextlib.suppress(ProblemError):  # layers have to alternate
-            equal = _solved(graph, classes)
+            equal = _solved(graph, likely, classes)
             equal_cost = equal[0].problem.value(equal[1])
-    best, states, bound = _solved(graph, None, equal_cost / _SAME, [] if equal is None else [equal[1]])
+    best, states, bound = _solved(graph, likely, None, equal_cost / _SAME, [] if equal is None else [equal[1]])
     cost = best.problem.value(states)
     if equal is not None and equal_cost <= cost * _SAME:
         limited = equal[0].is_limited or best.is_limited
@@ -324,8 +325,18 @@ def _chosen(graph: Graph) -> tuple[Graph, Ints, float]:
     return best, states, max(0.0, 1 - bound / cost) if cost else 0.0
 
 
+def _propagated_states(graph: Graph, propagated: Propagated) -> dict[int, int]:
+    """For the sharding groups, the states in which values have their propagated shardings."""
+    found: dict[int, int] = {}
+    for k, (group, states) in enumerate(zip(graph.groups.members, graph.states, strict=True)):
+        wanted = {propagated.shardings[v] for v in group}
+        found |= [(k, i) for i, sharding in enumerate(states) if sharding in wanted][:1]
+    return found
+
+
 def _solved(
     graph: Graph,
+    likely: Mapping[int, int],
     classes: Ints | None = None,
     enough: float = math.inf,
     start: Sequence[Ints] = (),
@@ -337,10 +348,11 @@ def _solved(
     """
     found: tuple[Graph, Ints, float] | None = None
     limited: Graph | None = graph
+    likely = likely if classes is None else {int(classes[node]): state for node, state in likely.items()}
     while limited is not None:
         try:
             problem = limited.problem if classes is None else tied(limited.problem, classes)
-            solution = solve(problem, start=start, effort=EFFORT, enough=enough)
+            solution = solve(problem, start=start, effort=EFFORT, enough=enough, likely=likely)
             if not solution.fits:
                 raise ProblemError("No states are allowed together.")
         except ProblemError:

@@ -18,7 +18,7 @@ The cost of a forbidden choice is ``inf``. Bytes are whole numbers, so that sums
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -98,6 +98,13 @@ class Problem:
             loads=tuple(_loads(loads, node_costs, numbers)),
             limit=None if limit is None else float(np.floor(limit)),
         )
+
+    def restricted(self, states: Mapping[int, int]) -> Problem:
+        """The problem in which some nodes may have one state only."""
+        costs = list(self.costs)
+        for node, state in states.items():
+            costs[node] = np.where(np.arange(costs[node].size) == state, costs[node], np.inf)
+        return dataclasses.replace(self, costs=tuple(costs))
 
     @cached_property
     def states(self) -> Ints:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
-from gshard.core.time_budget import OutOfTime, check_deadline
+from gshard.core.time_budget import EFFORT, OutOfTime, check_deadline
 from gshard.solver.descent import Descent, Forest
 from gshard.solver.messages import Flat, Messages
-from gshard.solver.problem import Floats, Ints, Problem
+from gshard.solver.problem import Floats, Ints, Problem, ProblemError
 from gshard.solver.reduce import DoesNotFit, Reduced, reduce
 
 # Minimises the peak of memory, for problems without a known solution that fits.
@@ -171,6 +173,7 @@ LEAST, MOST = 60, 400  # the fewest and the most of these rounds
 BURN = 15  # rounds before the first leap, in which prices settle
 LEAPS = 2  # leaps after each later round
 IDLE = 300  # steps without a better solution after which the search ends
+_NONE: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -206,6 +209,7 @@ def solve(
     tolerance: float = TOLERANCE,
     effort: float = 1.0,
     enough: float = np.inf,
+    likely: Mapping[int, int] = _NONE,
 ) -> Solution:
     """Searches for the best states. An interrupt (Ctrl-C) ends the search early.
 
@@ -216,13 +220,14 @@ def solve(
         tolerance: the search ends at a smaller gap.
         effort: the number of steps, relative to the usual one; ``inf`` for as many as the time allows.
         enough: the search ends at a higher bound.
+        likely: states of some nodes. The search also begins at the best states in which they have these.
 
     Raises:
         ProblemError: no states are allowed together, which the reduction of the problem shows.
     """
     search = _Search(problem, time.monotonic() + most_seconds)
     try:
-        search.run(start, tolerance, effort, enough)
+        search.run(start, likely, tolerance, effort, enough)
     except (KeyboardInterrupt, OutOfTime) as end:
         if search.states is None:
             raise
@@ -246,7 +251,14 @@ class _Search:
         if value < self.value and self.problem.fits(states):
             self.states, self.value = states, value
 
-    def run(self, start: Sequence[Sequence[int] | Ints], tolerance: float, effort: float, enough: float) -> None:
+    def run(
+        self,
+        start: Sequence[Sequence[int] | Ints],
+        likely: Mapping[int, int],
+        tolerance: float,
+        effort: float,
+        enough: float,
+    ) -> None:
         for states in start:
             self.offer(np.array(states, dtype=np.int64))
         try:
@@ -259,7 +271,8 @@ class _Search:
             self.offer(reduced.lift(states))
             self.bound = reduced.problem.value(states)
         if outcome is None:
-            self._descend(reduced, [*map(reduced.lower, start)], tolerance, effort, enough)
+            given = [*map(reduced.lower, start), *_likely_states(reduced, likely)]
+            self._descend(reduced, given, tolerance, effort, enough)
         if self.states is None and self.least is None:
             self._peak()
 
@@ -306,3 +319,13 @@ class _Search:
         value, peak = self.problem.value(states), self.problem.peak(states)
         bound = min(self.bound, value)  # rounding may raise the bound above the value
         return Solution(self.problem, states, value, bound, peak, self.steps, self.cut, self.interrupted)
+
+
+def _likely_states(reduced: Reduced, likely: Mapping[int, int]) -> Iterator[Ints]:
+    """The best states of a reduced problem in which these nodes have these states; nothing if that is forbidden."""
+    pairs = enumerate(zip(reduced.nodes, reduced.kept, strict=True))
+    states = {i: np.flatnonzero(kept == likely[node]) for i, (node, kept) in pairs if node in likely}
+    with contextlib.suppress(ProblemError):
+        if states:
+            one = {i: int(found[0]) for i, found in states.items() if found.size}
+            yield solve(reduced.problem.restricted(one), effort=EFFORT).states
