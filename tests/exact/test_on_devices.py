@@ -84,7 +84,7 @@ def test_dtypes(dtype, rng):
         extremes = [] if dtype == "complex64" else [lax.pmax(x, "b"), lax.pmin(x, ("c", "a"))]
         summed = [] if dtype == "bool" else [lax.psum_scatter(x, ("b", "a"), tiled=True)]
         moved = [lax.all_to_all(x, ("c", "b"), 0, 1, tiled=True), *(lax.ppermute(x, "a", p) for p in ([(0, 1)], []))]
-        return [lax.psum(x, ("c", "a")), lax.all_gather(x, "c"), *extremes, *summed, *moved]
+        return [lax.psum(x, ("c", "a")), *(lax.all_gather(y, "c") for y in (x, x[:0])), *extremes, *summed, *moved]
 
     check(everything, CUBE, random_locals(rng, (4, 3), dtype), tolerance=1e-2 if "16" in dtype else 1e-6)
 

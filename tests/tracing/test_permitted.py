@@ -126,7 +126,7 @@ CONTAINERS = {
 
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_a_mark_changes_no_number(name):
-    """Where tests/laws/test_any_finite_program.py makes no programs: in derivatives, under vmap, in while loops."""
+    """Where tests/laws/test_any_program.py makes no programs: in derivatives, under vmap, in while loops."""
     f, arguments = CONTAINERS[name]
     assert_proved(gshard.jit(f, mesh={"b": 2, "a": 4}), arguments)
 

@@ -603,6 +603,6 @@ def _sent(
 
     def send(*vs: np.ndarray) -> np.ndarray:
         rows = [np.broadcast_to(v.ravel(), (draws, 1)) if v.size == 1 else v.reshape(draws, -1) for v in vs]
-        return np.concatenate(rows, 1)[lanes, at].reshape(-1, *at.shape[2:])
+        return np.concatenate(rows, 1)[lanes, at].reshape(draws * devices, *at.shape[2:])
 
     return moved(send, *arrays)
