@@ -1,8 +1,8 @@
-"""Flat beam search against one that reorders its cache, and against plain Python that re-reads every prefix."""
+"""Flat beam search against plain Python that re-reads every prefix."""
 
 import dataclasses
-import math
-from functools import partial
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,55 @@ import numpy as np
 import pytest
 
 from gshard import moe
-from gshard_m4.decode import EOS, PAD, UNK, DecodeConfig, ids_of
+from gshard_m4.decode import (
+    EOS,
+    FORBIDDEN,
+    PAD,
+    DecodeConfig,
+    begin_beam,
+    extend_beam,
+    ids_of,
+    length_normaliser,
+    unfinished,
+)
 from moe import naive
-from reordering import decode, flat_beam_search, reordering_beam_search
 
 CONFIG = moe.TransformerConfig(
     23, 11, model_dim=16, hidden_dim=24, heads=2, head_dim=8, encoder_layers=2, decoder_layers=2, experts=4,
     group_size=None, partitions=2,
 )  # fmt: skip
+
+
+class Decoded(NamedTuple):
+    """The n best translations of each sentence, and their scores; as in `gshard_m4.decode.Beam`."""
+
+    tokens_BNT: Any
+    score_BN: Any
+
+
+def flat_beam_search(step, cache, sentences, longest, options):
+    """All sentences to their ends; ``step`` and ``options`` as for `gshard_m4.decode.extend_beam`."""
+    found = jax.lax.while_loop(
+        lambda beam: jnp.any(unfinished(beam, options)),
+        lambda beam: extend_beam(step, beam, options),
+        begin_beam(sentences, longest, options, cache),
+    )
+    return Decoded(found.best_BNT, found.best_BN)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "options"))
+def decode(config, params, source_BL, options):
+    """Translations by a model on one device."""
+    config = dataclasses.replace(config, partitions=1).dropless()
+    valid_BL = source_BL != PAD
+    sentences, longest = len(source_BL), options.longest(source_BL.shape[1])
+    memory = moe.project_memory(config, params, moe.encode(config, params, source_BL))
+
+    def step(cache, tokens_BK, position_B, seen_BKP):
+        return moe.decode_flat_step(config, params, cache, tokens_BK, position_B, memory, valid_BL, seen_BKP)
+
+    cache = moe.init_cache(config, sentences, longest * options.beam)
+    return flat_beam_search(step, cache, sentences, longest, options)
 
 
 def random_model(seed, sharpness=6.0):
@@ -35,7 +76,7 @@ def random_source(rng, sentences=5, length=7):
     return source
 
 
-@partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling costs more than running
+@functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling costs more than running
 def forward(params, source_BL, inputs_BL):
     return moe.forward(dataclasses.replace(CONFIG, partitions=1).dropless(), params, source_BL, inputs_BL)[0]
 
@@ -48,24 +89,23 @@ def next_log_probabilities(params, source_L, length):
         inputs[0, 1 : len(prefix) + 1] = prefix
         logits = np.asarray(forward(params, source_L[None], inputs), np.float64)[0, len(prefix)]
         logp = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
-        logp[[PAD, UNK]] = -np.inf
+        logp[list(FORBIDDEN)] = -np.inf
         return logp
 
     return score
 
 
-def reference_beam(score, beam, alpha, length):
-    live, best, best_score = [([], 0.0)], [], -math.inf
-    for t in range(length):
-        candidates = []
-        for prefix, total in live:
-            logp = score(prefix)
-            ending = (total + logp[EOS]) / ((5 + t + 1) / 6) ** alpha
-            if ending > best_score:
-                best, best_score = prefix, ending
-            candidates += [(prefix + [v], total + logp[v]) for v in range(len(logp)) if v != EOS]
-        live = sorted(candidates, key=lambda c: -c[1])[:beam]
-    return best, best_score
+def reference_beam(score, options):
+    """The n best translations of a sentence, and their scores; of equal ones that come first which were found first."""
+    live, best = [([], np.float32(0))], []
+    for t in range(options.max_length):
+        candidates = [(prefix, total + score(prefix)) for prefix, total in live]
+        normaliser = np.float32(1) / length_normaliser(t + 1, options.alpha)  # XLA multiplies by it
+        ended = [(prefix, of[EOS] * normaliser) for prefix, of in candidates]
+        best = sorted(best + ended, key=lambda c: -c[1])[: options.n_best]
+        longer = [([*prefix, v], of[v]) for prefix, of in candidates for v in range(len(of)) if v != EOS]
+        live = sorted(longer, key=lambda c: -c[1])[: options.beam]
+    return [(prefix, total) for prefix, total in best if total > -np.inf]
 
 
 @pytest.mark.parametrize(("beam", "alpha", "seed"), [
@@ -76,7 +116,7 @@ def test_beam_search_equals_the_reference(beam, alpha, seed, rng):
     options = DecodeConfig(beam=beam, alpha=alpha, max_length=6)
     found = decode(CONFIG, params, source, options)
     for i in range(len(source)):
-        want, want_score = reference_beam(next_log_probabilities(params, source[i], 6), beam, alpha, 6)
+        ((want, want_score),) = reference_beam(next_log_probabilities(params, source[i], 6), options)
         assert ids_of(np.asarray(found.tokens_BNT[i, 0])) == want
         np.testing.assert_allclose(found.score_BN[i, 0], want_score, rtol=1e-4)
 
@@ -88,7 +128,7 @@ def listed(found):
 
 
 class ExactModel:
-    """Attention whose every sum is exact, so that flat and reordering search can be compared bit for bit.
+    """Attention whose every sum is exact, so that searches can be compared bit for bit.
 
     A hypothesis adds up the integer vectors of its tokens, each times its position; the sum, modulo 3, picks one
     of three rows of logits that are 0 or 1/2: ties everywhere. ``slope`` makes the end likelier with
@@ -113,28 +153,27 @@ class ExactModel:
         sum_BKD = jnp.einsum("BKP,BPD->BKD", seen_BKP.astype(jnp.float32), cache_BPD) + self.first_BD[:, None]
         return self.logits(sum_BKD, position[0]), cache_BPD
 
-    def reordering(self, cache, tokens_N, position):
-        sum_ND = cache[0] + self.words_VD[tokens_N] * (position + 1)
-        return self.logits(sum_ND, position), sum_ND[None]
+    def score(self, first_D, prefix):
+        tokens_T = np.array([PAD, *prefix])
+        sum_D = first_D + self.words_VD[tokens_T].T @ np.arange(1.0, 1 + len(tokens_T))
+        return np.array(log_probabilities(self.logits(sum_D, len(prefix))))
+
+
+@jax.jit
+def log_probabilities(logits_V):
+    return jax.nn.log_softmax(logits_V).at[jnp.array(FORBIDDEN)].set(-jnp.inf)
 
 
 @pytest.mark.parametrize(("alpha", "slope"), [(0.0, 0.0), (0.6, 0.5)])
 @pytest.mark.parametrize("beam", [3, 16, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 7))])
-def test_flat_equals_reordering_to_the_bit_with_ties(beam, alpha, slope, rng):
+def test_it_equals_the_reference_to_the_bit_with_ties(beam, alpha, slope, rng):
     """Ties, and hypotheses of several lengths: without them this would prove little."""
     B, V, T = 9, 7, 8
     model = ExactModel(rng, B, V, slope)
     options = DecodeConfig(beam=beam, alpha=alpha, max_length=T, n_best=max(1, beam // 2))
-    state = jnp.repeat(model.first_BD, beam, axis=0)[None]
-
-    def reference(stop_early):
-        run = jax.jit(lambda s: reordering_beam_search(model.reordering, s, B, options, stop_early))
-        return listed(run(state))
-
-    want = reference(stop_early=False)
     found = jax.jit(lambda cache: flat_beam_search(model.flat, cache, B, T, options))(jnp.zeros((B, T * beam, 3)))
+    want = [reference_beam(functools.partial(model.score, first_D), options) for first_D in model.first_BD]
     assert listed(found) == want
-    assert reference(stop_early=True) == want, "stopping early changes nothing"
     if (alpha, beam) == (0.6, 16):
         assert sum(len({s for _, s in of}) < len(of) for of in want) >= 3
         assert len({len(ids) for of in want for ids, _ in of}) >= 3

@@ -10,8 +10,8 @@ import gshard
 from gshard import moe
 from gshard_m4.decode import EOS, DecodeConfig
 from gshard_m4.stream import Search, Sentence, _programs, placed
+from m4.test_decode import decode
 from moe import naive
-from reordering import decode
 
 CONFIG = moe.TransformerConfig(
     source_vocabulary=23, target_vocabulary=11, model_dim=16, hidden_dim=24, heads=2, head_dim=8, encoder_layers=2,
