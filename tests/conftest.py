@@ -40,6 +40,8 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from jax._src import compiler  # noqa: E402
 
+import chromium  # noqa: E402
+
 # The same cases at every run; no limit on time, since a first call compiles.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
@@ -155,6 +157,15 @@ def golden(request):
         )
 
     return compare
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A page of a browser, if there is one."""
+    if chromium.FOUND is None:
+        pytest.skip("no Chromium on the path: apt-get install chromium")
+    with chromium.Chromium() as page:
+        yield page
 
 
 @pytest.fixture

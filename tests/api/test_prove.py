@@ -78,10 +78,6 @@ def test_what_is_equal(name):
         assert gshard.prove(f, X, Y, like=like).verdict == verdict
 
 
-def check(case):
-    assert_proved(gshard.jit(case.function, mesh=gshard.Mesh.abstract(**case.mesh)), case.arguments)
-
-
 ALL = {**CASES, **SMALL}
 LARGE = {
     name for name in ALL if name.startswith(("small/neural", "small/vort", "windows/convolution_of_batch"))
@@ -91,15 +87,10 @@ LARGE = {
 SAMPLE = sampled([n for n in ALL if n not in LARGE], lambda n: n.partition("/")[0], lambda n: 6, "prove")
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLE))
+@pytest.mark.parametrize("name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.slow) for n in ALL])
 def test_what_gshard_makes_of_a_program_is_the_program(name):
-    check(ALL[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ALL)
-def test_what_gshard_makes_of_every_program_is_the_program(name):
-    check(ALL[name])
+    case = ALL[name]
+    assert_proved(gshard.jit(case.function, mesh=gshard.Mesh.abstract(**case.mesh)), case.arguments)
 
 
 def mesh(**axes):

@@ -9,12 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import gshard
 from checked_calls import near
-from gshard import replicate, shard, split
+from gshard import shard, split
 from harness import normal
 from invented import invented
 from placed import mesh_of, three_calls
@@ -35,29 +33,6 @@ def without_rule(x):
     return invented(split(x, 0, "data")) * 2
 
 
-def results_of_all_kinds(x):
-    return split(x, 0, 2) @ CAPTURED, x, 3, None, {"a": jnp.ones(3)}
-
-
-CAPTURED = jnp.asarray(normal(6, 6))
-
-
-def constraint_of_jax(x):
-    axes = (AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=axes)
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("model", "data"))).sum(0)
-
-
-def random(key, x):
-    x = split(x, 0, 8)
-    keys = jax.random.key_data(jax.random.split(key, 3))
-    return x + jax.random.normal(key, x.shape), jax.random.permutation(key, 7), jax.random.categorical(key, x), keys
-
-
-def empty(x):
-    return split(x, 0, 8) * 2, x.sum(), jnp.zeros((0, 3)), x[:0]
-
-
 def transformed(x):
     """What mixes a split dimension wants it whole: its parts move to another one, and the result leaves so."""
     return jnp.fft.fft(split(x, 2, "model"))
@@ -75,10 +50,6 @@ def joined(x):
 
 def device_order(x):
     return shard(x, np.arange(8).reshape(4, 2).T) + 1
-
-
-def replicated_then_split(x):
-    return split(jnp.sin(replicate(x)), 1, 8)
 
 
 def over_split_layers(x, weights):
@@ -105,10 +76,6 @@ def calls(x):
 
 CASES = [
     Case("without rule", without_rule, (normal(8, 6),), {"all_gather"}, ("invented",)),
-    Case("results of all kinds", results_of_all_kinds, (normal(4, 6),)),
-    Case("with_sharding_constraint", constraint_of_jax, (normal(8, 4),), {"all_reduce"}),
-    Case("random", random, (jax.random.key(3), normal(5, 6))),
-    Case("size 0", empty, (normal(0, 4),)),
     Case("scan over a split dimension", over_split_layers, (normal(3, 16), normal(8, 16, 16) / 4)),
     Case("calls", calls, (normal(8, 3),), set()),
     # No spec over whole axes of the user's mesh says that order, so the result is gathered along the others.
@@ -116,7 +83,6 @@ CASES = [
     Case("parts move to a parallel dimension", transformed, (normal(4, 3, 8),), {"all_to_all"}),
     Case("reshape that joins a split dimension", joined, (normal(4, 8, 12),), {"all_to_all"}),
     Case("an uneven result leaves cut elsewhere", lengthened, (normal(8, 4),), {"all_to_all"}),
-    Case("replicated, then split", replicated_then_split, (normal(3, 5),), {"all_gather"}),
 ]
 
 

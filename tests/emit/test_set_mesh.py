@@ -61,6 +61,7 @@ KEYS = {
     "bits": lambda key, x: jax.vmap(lambda i: random.bits(random.fold_in(key, i), (3,)))(split(x, 0, 8)),
     "normal": lambda key, x: jax.vmap(lambda k: random.normal(k, (4,)))(random.split(key, x.size)),
     "permutation of x": lambda key, x: random.permutation(key, split(x, 0, 8)),
+    "categorical": lambda key, x: random.categorical(key, split(x * 0.5, 0, 8)),
     "scan": lambda key, x: lax.scan(
         lambda k, v: (random.split(k)[0], jax.vmap(lambda q: random.randint(q, (2,), 0, 99))(random.split(k, 3)) + v),
         key,

@@ -87,28 +87,15 @@ def ring(n, by=1):
 
 
 def squares(w, x, y):
-    return jnp.mean((jnp.tanh(x @ w) - y) ** 2)  # or: unsummed value undivided replicas
-
-
-def step(w, x, y):
-    value, g = jax.value_and_grad(squares)(w, x, y)
-    return value, w - 0.1 * g
-
-
-@program("data=4", "6,3 8,6 8,3")
-def data_parallel(fault, mesh):
-    @manual(mesh, (P(), P("data"), P("data")), (P(), P()))
-    def sharded(w, x, y):
-        value, g = jax.value_and_grad(squares)(w, x, y)
-        combined = (psum if fault == "sums" else pmax if fault == "max" else pmean)(g, "data")
-        g = g if fault == "unsummed" else combined
-        return value if fault == "value" else pmean(value, "data"), w - 0.1 * g
-
-    return step, sharded
+    return jnp.mean((jnp.tanh(x @ w) - y) ** 2)  # or: undivided
 
 
 @program("data=4", "6,3 8,6 8,3")
 def data_parallel_checked(fault, mesh):
+    def step(w, x, y):
+        value, g = jax.value_and_grad(squares)(w, x, y)
+        return value, w - 0.1 * g
+
     @manual(mesh, (P(), P("data"), P("data")), (P(), P()), check=True)
     def sharded(w, x, y):
         value, g = jax.value_and_grad(squares)(w, x, y)  # JAX sums the gradient
@@ -381,30 +368,6 @@ def convolution(fault, mesh):
     return plain, sharded
 
 
-@program("y=2 x=4", "6,8")
-def stencil(fault, mesh):
-    def plain(u):
-        p = jnp.pad(u, 1)
-        return p[1:-1, 1:-1] + 0.1 * (p[:-2, 1:-1] + p[2:, 1:-1] + p[1:-1, :-2] + p[1:-1, 2:] - 4 * p[1:-1, 1:-1])
-
-    @manual(mesh, P("y", "x"), P("y", "x"))
-    def sharded(u):
-        def halos(u, axis, n, dim):
-            last = lax.slice_in_dim(u, u.shape[dim] - 1, None, axis=dim)
-            first = lax.slice_in_dim(u, 0, 1, axis=dim)
-            before = ppermute(last, axis, [(i, i + 1) for i in range(n - 1)])
-            after = ppermute(first, axis, [(i + 1, i) for i in range(n - 1)])
-            return jnp.concatenate([before, u, after], dim)
-
-        a = halos(u, "y", 2, 0)
-        b = halos(u, "y", 2, 1) if fault == "axis" else halos(u, "x", 4, 1)
-        b = jnp.where(axis_index("x") == 0, b.at[:, 0].set(b[:, 1]), b) if fault == "edge" else b
-        a = a.at[-1].set(a[-2]) if fault == "corner" else a
-        return u + 0.1 * (a[:-2] + a[2:] + b[:, :-2] + b[:, 2:] - (5 if fault == "weight" else 4) * u)
-
-    return plain, sharded
-
-
 @program("stage=4", "4,5,5 3,2,5")
 def pipeline(fault, mesh):
     def plain(w, x):
@@ -423,25 +386,6 @@ def pipeline(fault, mesh):
         _, outs = lax.scan(tick, jnp.zeros((2, 5)), jnp.arange(6))
         outs = outs[2:5] if fault == "ticks" else outs[3:]
         return psum(jnp.where(stage == (2 if fault == "last" else 3), outs, 0), "stage")
-
-    return plain, sharded
-
-
-@program("data=4", "12,5 5 5")
-def batch_norm(fault, mesh):
-    def plain(x, scale, running):
-        mean, square = x.mean(0), (x * x).mean(0)
-        variance = square - mean**2
-        return (x - mean) * lax.rsqrt(variance + 1e-5) * scale, 0.9 * running + 0.1 * variance
-
-    @manual(mesh, (P("data"), P(), P()), (P("data"), P()))
-    def sharded(x, scale, running):
-        mean = x.mean(0) if fault == "mean" else pmean(x.mean(0), "data")
-        square = (x * x).mean(0) if fault == "square" else pmean((x * x).mean(0), "data")
-        variance = square - (pmean(x.mean(0) ** 2, "data") if fault == "local" else mean**2)
-        variance = variance * 12 / 11 if fault == "unbiased" else variance
-        running = 0.9 * running + 0.1 * (running if fault == "momentum" else variance)
-        return (x - mean) * lax.rsqrt(variance + 1e-5) * scale, running
 
     return plain, sharded
 

@@ -12,7 +12,6 @@ NO_LINE = {
     "gradient_from_outside": "scale",  # the equation is outside of the shard_map; the sum of the gradients is blamed
     "sequence_parallel": "part",
     "ring_attention": "steps keys",
-    "stencil": "axis",
     "sharded_adam": "count",
 }
 EACH = pytest.mark.parametrize("program", faults.PROGRAMS, ids=lambda program: program.name)
@@ -51,7 +50,7 @@ def test_what_check_vma_finds_is_as_the_page_says(monkeypatch):
 
     accepted = [program for program in faults.PROGRAMS if not is_refused(program)]
     refused = [is_refused(program, fault) for program in accepted for fault in program.faults]
-    assert (len(faults.PROGRAMS) - len(accepted), len(refused), sum(refused)) == (5, 70, 9)
+    assert (len(faults.PROGRAMS) - len(accepted), len(refused), sum(refused)) == (5, 57, 6)
 
 
 @pytest.mark.one_in(6)
@@ -74,6 +73,6 @@ def test_faults_are_found_with_their_lines(program):
 
 def test_nine_in_ten_faults_have_their_line():
     count = sum(len(program.faults) for program in faults.PROGRAMS)
-    assert (len(faults.PROGRAMS), count) == (19, 98)
+    assert (len(faults.PROGRAMS), count) == (16, 85)
     assert sum(len(names.split()) for names in NO_LINE.values()) <= count / 10
     assert all(program.lines(fault) for program in faults.PROGRAMS for fault in program.faults)

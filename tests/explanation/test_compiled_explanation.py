@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import gshard
+from explanation.advised_steps import given
 from gshard.xla.hlo_collectives import collectives
 
 P = PartitionSpec
@@ -21,10 +22,6 @@ NAMES = ("data", "model")
 @pytest.fixture(scope="module")
 def mesh():
     return Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
-
-
-def given(mesh, shape, *spec):
-    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
 
 
 def step(params, x):

@@ -9,7 +9,6 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import chromium
 import gshard
 from explanation.compiled_texts import GPU, TPU
 from gshard.explanation.difference import DifferenceError, difference
@@ -165,16 +164,7 @@ def test_lines_of_files_that_are_not_here_are_compared_by_their_numbers(found, t
 
 # In a browser.
 
-in_browser = pytest.mark.skipif(chromium.FOUND is None, reason="no Chromium on the path: apt-get install chromium")
 
-
-@pytest.fixture(scope="module")
-def browser():
-    with chromium.Chromium() as page:
-        yield page
-
-
-@in_browser
 @pytest.mark.parametrize("width", [400, 1280])
 def test_the_page_opens_and_is_no_wider_than_the_screen(browser, one, width, tmp_path):
     browser.look("light", width, 900)
@@ -190,7 +180,6 @@ def test_the_page_opens_and_is_no_wider_than_the_screen(browser, one, width, tmp
     assert not browser.run("document.getElementById('timeline').hidden")
 
 
-@in_browser
 def test_devices_send_to_the_groups_of_the_text(browser, found, tmp_path):
     browser.look("light", 1280, 900)
     browser.open(found["tpu"].html(tmp_path / "page.html").as_uri())

@@ -8,18 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import chromium
 import gshard
 from device.models import explained, f32, model
 from gshard.device.network import groups
-
-pytestmark = pytest.mark.skipif(chromium.FOUND is None, reason="no Chromium on the path: apt-get install chromium")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with chromium.Chromium() as page:
-        yield page
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ import pytest
 pytest.importorskip("uvicorn", reason="uvicorn (the extra serve) is not installed")
 pytest.importorskip("starlette", reason="starlette (the extra serve) is not installed")
 
-import chromium
 import serving
 from gshard_m4.command_line import main
 from gshard_m4.serve.batcher import Batcher, QueueFullError
@@ -489,52 +488,50 @@ def luminance(colour):
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-@pytest.mark.skipif(chromium.FOUND is None, reason="no Chromium on this machine")
-def test_the_page_in_a_browser(served):
+def test_the_page_in_a_browser(served, browser):
     address = f"http://127.0.0.1:{served.port}/"
     lines = ["save the file", "open a new window please"]
     want = [of.text for of in serving.translator().translate(lines)]
-    with chromium.Chromium() as page:
-        page.open(address)
-        page.wait("document.querySelectorAll('#from option').length === 6")
-        assert "Serbian" in page.run("document.getElementById('from').textContent")
-        assert page.run("document.getElementById('count').textContent") == "5"
+    browser.open(address)
+    browser.wait("document.querySelectorAll('#from option').length === 6")
+    assert "Serbian" in browser.run("document.getElementById('from').textContent")
+    assert browser.run("document.getElementById('count').textContent") == "5"
 
-        page.run("document.getElementById('source').focus()")
-        page.type("\n".join(lines))
-        assert page.run("document.getElementById('left').textContent") == "38 of 2,000 characters"
-        page.press("Enter", 13, control=True)
-        page.wait("document.querySelectorAll('#result > p').length === 2")
-        assert page.run("[...document.querySelectorAll('#result > p')].map(p => p.textContent)") == want
-        page.run("document.getElementById('alternatives').click()")
-        page.run("document.getElementById('go').click()")
-        page.wait("document.querySelectorAll('#result ol li').length === 4")
+    browser.run("document.getElementById('source').focus()")
+    browser.type("\n".join(lines))
+    assert browser.run("document.getElementById('left').textContent") == "38 of 2,000 characters"
+    browser.press("Enter", 13, control=True)
+    browser.wait("document.querySelectorAll('#result > p').length === 2")
+    assert browser.run("[...document.querySelectorAll('#result > p')].map(p => p.textContent)") == want
+    browser.run("document.getElementById('alternatives').click()")
+    browser.run("document.getElementById('go').click()")
+    browser.wait("document.querySelectorAll('#result ol li').length === 4")
 
-        # What is typed is text, never markup; a refusal is told.
-        page.run("document.getElementById('source').value = '<img src=x onerror=alert(1)>' + 'a'.repeat(2000)")
-        page.run("document.getElementById('go').click()")
-        page.wait("document.getElementById('status').textContent.includes('2000 is the most')")
-        assert page.run("document.images.length") == 0
+    # What is typed is text, never markup; a refusal is told.
+    browser.run("document.getElementById('source').value = '<img src=x onerror=alert(1)>' + 'a'.repeat(2000)")
+    browser.run("document.getElementById('go').click()")
+    browser.wait("document.getElementById('status').textContent.includes('2000 is the most')")
+    assert browser.run("document.images.length") == 0
 
-        # Everything that can be used has a name, and everything that can be read has contrast.
-        tree = page.send("Accessibility.getFullAXTree")["nodes"]
-        usable = {"textbox", "button", "combobox", "checkbox", "link", "region"}
-        roles = [n for n in tree if n.get("role", {}).get("value") in usable and not n["ignored"]]
-        assert len(roles) >= 5
-        assert all(n["name"]["value"].strip() for n in roles), roles
-        for scheme in ("light", "dark"):
-            page.look(scheme, 1200, 760)
-            colours = page.run(
-                "['body', 'textarea', '#left', '#go', 'h1', '.problem', 'select'].map(s => {"
-                " let e = document.querySelector(s); const ink = getComputedStyle(e).color;"
-                " let ground = 'rgba(0, 0, 0, 0)';"
-                " for (; e && ground === 'rgba(0, 0, 0, 0)'; e = e.parentElement)"
-                " ground = getComputedStyle(e).backgroundColor; return [s, ink, ground]; })"
-            )
-            for name, ink, ground in colours:
-                light, dark = sorted((luminance(ink), luminance(ground)), reverse=True)
-                assert (light + 0.05) / (dark + 0.05) >= 4.5, (scheme, name, ink, ground)
-        page.look("light", 360, 740)
-        assert page.run("document.documentElement.scrollWidth") <= 360, "nothing sticks out of a small screen"
+    # Everything that can be used has a name, and everything that can be read has contrast.
+    tree = browser.send("Accessibility.getFullAXTree")["nodes"]
+    usable = {"textbox", "button", "combobox", "checkbox", "link", "region"}
+    roles = [n for n in tree if n.get("role", {}).get("value") in usable and not n["ignored"]]
+    assert len(roles) >= 5
+    assert all(n["name"]["value"].strip() for n in roles), roles
+    for scheme in ("light", "dark"):
+        browser.look(scheme, 1200, 760)
+        colours = browser.run(
+            "['body', 'textarea', '#left', '#go', 'h1', '.problem', 'select'].map(s => {"
+            " let e = document.querySelector(s); const ink = getComputedStyle(e).color;"
+            " let ground = 'rgba(0, 0, 0, 0)';"
+            " for (; e && ground === 'rgba(0, 0, 0, 0)'; e = e.parentElement)"
+            " ground = getComputedStyle(e).backgroundColor; return [s, ink, ground]; })"
+        )
+        for name, ink, ground in colours:
+            light, dark = sorted((luminance(ink), luminance(ground)), reverse=True)
+            assert (light + 0.05) / (dark + 0.05) >= 4.5, (scheme, name, ink, ground)
+    browser.look("light", 360, 740)
+    assert browser.run("document.documentElement.scrollWidth") <= 360, "nothing sticks out of a small screen"
 
-        assert {url.split("/")[2] for url in page.requested if url.startswith("http")} == {f"127.0.0.1:{served.port}"}
+    assert {url.split("/")[2] for url in browser.requested if url.startswith("http")} == {f"127.0.0.1:{served.port}"}

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gshard.device.machine import Machine
 from gshard.xla.dataflow import Array, Dataflow
 from gshard.xla.hlo_collectives import collectives_of, computations_run
-from gshard.xla.hlo_parser import Origin, arrays_of, origin_of, read_module
+from gshard.xla.hlo_parser import Origin, arrays_of, origin_of, read_module, type_bytes
 from gshard.xla.kernels import Work, aliased_results, bytes_in_memory, elapsed, held_by, work_of
 
 
@@ -274,6 +274,8 @@ def test_types():
         ("f32[8,4]", 128, True), ("bf16[6]", 12, False), ("pred[3]", 3, False), ("u32[]", 4, True),
     ]  # fmt: skip
     assert bytes_in_memory("(f32[8,4]{1,0:S(1)}, bf16[6]{0:S(5)}, f8e4m3fn[8])") == 12 + 8
+    sizes = {"f32[8,4]{1,0}": 128, "(c64[2], (pred[3], u8[]))": 20, "f8e4m3fn[5]": 5, "s4[3]": 2, "token[]": 0}
+    assert {text: type_bytes(text) for text in sizes} == sizes
 
 
 MACHINE = Machine.of("h100:1x8")

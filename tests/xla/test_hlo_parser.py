@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gshard.xla.hlo_collectives import collectives, collectives_of, summary
-from gshard.xla.hlo_parser import read_module, trip_count, type_bytes
+from gshard.xla.hlo_parser import read_module, trip_count
 
 
 @pytest.fixture(scope="module")
@@ -262,11 +262,6 @@ def test_trip_counts(start, direction, limit, by, count):
         module = read_module(text.replace("BY", str(by)).replace("OPERANDS", operands))
         main = module.computations["main"]
         assert trip_count(module, main, main.instructions["w"]) == count
-
-
-def test_bytes_of_types():
-    sizes = {"f32[8,4]{1,0}": 128, "(c64[2], (pred[3], u8[]))": 20, "f8e4m3fn[5]": 5, "s4[3]": 2, "token[]": 0}
-    assert {text: type_bytes(text) for text in sizes} == sizes
 
 
 LAYER = """
