@@ -55,4 +55,4 @@ def test_bytes_by_kind(name):
         assert abs(compiled[kind] - sent) <= len(lowered.spmd.collectives) * 8, kind
     wanted = jax.jit(case.function)(*case.arguments)
     for got in in_every_way(jitted, case.arguments, case.jax_mesh) if name in FAST else ():
-        near_largest(got, wanted, 1e-4)
+        near_largest(got, wanted, 1e-3)  # normalization by a small variance enlarges what is rounded
