@@ -2,8 +2,10 @@
 
 The programs are those of ``tests/families``: layers with data, tensor and sequence parallelism, training steps,
 mixtures of experts, split vocabularies, contractions, moves, windows, indexing, loops; forward and gradient, in small,
-on 8 virtual CPU devices. Each goes through ``gshard.jit`` and through ``jax.jit`` with the same marks as sharding
-constraints, and both results are compared with those of the unpartitioned program in float64. XLA is given the
+on 8 virtual CPU devices. With ``--serving`` they are those of ``tests/serving_programs``: sampling, caches, attention
+and weights of a step of inference. Each goes through ``gshard.jit`` and through ``jax.jit`` with the same marks as sharding
+constraints, and both results are compared with those of the unpartitioned program in float64; integers, such as
+tokens, must be equal. XLA is given the
 better of two chances: its own choice for the arguments, or the shardings that gshard found for them; results lie as
 each wants.
 
@@ -18,6 +20,7 @@ the further rounds of loops are added, for XLA counts a body once (``tests/flops
     python benchmarks/against_xla_programs.py                      all programs, about twenty minutes on two cores
     python benchmarks/against_xla_programs.py --only layers --only moves/roll [--jobs 2] [--json out.json]
     python benchmarks/against_xla_programs.py --small              batches, heads and channels smaller than the mesh
+    python benchmarks/against_xla_programs.py --serving            five minutes on two cores
 
 Programs run in child processes, so that one that makes XLA abort or hang loses nothing but itself: XLA then 'fails',
 and the program has no ratio. Where neither sends anything the ratio is 1. Where only XLA sends it counts as 1/100, for
@@ -47,6 +50,7 @@ os.environ["XLA_FLAGS"] = (
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from children import measured as measured_by_children
 from peer import xla_function
@@ -54,6 +58,7 @@ from priced_hlo import seconds
 
 import flops
 import gshard
+import serving_programs
 from families import CASES, SMALL, Case
 from gshard.device.machine import Machine
 from gshard.emit.compile import named_sharding
@@ -67,6 +72,7 @@ FEW = 4096  # fewer FLOPs count as much as this
 LIMIT = 1.05  # of XLA's FLOPs: more is no rounding of uneven parts any more
 NEAR = 1e-3  # results that are further off, relative to the largest number, are wrong,
 ROUNDING = 4  # unless it is no more than so many times as far as those of one device, in float32, are off
+ALL = {**CASES, **SMALL, **serving_programs.CASES}
 CHANCES = "its own arguments", "our arguments"
 
 
@@ -135,8 +141,15 @@ def slices_read(module: hlo_parser.Module, computation: hlo_parser.Computation, 
 def results_of(compiled: Any, arguments: Sequence[Any]) -> list[np.ndarray]:
     """What a compiled program gives for arguments on the host."""
     shardings = jax.tree.leaves(compiled.input_shardings[0])
-    found = compiled(*[jax.device_put(x, s) for x, s in zip(arguments, shardings, strict=True)])
+    found = compiled(*[placed(x, s) for x, s in zip(arguments, shardings, strict=True)])
     return [np.asarray(x) for x in jax.tree.leaves(found)]
+
+
+def placed(x: Any, sharding: Any) -> Any:
+    """The array on devices. What ``jax.device_put`` makes of integers of four bits is refused by compiled programs."""
+    if x.dtype != jnp.int4:
+        return jax.device_put(x, sharding)
+    return jax.jit(lambda wide: wide.astype(x.dtype), out_shardings=sharding)(x.astype(np.int8))
 
 
 def difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:
@@ -151,7 +164,9 @@ def difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray], exac
     for x, like, y in zip(found, expected, exact, strict=True):
         if x.shape != like.shape or x.dtype != like.dtype:
             return math.inf
-        if x.size:
+        if not np.issubdtype(x.dtype, np.inexact):
+            worst = max(worst, 0.0 if np.array_equal(x, like) else math.inf)
+        elif x.size:
             x, y = x.astype(np.complex128), y.astype(np.complex128)
             off = np.max(np.abs(x - y)) / max(1e-6, float(np.max(np.abs(y))))
             worst = max(worst, math.inf if np.isnan(off) else float(off))
@@ -162,9 +177,11 @@ def run(case: Case) -> Iterable[dict[str, Any]]:
     """Measures one program: our side first, then each chance of XLA's."""
     arguments, mesh = case.arguments, case.jax_mesh
     expected = [np.asarray(x) for x in jax.tree.leaves(jax.jit(case.function)(*arguments))]
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, arguments)
-        exact = [np.asarray(x) for x in jax.tree.leaves(jax.jit(case.function)(*wide))]
+    exact = expected
+    if case.name not in serving_programs.CASES:  # in float64 they would draw other tokens
+        with jax.enable_x64(True):
+            wide = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, arguments)
+            exact = [np.asarray(x) for x in jax.tree.leaves(jax.jit(case.function)(*wide))]
     near = max(NEAR, ROUNDING * difference(expected, expected, exact))
 
     def compared(compiled: Any) -> dict[str, Any]:
@@ -196,7 +213,7 @@ def run(case: Case) -> Iterable[dict[str, Any]]:
 def child(names: Sequence[str]) -> None:
     for name in names:
         try:
-            for result in run({**CASES, **SMALL}[name]):
+            for result in run(ALL[name]):
                 print(json.dumps({"name": name, **result}), flush=True)
         except Exception as error:  # ours: XLA's are caught where they happen
             text = f"{type(error).__name__}: {str(error).splitlines()[0]}"
@@ -342,6 +359,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], help="programs whose name contains this")
     parser.add_argument("--small", action="store_true", help="the programs with dimensions smaller than the mesh")
+    parser.add_argument("--serving", action="store_true", help="the programs of a step of inference")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--json", type=Path, help="write all that was measured")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
@@ -349,7 +367,7 @@ def main() -> None:
     if options.child:
         child(options.child)
         return
-    programs = SMALL if options.small else CASES
+    programs = SMALL if options.small else serving_programs.CASES if options.serving else CASES
     names = [name for name in programs if not options.only or any(text in name for text in options.only)]
     machines = "".join(f"{m:>9}" for m in MACHINES)
     print(f"{'program':<42}{machines}   {'gshard: bytes, collectives':<36}{'XLA':<36} ratio   flops   temps")

@@ -7,10 +7,15 @@
         return gshard.split(x, 0, "data") @ w
 
 adds two cases, ``layers/project`` and ``layers/project'``: the program, and a gradient of its results with respect to
-argument 1.
+argument 1. A plain function is given the shardings of its arguments and results instead of marks:
+
+    @CASES.add({"x": 8}, on((16, 32_768), None, "x"), results=P())
+    def greedy(logits):
+        return jnp.argmax(logits, -1)
 """
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +23,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import gshard
 
 LINE = {"x": 8}
 GRID = {"x": 2, "y": 4}
@@ -26,10 +34,25 @@ CUBE = {"x": 2, "y": 2, "z": 2}
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """Integers from 0 to below ``high``."""
+    """Integers from ``low`` to below ``high``, or booleans."""
 
     shape: tuple[int, ...]
     high: int
+    dtype: Any = "int32"
+    low: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """The shapes of an argument, and the sharding of all its leaves."""
+
+    shapes: Any
+    spec: P
+
+
+def on(shapes, *entries):
+    """An argument that is split as the entries of a PartitionSpec say."""
+    return Placed(shapes, P(*entries))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +84,7 @@ class Case:
 
         def make(leaf):
             if isinstance(leaf, Whole):
-                return rng.integers(0, leaf.high, leaf.shape).astype(np.int32)
+                return rng.integers(leaf.low, leaf.high, leaf.shape).astype(leaf.dtype)
             return rng.standard_normal(leaf).astype(np.float32)
 
         return tuple(jax.tree.map(make, self.shapes, is_leaf=_is_leaf))
@@ -74,17 +97,36 @@ class Family:
     name: str
     cases: list[Case] = dataclasses.field(default_factory=list)
 
-    def add(self, mesh, *shapes, gradient=(), name=""):
-        """Adds the decorated program, and its gradient with respect to the given arguments if there are any."""
+    def add(self, mesh, *arguments, results=None, gradient=(), name=""):
+        """Adds the decorated program, and its gradient with respect to the given arguments if there are any.
 
-        def note(function):
-            full = f"{self.name}/{name or function.__name__}"
+        With ``results``, PartitionSpecs of the results, arguments are split as ``on`` says, and whole without it.
+        """
+        shapes = tuple(a.shapes if isinstance(a, Placed) else a for a in arguments)
+        specs = [a.spec if isinstance(a, Placed) else P() for a in arguments]
+
+        def note(plain):
+            function = plain if results is None else with_shardings(plain, specs, results)
+            full = f"{self.name}/{name or plain.__name__}"
             self.cases.append(Case(full, mesh, function, shapes))
             if gradient:
                 self.cases.append(Case(full + "'", mesh, gradient_of(function, tuple(gradient)), shapes))
-            return function
+            return plain
 
         return note
+
+
+def with_shardings(function, arguments, results):
+    """The function with the PartitionSpecs of its arguments and results as marks."""
+
+    def each(specs, values):
+        return jax.tree.map(lambda spec, own: jax.tree.map(lambda x: gshard.shard(x, spec), own), specs, values)
+
+    @functools.wraps(function)
+    def marked(*values):
+        return each(results, function(*each(list(arguments), list(values))))
+
+    return marked
 
 
 def gradient_of(function, arguments):

@@ -1,0 +1,40 @@
+"""Serving programs give the tokens of one device, wherever arguments lie, and send few bytes."""
+
+import jax
+import numpy as np
+import pytest
+
+import gshard
+from placed import in_every_way
+from sampled import sampled
+from serving_programs import CASES
+
+NEAR = 1e-3  # of the largest number of a result, as in the benchmark
+
+SAMPLE = sampled(CASES, lambda name: name.partition("/")[0], lambda name: 4, "serving")
+
+
+def check(case):
+    expected = jax.tree.map(np.asarray, jax.jit(case.function)(*case.arguments))
+    jitted = gshard.jit(case.function, mesh=case.jax_mesh)
+    for found in in_every_way(jitted, case.arguments, case.jax_mesh):
+        jax.tree.map(compare, found, expected)
+
+
+def compare(found, expected):
+    found = np.asarray(found)
+    if np.issubdtype(expected.dtype, np.inexact):
+        assert np.max(np.abs(found - expected)) <= NEAR * np.max(np.abs(expected))
+    else:
+        assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLE))
+def test_tokens_are_those_of_one_device(name):
+    check(CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_of_every_program_are_those_of_one_device(name):
+    check(CASES[name])
