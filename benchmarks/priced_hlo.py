@@ -79,7 +79,7 @@ def joins(
         needed = frozenset[int]().union(*(needs.get(o, frozenset()) for o in made.operands))
         c = sent.get(made.name)
         if c is not None and c.kind != "all_reduce" and c.kind in machine.compiler.combines:
-            key = c.kind, c.group, c.group_size, made.type.split("[")[0]
+            key = c.kind, c.group, c.group_size, "" if c.kind == "all_gather" else made.type.split("[")[0]
             message, before = messages.send(key, c.operand_bytes, needed)
             if before:
                 yield made.name, before

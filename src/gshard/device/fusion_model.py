@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from gshard.comm.steps import KINDS, is_strided, is_turned
+from gshard.comm.steps import ALL_GATHER, KINDS, is_strided, is_turned
 from gshard.core.jax_adapter import scan_counts
 from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Constant, Equation, Program, Value, short_dtype
@@ -275,7 +275,9 @@ def _kind_of_rule(rule: Rule) -> str:
     holders = [dims for dims in rule.operands if reduced & {f for dim in dims for f in dim}]
     if reduced and kinds <= {PARALLEL, REDUCE, COMMUNICATE}:
         return PRODUCT if len(holders) > 1 else REDUCTION
-    return OPERATOR
+    arrays, left = {tuple(dims) for dims in rule.operands if dims}, {f for r in rule.results for dim in r for f in dim}
+    is_searched = rule.known and len(arrays) == 1 and all(rule.factors[f].kind == PARALLEL for f in left)
+    return REDUCTION if is_searched and not reduced else OPERATOR  # an argmax, or a reduction by another function
 
 
 def kernels_of(block: Block, *, windows: bool = True, inside: bool = False) -> Kernels:
@@ -771,9 +773,8 @@ def _messages(program: Kernels, compiler: Compiler) -> dict[Kernel, int]:
             e = kernel.equation
             operand_bytes = sum(v.bytes for v in e.inputs if isinstance(v, Value))
             among = str(e.params.get("axes", e.params.get("axis_name")))
-            message, joined[kernel] = messages.send(
-                (e.name, among, short_dtype(kernel.writes[0].dtype)), operand_bytes, needed
-            )
+            added = "" if KINDS[e.name] == ALL_GATHER else short_dtype(kernel.writes[0].dtype)
+            message, joined[kernel] = messages.send((e.name, among, added), operand_bytes, needed)
             needed |= {message}
         needs.update((program.home.get(v, v), needed) for v in kernel.writes)
     return joined

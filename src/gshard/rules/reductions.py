@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -123,14 +124,26 @@ def arg_reduction(call: Call) -> Rule:
         if not atoms:
             return shards.bind(x)
         x = operand.fill_padding(shards, x, identity(monoid, x.dtype))
-        (index,) = shards.bind(x)
-        index = jnp.expand_dims(index, axis)
-        extreme = jnp.take_along_axis(x, index, axis)
-        indices = shards.all_gather(index + jnp.asarray(shards.offset(operand.dim), index.dtype), axis, atoms)
-        (best_part,) = shards.bind(shards.all_gather(extreme, axis, atoms))
-        return [jnp.squeeze(jnp.take_along_axis(indices, jnp.expand_dims(best_part, axis), axis), axis)]
+        dtype = call.params["index_dtype"]
+        places = lax.broadcasted_iota(dtype, x.shape, axis) + jnp.asarray(shards.offset(operand.dim), dtype)
+        own = _first_extreme(x, places, axis, monoid)
+        parts = (shards.all_gather(found[None], 0, atoms) for found in own)
+        return [_first_extreme(*parts, 0, monoid)[1]]
 
     return make.rule([operand.dims], [operand.other_dims], local=local)
+
+
+def _first_extreme(x: Any, places: Any, axis: int, monoid: str) -> Sequence[Any]:
+    """The maximum or minimum along a dimension and its place, in one pass and in JAX's order of elements."""
+
+    def better(one: Any, other: Any) -> Any:
+        (a, a_place), (b, b_place) = one, other
+        wins = (a > b if monoid == "max" else a < b) | (a != a)
+        is_first = wins | (a == b) & (a_place < b_place)
+        return jnp.where(wins, a, b), jnp.where(is_first, a_place, b_place)
+
+    last = np.array(jnp.iinfo(places.dtype).max, places.dtype)
+    return lax.reduce((x, places), (np.array(identity(monoid, x.dtype), x.dtype), last), better, (axis,))
 
 
 _CUMULATIVE = {"cumsum": "add", "cumprod": "mul", "cummax": "max", "cummin": "min", "cumlogsumexp": "logaddexp"}
