@@ -50,7 +50,6 @@ os.environ["XLA_FLAGS"] = (
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from children import measured as measured_by_children
 from peer import xla_function
@@ -141,15 +140,8 @@ def slices_read(module: hlo_parser.Module, computation: hlo_parser.Computation, 
 def results_of(compiled: Any, arguments: Sequence[Any]) -> list[np.ndarray]:
     """What a compiled program gives for arguments on the host."""
     shardings = jax.tree.leaves(compiled.input_shardings[0])
-    found = compiled(*[placed(x, s) for x, s in zip(arguments, shardings, strict=True)])
+    found = compiled(*[jax.device_put(x, s) for x, s in zip(arguments, shardings, strict=True)])
     return [np.asarray(x) for x in jax.tree.leaves(found)]
-
-
-def placed(x: Any, sharding: Any) -> Any:
-    """The array on devices. What ``jax.device_put`` makes of integers of four bits is refused by compiled programs."""
-    if x.dtype != jnp.int4:
-        return jax.device_put(x, sharding)
-    return jax.jit(lambda wide: wide.astype(x.dtype), out_shardings=sharding)(x.astype(np.int8))
 
 
 def difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:

@@ -116,10 +116,19 @@ def int8_of_both(x, w, scales):
     return jnp.matmul(small, w, preferred_element_type=jnp.int32) * own * scales
 
 
-@CASES.add(LINE, on(X, None, "x"), on(Whole((M, F), 8, jnp.int4, -7), "x"), on((M // 32, F), "x"), results=P())
-def int4_by_rows(x, w, scales):
-    """A scale for each 32 rows of a column."""
-    own = w.astype(x.dtype).reshape(M // 32, 32, F) * scales[:, None]
+@CASES.add(LINE, on(X, None, "x"), on(Whole((M // 2, F), 256, "uint8"), "x"), on((M // 32, F), "x"), results=P())
+def int4_by_rows(x, pairs, scales):
+    """Two rows in a byte, and a scale for each 32 rows of a column."""
+    nibbles = jnp.stack([pairs & 15, pairs >> 4], 1).astype(jnp.int8) - 8
+    own = nibbles.reshape(M // 32, 32, F).astype(x.dtype) * scales[:, None]
+    return x @ own.reshape(M, F)
+
+
+@CASES.add(LINE, X, on(Whole((M, F // 2), 256, "uint8"), None, "x"), on((M // 32, F), None, "x"), results=P(None, "x"))
+def int4_by_columns(x, pairs, scales):
+    """Two columns in a byte."""
+    nibbles = jnp.stack([pairs & 15, pairs >> 4], -1).astype(jnp.int8) - 8
+    own = nibbles.reshape(M // 32, 32, F).astype(x.dtype) * scales[:, None]
     return x @ own.reshape(M, F)
 
 

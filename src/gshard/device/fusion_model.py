@@ -286,8 +286,11 @@ def kernels_of(block: Block, *, windows: bool = True, inside: bool = False) -> K
     fusible = {e for e, kind in kinds.items() if kind == FUSED or (windows and e.rule and moves_elements(e.rule))}
     producer = {v: e for e in block.equations for v in e.outputs}
     home: dict[Value, Value] = {}
+    others = {x for e in block.equations if kinds[e] != PRODUCT for x in e.inputs if isinstance(x, Value)}
+    others.update(x for x in block.outputs if isinstance(x, Value))
     for e in block.equations:
-        if kinds[e] == PASSING or (kinds[e] == FUSED and _is_view(e)):
+        is_folded = others.isdisjoint(e.outputs) and _is_view(e, turned=True)
+        if kinds[e] == PASSING or (kinds[e] == FUSED and (is_folded or _is_view(e))):
             home.update({v: home.get(x, x) for v, x in zip(e.outputs, e.inputs) if isinstance(x, Value)})
     roots = _roots(block, kinds, fusible, home)
 
@@ -366,8 +369,11 @@ def _is_small(x: Value | Constant) -> bool:
     return isinstance(x, Constant) or math.prod(x.shape) == 1
 
 
-def _is_view(e: Equation) -> bool:
-    """Whether a result has the bytes of its operand, perhaps in another shape: a reshape, a squeeze, a mark."""
+def _is_view(e: Equation, *, turned: bool = False) -> bool:
+    """Whether a result has the bytes of its operand, perhaps in another shape: a reshape, a squeeze, a mark.
+
+    With ``turned``, also a transposed matrix, which every compiler folds into the products that read it.
+    """
     if len(e.inputs) != 1 or not e.outputs or not isinstance(e.inputs[0], Value) or e.rule is None:
         return False
     if e.rule.flops and not only_moves(e):
@@ -375,7 +381,8 @@ def _is_view(e: Equation) -> bool:
     before = [f for dim in e.rule.operands[0] for f in dim if e.rule.factors[f].size > 1]
     after = [f for dim in e.rule.results[0] for f in dim if e.rule.factors[f].size > 1]
     same = e.inputs[0].shape == e.outputs[0].shape and e.rule.flops > 0  # a copy
-    return before == after and not same and e.inputs[0].dtype == e.outputs[0].dtype
+    same_order = before == after or (turned and len(after) == 2 and before == after[::-1])
+    return same_order and not same and e.inputs[0].dtype == e.outputs[0].dtype
 
 
 def _collect(
