@@ -1,13 +1,12 @@
 """Claim: faster than XLA's own partitioner on these programs on every machine, with fewer bytes and no more FLOPs.
 
 The programs are those of ``tests/families``: layers with data, tensor and sequence parallelism, training steps,
-mixtures of experts, split vocabularies, contractions, moves, windows, indexing, loops; forward and gradient, in small,
-on 8 virtual CPU devices. With ``--serving`` they are those of ``tests/serving_programs``: sampling, caches, attention
-and weights of a step of inference. Each goes through ``gshard.jit`` and through ``jax.jit`` with the same marks as sharding
-constraints, and both results are compared with those of the unpartitioned program in float64; integers, such as
-tokens, must be equal. XLA is given the
-better of two chances: its own choice for the arguments, or the shardings that gshard found for them; results lie as
-each wants.
+mixtures of experts, split vocabularies, contractions, moves, windows, indexing, loops; forward and gradient, in
+small, on 8 virtual CPU devices. With ``--serving`` they are those of ``tests/serving_programs``: sampling, caches,
+attention and weights of a step of inference. Each goes through ``gshard.jit`` and through ``jax.jit`` with the same
+marks as sharding constraints, and both results are compared with those of the unpartitioned program in float64;
+integers, such as tokens, must be equal. XLA is given the better of two chances: its own choice for the arguments, or
+the shardings that gshard found for them; results lie as each wants.
 
 Seconds are modelled, on three machines: both compiled programs are read and priced alike, kernel by kernel
 (``priced_hlo.py``). Our side is planned for each of them (``gshard.jit(machine=...)``); XLA knows nothing of machines.

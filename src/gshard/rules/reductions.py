@@ -126,9 +126,9 @@ def arg_reduction(call: Call) -> Rule:
         x = operand.fill_padding(shards, x, identity(monoid, x.dtype))
         dtype = call.params["index_dtype"]
         places = lax.broadcasted_iota(dtype, x.shape, axis) + jnp.asarray(shards.offset(operand.dim), dtype)
-        own = _first_extreme(x, places, axis, monoid)
-        parts = (shards.all_gather(found[None], 0, atoms) for found in own)
-        return [_first_extreme(*parts, 0, monoid)[1]]
+        found = _first_extreme(x, places, axis, monoid)
+        extremes, places = (shards.all_gather(own[None], 0, atoms) for own in found)
+        return [_first_extreme(extremes, places, 0, monoid)[1]]
 
     return make.rule([operand.dims], [operand.other_dims], local=local)
 
