@@ -25,7 +25,6 @@ import numpy as np
 from twins import GROUPS
 
 import gshard
-import serving_programs
 import small_programs
 from families import CASES
 from families import SMALL as FEW_ROWS
@@ -35,9 +34,7 @@ TABLE = Path(__file__).parent / "golden" / "known_plans.txt"
 TWINS = {f"twins/{twin.name.replace(' ', '-')}": twin for group in GROUPS for twin in group()}
 SMALL = {f"small/{name}": small for name, small in small_programs.PROGRAMS.items()}
 MORE = {f"training/{name}": step for name, step in STEPS.items()}
-SERVING = {f"serving/{name}": case for name, case in serving_programs.CASES.items()}
-WITH_MARKS = {**CASES, **FEW_ROWS, **SERVING}
-NAMES = (*CASES, *FEW_ROWS, *SMALL, *MORE, *TWINS, *SERVING)
+NAMES = (*CASES, *FEW_ROWS, *SMALL, *MORE, *TWINS)
 OBJECTIVES = "bytes", "seconds"
 WORSE = 1.05
 
@@ -74,8 +71,8 @@ FIGURES = [field.name for field in dataclasses.fields(Row)][:5]
 def explained(name, objective):
     """The row of a program."""
     options = {}
-    if name in WITH_MARKS:
-        case = WITH_MARKS[name]
+    if name in CASES or name in FEW_ROWS:
+        case = CASES.get(name) or FEW_ROWS[name]
         function, arguments, mesh = case.function, case.arguments, case.jax_mesh
     elif name in SMALL:
         small_programs.register(0)
