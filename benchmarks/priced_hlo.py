@@ -43,6 +43,7 @@ def seconds(text: str, machine: Machine) -> float:
         elif (
             made.opcode not in FREE
             and not is_part_of_all_to_all(module, computation, made)
+            and not is_read_as_another_type(made, machine)
             and not made.opcode.endswith("-done")
         ):
             total += times * kernel_seconds(module, computation, made, machine)
@@ -85,6 +86,11 @@ def joins(
                 yield made.name, before
             needed |= {message}
         needs[made.name] = needed
+
+
+def is_read_as_another_type(made: Instruction, machine: Machine) -> bool:
+    """Whether it only reads the same bits as another type: XLA:GPU makes no kernel of that."""
+    return machine.compiler.platform == "gpu" and made.name.startswith("wrapped_bitcast-convert")
 
 
 def is_part_of_all_to_all(module: Module, computation: Computation, made: Instruction) -> bool:
