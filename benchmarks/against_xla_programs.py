@@ -19,7 +19,7 @@ the further rounds of loops are added, for XLA counts a body once (``tests/flops
     python benchmarks/against_xla_programs.py                      all programs, about twenty minutes on two cores
     python benchmarks/against_xla_programs.py --only layers --only moves/roll [--jobs 2] [--json out.json]
     python benchmarks/against_xla_programs.py --small              batches, heads and channels smaller than the mesh
-    python benchmarks/against_xla_programs.py --serving            five minutes on two cores
+    python benchmarks/against_xla_programs.py --serving            sampling, caches, attention, weights
 
 Programs run in child processes, so that one that makes XLA abort or hang loses nothing but itself: XLA then 'fails',
 and the program has no ratio. Where neither sends anything the ratio is 1. Where only XLA sends it counts as 1/100, for
