@@ -65,6 +65,7 @@ _NAMES = {
     "api.attention_function": "attention",
     "api.configure": "configure",
     "api.explained": "explain",
+    "api.export": "export",
     "api.instead_of_jit": "instead_of_jit",
     "api.jit": "jit",
     "api.kernel_function": "kernel",

@@ -60,7 +60,9 @@ def _target(command: argparse.ArgumentParser, more: str = "") -> None:
 def _add_explain(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     _target(
-        command, ", or a file with the text of a compiled program (also .gz); of two targets also what --json wrote"
+        command,
+        ", or a file with the text of a compiled program (also .gz), or that gshard.export wrote; "
+        "of two targets also what --json wrote",
     )
     add("after", nargs="?", help="another one, or --json of one: show what changed from the first to this one")
     add("--mesh", help="8 or data=4,model=2; they need not exist (default: the function's, that of --machine, or 8)")

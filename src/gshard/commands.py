@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding
 
 from gshard.api.compiled_programs import GSHARD, STAGES, XLA, is_from_jax_jit
 from gshard.api.explained import Planned, explain
+from gshard.api.export import programs_in
 from gshard.api.function_again import with_bound_arguments
 from gshard.api.jit import Jitted, jit
 from gshard.api.prove import prove
@@ -213,6 +214,8 @@ def mesh_of(text: str) -> Mesh:
 # Baselines: compares a program with an earlier version (``gshard explain --baseline``).
 
 _GROWTH = 1.01  # of FLOPs and memory: less is no change of the plan
+EXPORTED = ".zip"  # what gshard.export wrote
+FILES = (".json", EXPORTED)  # files of explanations
 SIGNALLED = 128  # exit status after a signal, with its number added, as shells have it
 
 
@@ -221,9 +224,11 @@ class CheckFailed(Exception):
 
 
 def explanation_in(path: str) -> dict[str, Any]:
-    """What ``--json`` wrote."""
+    """What ``--json`` wrote, or that of the first program of an exported file."""
     hint = "Write one with: gshard explain TARGET --json FILE"
     try:
+        if path.endswith(EXPORTED):
+            return dict(programs_in(path)[0]["explanation"])
         data: dict[str, Any] = json.loads(Path(path).read_text("utf-8"))
     except OSError as error:
         raise TargetError(f"{path} cannot be read: {error.strerror}.", hint=hint) from error
@@ -309,6 +314,8 @@ def _explain(options: argparse.Namespace) -> None:
     baseline = None if options.baseline is None else explanation_in(options.baseline)
     if options.after is not None:
         return check(_compare(options), baseline, options.machine)
+    if options.target.endswith(EXPORTED):
+        return check(_exported(options), baseline, None)
     found, took = _explained(options, options.target)
     reasons = _reasons(found, options)
     data = found.data(options.machine, options.seconds)
@@ -325,22 +332,38 @@ def _explain(options: argparse.Namespace) -> None:
 def _compare(options: argparse.Namespace) -> dict[str, Any]:
     """Prints what changed from the first target to the second, and returns the data of the second."""
     targets = options.target, options.after
-    of_one = "arg", "why", "plan"
-    names = (*of_one, "machine", "mesh") if all(target.endswith(".json") for target in targets) else of_one
-    if given := [f"--{name}" for name in names if getattr(options, name)]:
-        raise ArgumentError(
-            f"{', '.join(given)}: not where two programs are compared.",
-            got=" ".join(targets),
-            hint="Write what each explains with --json, and compare the files.",
-        )
+    are_files = all(target.endswith(FILES) for target in targets)
+    _refuse(options, ("machine", "mesh") if are_files else (), "two programs are compared", targets)
     before, after = (
         explanation_in(target)
-        if target.endswith(".json")
+        if target.endswith(FILES)
         else _explained(options, target)[0].data(options.machine, 0.0)
         for target in targets
     )
     _write_data(options, after, dataclasses.replace(difference(before, after), names=targets))
     return after
+
+
+def _exported(options: argparse.Namespace) -> dict[str, Any]:
+    """Prints the programs of an exported file, and returns the data of the first."""
+    _refuse(options, ("machine", "mesh", "partitioner", "memory_limit"), "the file has the plan", [options.target])
+    programs = programs_in(options.target)
+    for program in programs:
+        versions = f"gshard {program['gshard']}, JAX {program['jax']}"
+        print(f"{program['file']}: for {program['platform']}, exported with {versions}", program["text"], "", sep="\n")
+    data = dict(programs[0]["explanation"])
+    _write_data(options, data, None)
+    return data
+
+
+def _refuse(options: argparse.Namespace, names: Sequence[str], where: str, targets: Sequence[str]) -> None:
+    """Refuses options that need the function itself: these and some others."""
+    if given := [f"--{name}" for name in ("arg", "why", "plan", *names) if getattr(options, name)]:
+        raise ArgumentError(
+            f"{', '.join(given)}: not where {where}.",
+            got=" ".join(targets),
+            hint="Explain the function itself. What it explains is written with --json, and compared as files.",
+        )
 
 
 def _reasons(found: Explanation, options: argparse.Namespace) -> list[str]:

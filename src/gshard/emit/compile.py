@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.export
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from gshard.core.errors import MeshError
 from gshard.core.jax_adapter import no_mesh_set, put_all, relabelled, shapes_of
@@ -141,6 +143,7 @@ def _jitted(
     donated: frozenset[int],
     keep_unused: bool,
     compiler_options: Mapping[str, Any] | None,
+    as_jax: Callable[[Mesh, Sharding], NamedSharding] | None = None,
 ) -> Callable[..., Any]:
     """The program as a jitted function. Its first inputs may be constants."""
     first_argument = len(spmd.program.captured) - len(constants)
@@ -151,7 +154,7 @@ def _jitted(
 
     # XLA and profilers show the program under the name of the user's function.
     program.__name__ = program.__qualname__ = spmd.program.name
-    as_jax = over_atoms if names_devices(spmd.jaxpr) else named_sharding
+    as_jax = as_jax or (over_atoms if names_devices(spmd.jaxpr) else named_sharding)
     input_memory, output_memory = spmd.program.input_memory, spmd.program.output_memory
     input_shardings = [in_memory(as_jax(spmd.mesh, s), input_memory(i)) for i, s in enumerate(spmd.in_shardings)]
     output_shardings = [in_memory(as_jax(spmd.mesh, s), output_memory(i)) for i, s in enumerate(spmd.out_shardings)]
@@ -174,19 +177,54 @@ def compiled_with_constants(
 ) -> Any:
     """JAX's compiled object with the captured arrays as constants, so that it takes the arguments only."""
     spmd = executable.spmd
-    # Constants of a program are whole on each device, so they are host arrays, except random keys.
-    extended = jax.dtypes.extended
-    constants = [x if jax.dtypes.issubdtype(x.dtype, extended) else np.asarray(x) for x in spmd.program.captured]
+    constants = _constants(spmd)
     function = _jitted(spmd, constants, donated, keep_unused, compiler_options)
     return _lowered(spmd, function, len(constants)).compile()
 
 
+def _constants(spmd: SpmdProgram) -> list[Any]:
+    """The captured arrays. Constants of a program are whole on each device: host arrays, except random keys."""
+    extended = jax.dtypes.extended
+    return [x if jax.dtypes.issubdtype(x.dtype, extended) else np.asarray(x) for x in spmd.program.captured]
+
+
 def _lowered(spmd: SpmdProgram, function: Any, first: int = 0) -> Any:
     shapes = shapes_of(spmd.jaxpr.in_avals[first:])
+    with _alone(spmd):
+        return function.lower(*shapes)
+
+
+@contextlib.contextmanager
+def _alone(spmd: SpmdProgram) -> Iterator[None]:
+    """What JAX lowers inside is the program of the devices, whatever mesh and settings the caller has set."""
     # The atoms replace any mesh that the caller has set: they are the same devices under other names.
     atom_mesh = jax.sharding.use_abstract_mesh(spmd.mesh.abstract_jax_mesh)
     with no_mesh_set(), in_context(NO_CONTEXT), atom_mesh, wide_enough_for(dtypes_in(spmd.jaxpr)):
-        return function.lower(*shapes)
+        yield
+
+
+def exported(spmd: SpmdProgram, donated: frozenset[int], platform: str) -> jax.export.Exported:
+    """The program of flat arguments as ``jax.export`` has it, with its captured arrays as constants.
+
+    Its shardings are on one abstract mesh: the axes of the user's mesh, or its atoms if they are not over whole axes.
+
+    Args:
+        spmd: the per-device program, with its devices in the order of the mesh.
+        donated: arguments whose memory the results may take.
+        platform: the devices that run it: ``cpu``, ``tpu``, ``cuda`` or ``rocm``.
+    """
+    shardings = [*spmd.in_shardings, *spmd.out_shardings]
+    as_jax = named_sharding if all(spmd.mesh.spec_of(s.dims) is not None for s in shardings) else over_atoms
+
+    def abstract(mesh: Mesh, sharding: Sharding) -> NamedSharding:
+        found = as_jax(mesh, sharding)
+        return NamedSharding(AbstractMesh(found.mesh.axis_sizes, found.mesh.axis_names), found.spec)
+
+    constants = _constants(spmd)
+    function = _jitted(spmd, constants, donated, True, None, abstract)
+    with _alone(spmd):
+        shapes = shapes_of(spmd.jaxpr.in_avals[len(constants) :])
+        return jax.export.export(function, platforms=[platform])(*shapes)
 
 
 def _moved_references(spmd: SpmdProgram) -> set[int]:
