@@ -352,7 +352,7 @@ def _exported(options: argparse.Namespace) -> dict[str, Any]:
         versions = f"gshard {program['gshard']}, JAX {program['jax']}"
         print(f"{program['file']}: for {program['platform']}, exported with {versions}", program["text"], "", sep="\n")
     data = dict(programs[0]["explanation"])
-    _write_data(options, data, None)
+    _write_data(options, data)
     return data
 
 

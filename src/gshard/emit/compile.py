@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.export
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from gshard.core.errors import MeshError
 from gshard.core.jax_adapter import no_mesh_set, put_all, relabelled, shapes_of
@@ -218,7 +218,8 @@ def exported(spmd: SpmdProgram, donated: frozenset[int], platform: str) -> jax.e
 
     def abstract(mesh: Mesh, sharding: Sharding) -> NamedSharding:
         found = as_jax(mesh, sharding)
-        return NamedSharding(AbstractMesh(found.mesh.axis_sizes, found.mesh.axis_names), found.spec)
+        axes = found.mesh.axis_sizes, found.mesh.axis_names
+        return NamedSharding(AbstractMesh(*axes, axis_types=(AxisType.Auto,) * len(axes[0])), found.spec)
 
     constants = _constants(spmd)
     function = _jitted(spmd, constants, donated, True, None, abstract)
