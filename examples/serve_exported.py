@@ -117,7 +117,9 @@ def main():
         return marked({name: 0.05 * jax.random.normal(keys[name], shape) for name, shape in shapes.items()})
 
     def marked(weights):
-        return {name: gshard.split(w, split_at[name], "model") if name in split_at else w for name, w in weights.items()}
+        return {
+            name: gshard.split(w, split_at[name], "model") if name in split_at else w for name, w in weights.items()
+        }
 
     def empty(batch):
         return gshard.split(jnp.zeros((2, LAYERS, batch, LENGTH, HEADS, WIDTH // HEADS)), 4, "model")

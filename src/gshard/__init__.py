@@ -8,6 +8,7 @@ Mark a few tensors of a program written for one device, and run it on all of the
     instead_of_jit              a block in which what jax.jit, nnx.jit, eqx.filter_jit ... would compile is partitioned
     explain                     what each tensor got and why, and what the devices communicate
     search                      the fastest plan found for a machine, with no marks or some, and how near the best
+    export                      the partitioned program as a file, which JAX runs without gshard
     prove                       whether a sharded program computes what a plain one does: exactly, without a tolerance
 
 Besides::
@@ -34,6 +35,7 @@ if _typing.TYPE_CHECKING:
     from gshard.api.attention_function import attention as attention
     from gshard.api.configure import configure as configure
     from gshard.api.explained import explain as explain
+    from gshard.api.export import export as export
     from gshard.api.instead_of_jit import instead_of_jit as instead_of_jit
     from gshard.api.jit import jit as jit
     from gshard.api.kernel_function import kernel as kernel
@@ -53,7 +55,6 @@ if _typing.TYPE_CHECKING:
     from gshard.core.errors import PlanError as PlanError
     from gshard.core.errors import ShardingError as ShardingError
     from gshard.core.errors import ShardingWarning as ShardingWarning
-    from gshard.core.errors import TraceError as TraceError
     from gshard.core.layout import Layout as Layout
     from gshard.core.mesh import Mesh as Mesh
     from gshard.device.machine import Machine as Machine
@@ -73,7 +74,7 @@ _NAMES = {
     "api.prove": "prove",
     "api.row_functions": "put_rows take_rows",
     "api.search": "search",
-    "core.errors": "ArgumentError GShardError MeshError PlanError ShardingError ShardingWarning TraceError",
+    "core.errors": "ArgumentError GShardError MeshError PlanError ShardingError ShardingWarning",
     "core.layout": "Layout",
     "core.mesh": "Mesh",
     "device.machine": "Machine",

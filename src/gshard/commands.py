@@ -335,9 +335,7 @@ def _compare(options: argparse.Namespace) -> dict[str, Any]:
     are_files = all(target.endswith(FILES) for target in targets)
     _refuse(options, ("machine", "mesh") if are_files else (), "two programs are compared", targets)
     before, after = (
-        explanation_in(target)
-        if target.endswith(FILES)
-        else _explained(options, target)[0].data(options.machine, 0.0)
+        explanation_in(target) if target.endswith(FILES) else _explained(options, target)[0].data(options.machine, 0.0)
         for target in targets
     )
     _write_data(options, after, dataclasses.replace(difference(before, after), names=targets))

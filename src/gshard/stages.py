@@ -13,6 +13,7 @@ from gshard.api.kernel_function import KernelFunction as KernelFunction
 from gshard.api.lowered import Compiled as Compiled
 from gshard.api.lowered import Lowered as Lowered
 from gshard.api.prove import Proof as Proof
+from gshard.core.errors import TraceError as TraceError
 from gshard.core.plan import Plan as Plan
 from gshard.core.program import Program as Program
 from gshard.core.sharding import Sharding as Sharding
@@ -48,6 +49,7 @@ __all__ = [
     "SearchResult",
     "Sharding",
     "SpmdProgram",
+    "TraceError",
     "compile",
     "partition",
     "propagate",

@@ -65,12 +65,14 @@ ON = {"data": 2, "model": 4}
 PROGRAMS = {
     "a product with a closed-over weight": (gshard.jit(lambda x: gshard.split(x, 1, "model") @ W, mesh=ON), X),
     "sampling and a donated cache": (
-        gshard.jit(sampled, mesh=ON, donate_argnames="cache"), X, jnp.zeros((8, 4)), jnp.zeros(2, "uint32"), jnp.int32(2),
+        gshard.jit(sampled, mesh=ON, donate_argnames="cache"),
+        X, jnp.zeros((8, 4)), jnp.zeros(2, "uint32"), jnp.int32(2),
     ),
     "a part of an axis": (gshard.jit(lambda x: jnp.cumsum(gshard.split(x, 0, 2), 0), mesh={"data": 8}), X),
     "uneven": (gshard.jit(lambda x: jnp.sort(gshard.split(x, 0, "data"), 0), mesh={"data": 8}), X[:6]),
     "another order of devices": (
-        gshard.jit(lambda x: gshard.split(x, 0, "data") ** 2, mesh=jax.sharding.Mesh(jax.devices()[::-1], ("data",))), X,
+        gshard.jit(lambda x: gshard.split(x, 0, "data") ** 2, mesh=jax.sharding.Mesh(jax.devices()[::-1], ("data",))),
+        X,
     ),
     "explicit axes, options of XLA": (
         gshard.jit(lambda x: gshard.split(x, 0, "data").sum(), mesh=jax.make_mesh((8,), ("data",)),
@@ -124,9 +126,8 @@ def test_sizes_and_platforms(tmp_path):
     every = [(array((512, 512), "float32"), array((n, 512), "float32")) for n in (2, 4096)]
     options = {"platforms": ["tpu", "cuda"], "mesh": gshard.Mesh.abstract(model=64)}
     listed = gshard.export(layer, *every[0], to=to, also=every[1:], **options)
-    assert [(p["platform"], p["arguments"]["x"].split()[0]) for p in listed] == [
-        ("tpu", "float32[2,512]"), ("cuda", "float32[2,512]"), ("tpu", "float32[4096,512]"), ("cuda", "float32[4096,512]"),
-    ]  # fmt: skip
+    kinds = [(p["arguments"]["x"].split()[0], p["platform"]) for p in listed]
+    assert kinds == [(f"float32[{n},512]", platform) for n in (2, 4096) for platform in ("tpu", "cuda")]
     assert [p["arguments"]["w"] for p in listed] == ["float32[512,512] P(None, 'model')"] * 4
     with zipfile.ZipFile(to) as archive:
         assert json.loads(archive.read("programs.json"))["programs"] == listed

@@ -22,7 +22,9 @@ def doubled(x):
 def test_it_is_refused_inside(axes, around):
     x = jnp.ones((8, 8))
     inside = jax.shard_map(gshard.jit(doubled, mesh=MESH), axis_names=axes, **SPECS)
-    with pytest.raises(gshard.TraceError, match=r"(?s)doubled is called inside jax.shard_map.*test_inside_shard_map"):
+    with pytest.raises(
+        gshard.stages.TraceError, match=r"(?s)doubled is called inside jax.shard_map.*test_inside_shard_map"
+    ):
         around(lambda x: jnp.sum(inside(x)))(x)
 
 

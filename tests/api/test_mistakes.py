@@ -70,7 +70,7 @@ MISTAKES = {
         "Return this array from that function, and pass it as an argument",
     ),
     "pmap around it": (
-        lambda: jax.pmap(gshard.jit(lambda x: 2 * x, mesh=8))(X), gshard.TraceError,
+        lambda: jax.pmap(gshard.jit(lambda x: 2 * x, mesh=8))(X), gshard.stages.TraceError,
         "is called inside jax.pmap, which is a jax.shard_map", "Leave out jax.pmap",
     ),
     "a machine with another number of devices": (

@@ -81,7 +81,7 @@ def test_the_frames_of_the_user_inside_of_the_function_stay():
 
 def test_the_cause_stays():
     error = error_of(PUBLIC["call, an unbound axis"])
-    assert isinstance(error, gshard.TraceError)
+    assert isinstance(error, gshard.stages.TraceError)
     assert isinstance(error.__cause__, NameError)
     assert "bad_axis" in [f.name for f in traceback.extract_tb(error.__cause__.__traceback__)]
 

@@ -747,7 +747,7 @@ def test_tokens_are_refused():
         gshard.jit(lambda x, t: (x + 1, t), mesh=8)(jnp.arange(8), token)
     with pytest.raises(gshard.ArgumentError, match="result 1 is of another type"):
         gshard.jit(lambda x: (x, token), mesh=8)(jnp.arange(8))
-    with pytest.raises(gshard.TraceError, match="create_token makes a token"):
+    with pytest.raises(gshard.stages.TraceError, match="create_token makes a token"):
         gshard.jit(lambda x: jax.lax.optimization_barrier((x, jax.lax.create_token()))[0], mesh=8)(1)
 
 
@@ -757,7 +757,9 @@ def test_an_inspection_is_refused(wrapped):
         jax.debug.inspect_array_sharding(x, callback=print)
         return x
 
-    with pytest.raises(gshard.TraceError, match=r"(?s)cannot see the plan.*test_like_jax_jit.py.*gshard.explain"):
+    with pytest.raises(
+        gshard.stages.TraceError, match=r"(?s)cannot see the plan.*test_like_jax_jit.py.*gshard.explain"
+    ):
         gshard.jit(wrapped(f), mesh=2)(jnp.arange(8.0))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.export
+from jax.sharding import AbstractMesh, NamedSharding
 
 from gshard.api.explained import explain
 from gshard.api.jit import Jitted, jit
@@ -82,9 +83,9 @@ def export(
     for lowered in every:
         for platform in platforms or _platforms(lowered):
             member = f"{len(members)}.{platform}.jax"
-            program = _exported(lowered, platform)
+            program, mesh = _exported(lowered, platform)
             members[member] = bytes(program.serialize())
-            listed.append({"file": member, **_described(lowered, program)})
+            listed.append({"file": member, **_described(lowered, program, mesh)})
     with zipfile.ZipFile(to, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(LIST, json.dumps({"format": _FORMAT, "programs": listed}, indent=1))
         for member, data in members.items():
@@ -102,7 +103,8 @@ def programs_in(path: str | Path) -> list[dict[str, Any]]:
 def _placed_as(first: Lowered, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """The arguments of a further program. Those that the first one has too, such as weights, have its shardings."""
     (shardings, _), avals = jax.tree.unflatten(first.in_tree, first.argument_shardings), first.in_avals[0]
-    if jax.tree.structure(args) != jax.tree.structure(avals):
+    kinds: list[Any] = [jax.tree.structure(args), jax.tree.structure(avals)]
+    if kinds[0] != kinds[1]:
         return args
 
     def placed(x: Any, aval: Any, sharding: Any) -> Any:
@@ -124,8 +126,8 @@ def _platforms(lowered: Lowered) -> tuple[str, ...]:
     return tuple("cuda" if d.platform == "gpu" else d.platform for d in devices[:1])
 
 
-def _exported(lowered: Lowered, platform: str) -> jax.export.Exported:
-    """The program without gshard, for this platform."""
+def _exported(lowered: Lowered, platform: str) -> tuple[jax.export.Exported, AbstractMesh]:
+    """The program without gshard, for this platform, and its mesh."""
     name = lowered.program.name
     if platform not in PLATFORMS:
         raise ArgumentError(
@@ -135,17 +137,19 @@ def _exported(lowered: Lowered, platform: str) -> jax.export.Exported:
         raise ArgumentError(
             f"{name} calls back to Python, or writes to mutable arrays, which a file cannot do.",
             user_line(),
-            hint="Leave out callbacks (jax.debug.print, pure_callback), and pass and return arrays instead of references.",
+            hint="Leave out callbacks (jax.debug.print, pure_callback), and return arrays instead of references.",
         )
     ordered = dataclasses.replace(lowered, target=dataclasses.replace(lowered.target, reorders=False))
-    program = exported(ordered.spmd, lowered.donated, platform)
-    return dataclasses.replace(program, in_tree=lowered.in_tree, out_tree=lowered.out_tree)
+    program, mesh = exported(ordered.spmd, lowered.donated, platform)
+    return dataclasses.replace(program, in_tree=lowered.in_tree, out_tree=lowered.out_tree), mesh
 
 
-def _described(lowered: Lowered, program: jax.export.Exported) -> dict[str, Any]:
+def _described(lowered: Lowered, program: jax.export.Exported, mesh: AbstractMesh) -> dict[str, Any]:
     """What the file tells of a program: how to call it, and what it sends and why."""
-    shardings = program.in_shardings_jax(None), program.out_shardings_jax(None)
-    mesh = next(s.mesh for s in (*shardings[0], *shardings[1]))
+    in_specs, out_specs = (
+        [s.spec for s in found if isinstance(s, NamedSharding)]
+        for found in (program.in_shardings_jax(mesh), program.out_shardings_jax(mesh))
+    )
     names = lowered.program.names[len(lowered.program.captured) :]
     donated = jax.tree.unflatten(lowered.in_tree, [i in lowered.donated for i in range(len(lowered.avals))])
     found = explain(lowered)
@@ -154,9 +158,10 @@ def _described(lowered: Lowered, program: jax.export.Exported) -> dict[str, Any]
         "platform": program.platforms[0],
         "mesh": dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)),
         "arguments": {
-            name: f"{aval.str_short()} {s.spec}" for name, aval, s in zip(names, program.in_avals, shardings[0], strict=True)
+            name: f"{aval.str_short()} {spec}"
+            for name, aval, spec in zip(names, program.in_avals, in_specs, strict=True)
         },
-        "results": [f"{aval.str_short()} {s.spec}" for aval, s in zip(program.out_avals, shardings[1], strict=True)],
+        "results": [f"{aval.str_short()} {spec}" for aval, spec in zip(program.out_avals, out_specs, strict=True)],
         "donate_argnums": [i for i, leaves in enumerate(donated[0]) if any(jax.tree.leaves(leaves))],
         "donate_argnames": [name for name, leaves in donated[1].items() if any(jax.tree.leaves(leaves))],
         "compiler_options": dict(lowered.target.compiler_options),

@@ -203,29 +203,29 @@ def _alone(spmd: SpmdProgram) -> Iterator[None]:
         yield
 
 
-def exported(spmd: SpmdProgram, donated: frozenset[int], platform: str) -> jax.export.Exported:
-    """The program of flat arguments as ``jax.export`` has it, with its captured arrays as constants.
+def exported(spmd: SpmdProgram, donated: frozenset[int], platform: str) -> tuple[jax.export.Exported, AbstractMesh]:
+    """The program of flat arguments as ``jax.export`` has it, with its captured arrays as constants, and its mesh.
 
-    Its shardings are on one abstract mesh: the axes of the user's mesh, or its atoms if they are not over whole axes.
+    The mesh has the axes of the user's mesh, or its atoms if shardings are not over whole axes.
 
     Args:
         spmd: the per-device program, with its devices in the order of the mesh.
         donated: arguments whose memory the results may take.
         platform: the devices that run it: ``cpu``, ``tpu``, ``cuda`` or ``rocm``.
     """
-    shardings = [*spmd.in_shardings, *spmd.out_shardings]
-    as_jax = named_sharding if all(spmd.mesh.spec_of(s.dims) is not None for s in shardings) else over_atoms
+    by_axes = all(spmd.mesh.spec_of(s.dims) is not None for s in (*spmd.in_shardings, *spmd.out_shardings))
+    given = spmd.mesh.user_jax_mesh if by_axes else spmd.mesh.jax_mesh
+    names = given.axis_names
+    mesh = AbstractMesh(given.axis_sizes, names, axis_types=(AxisType.Auto,) * len(names))
 
-    def abstract(mesh: Mesh, sharding: Sharding) -> NamedSharding:
-        found = as_jax(mesh, sharding)
-        axes = found.mesh.axis_sizes, found.mesh.axis_names
-        return NamedSharding(AbstractMesh(*axes, axis_types=(AxisType.Auto,) * len(axes[0])), found.spec)
+    def as_jax(own: Mesh, sharding: Sharding) -> NamedSharding:
+        return NamedSharding(mesh, (named_sharding if by_axes else over_atoms)(own, sharding).spec)
 
     constants = _constants(spmd)
-    function = _jitted(spmd, constants, donated, True, None, abstract)
+    function: Any = _jitted(spmd, constants, donated, True, None, as_jax)
     with _alone(spmd):
         shapes = shapes_of(spmd.jaxpr.in_avals[len(constants) :])
-        return jax.export.export(function, platforms=[platform])(*shapes)
+        return jax.export.export(function, platforms=[platform])(*shapes), mesh
 
 
 def _moved_references(spmd: SpmdProgram) -> set[int]:
