@@ -28,7 +28,7 @@ PAGES = [ROOT / "README.md", *PAGES]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What these show is tested elsewhere in the fast tests too.
 LONG = """
-    configure.md exporting.md moe.md translating.md
+    exporting.md moe.md translating.md
     beside_xla.py decoder_moe.py explained_transformer.py haiku_batch_norm.py layout_transformer.py local_gather.py
     pipeline.py sequence_parallel.py spatial_unet.py
 """.split()
