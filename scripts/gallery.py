@@ -23,7 +23,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "gallery.md"
 SHOWN = 2  # programs of an example
 GROUPS = {
-    "Training": ("train_gpt", "decoder_moe", "search_training", "explained_transformer"),
+    "Training and serving": (
+        "train_gpt",
+        "decoder_moe",
+        "search_training",
+        "explained_transformer",
+        "serve_exported",
+    ),
     "Kinds of parallelism": ("sequence_parallel", "pipeline", "moe_layer", "summa", "spatial_unet", "vocabulary"),
     "Beside XLA's partitioner": ("beside_xla",),
     "Frameworks": ("equinox_modules", "haiku_batch_norm", "annotated_for_jax"),
@@ -72,12 +78,9 @@ def section(path: Path) -> str:
 
 
 def _row(found: gshard.stages.Explanation) -> str:
-    counts: dict[str, int] = {}
-    for row in found.collectives:
-        counts[row.kind] = counts.get(row.kind, 0) + row.times
-    told = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or "none"
+    count = sum(row.times for row in found.collectives)
     name = found.name if found.name.isidentifier() else "a lambda"
-    return f"- `{name}` on {found.mesh}: {told}; {found.total_bytes:,} bytes"
+    return f"- `{name}` on {found.mesh}: {count} collectives, {found.total_bytes:,} bytes"
 
 
 def _beside(pairs: list[tuple[gshard.stages.Explanation, gshard.stages.Explanation]]) -> list[str]:

@@ -30,7 +30,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LONG = """
     exporting.md moe.md translating.md
     beside_xla.py decoder_moe.py explained_transformer.py haiku_batch_norm.py layout_transformer.py local_gather.py
-    pipeline.py sequence_parallel.py spatial_unet.py
+    pipeline.py sequence_parallel.py serve_exported.py spatial_unet.py
 """.split()
 
 
