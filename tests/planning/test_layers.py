@@ -123,11 +123,11 @@ def test_layers_that_are_alike_cost_nearly_what_the_best_cost(monkeypatch):
     solved = []
     chosen = of_propagate._chosen
 
-    def both(graph):
+    def both(graph, propagated):
         with monkeypatch.context() as patch:
             patch.setattr(of_propagate, "classes_of_layers", lambda graph: None)
-            alone, states, _ = chosen(graph)
-        found = chosen(graph)
+            alone, states, _ = chosen(graph, propagated)
+        found = chosen(graph, propagated)
         solved.append((found[0].problem.value(found[1]), alone.problem.value(states)))
         return found
 

@@ -141,7 +141,7 @@ def test_plans_near_the_marks_are_as_good(name, monkeypatch):
         monkeypatch.setattr(nearby, "LARGE", large)
         propagated = settled(program, CUBE)
         objective = bytes_on(CUBE, axes_of(CUBE))
-        graph, states, _ = _chosen(graph_of(propagated.program, objective, propagated=propagated))
+        graph, states, _ = _chosen(graph_of(propagated.program, objective, propagated=propagated), propagated)
         cost[large] = graph.problem.value(states)
     assert cost[0.0] <= cost[float("inf")] * (1 + 2e-6)
 

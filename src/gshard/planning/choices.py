@@ -171,7 +171,7 @@ class ChoiceTables:
             fitting = (s for s in suggested if {m for _, m in s.unreduced} <= {*monoids})
             moved = (propagated.moved[v] for v in values if v in propagated.moved)
             known = (*(propagated.shardings[v] for v in values), *moved)
-            wide = (opened(v, propagated, self.objective.axes, even=even) for v in values for even in (True, False))
+            wide = (opened(v, propagated, self.objective.axes) for v in values)
             found = tuple(dict.fromkeys((*known, *wide, *found, *fitting)))
         return allowed_by_marks(found, demands, self._manual.of_any(values))
 

@@ -290,20 +290,20 @@ def propagated_arrays(e: Equation, propagated: Propagated, axes: tuple[Atoms, ..
     if not values.isdisjoint(propagated.moved):
         found.append(arrays_of(e, propagated.supposed))
     if not values.isdisjoint(propagated.undecided):
-        found += [arrays_of(e, {v: opened(v, propagated, axes, even=even) for v in values}) for even in (True, False)]
+        found.append(arrays_of(e, {v: opened(v, propagated, axes) for v in values}))
     return tuple(dict.fromkeys(found))
 
 
-def opened(v: Value, propagated: Propagated, axes: tuple[Atoms, ...], *, even: bool) -> Sharding:
-    """The sharding of a value with every atom that its dimensions could get where arrays disagree.
+def opened(v: Value, propagated: Propagated, axes: tuple[Atoms, ...]) -> Sharding:
+    """The sharding of a value with every atom that its dimensions could get where arrays disagree, if parts are equal.
 
-    Otherwise a disagreement would make devices along an axis repeat the work. With ``even``, only with equal parts.
+    Otherwise a disagreement would make devices along an axis repeat the work.
     """
     sharding, could = propagated.shardings[v], propagated.could(v)
     dims, used = list(sharding.dims), set(sharding.atoms)
     for d, open_atoms in sorted(could.items()):
         more = tuple(a for axis in axes for a in axis if a in open_atoms - used)
-        if not even or v.shape[d] % propagated.mesh.count((*dims[d], *more)) == 0:
+        if v.shape[d] % propagated.mesh.count((*dims[d], *more)) == 0:
             dims[d] += more
             used.update(more)
     return Sharding(tuple(dims), sharding.unreduced)

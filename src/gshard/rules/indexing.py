@@ -169,9 +169,8 @@ def signed(indices: Any) -> Any:
 
 
 def with_column(indices: Any, column: int, values: Any) -> Any:
-    """The indices with one component replaced; by a choice, since XLA makes several kernels of a scatter."""
-    is_replaced = lax.iota(jnp.int32, indices.shape[-1]) == column
-    return jnp.where(is_replaced, values[..., None].astype(indices.dtype), indices)
+    """The indices with one component replaced."""
+    return indices.at[..., column].set(values.astype(indices.dtype))
 
 
 def _extended(x: Any, dim: int, low: int, high: int) -> Any:

@@ -156,8 +156,8 @@ def _held(module: Module, name: str, made: Instruction) -> Iterator[tuple[str, I
     """The collectives that an instruction is, or that a fusion or an asynchronous call holds."""
     if OPCODE.fullmatch(made.opcode):
         yield name, made, ""
-    elif made.opcode in ("fusion", "async-start"):
-        for inner in made.called("calls"):
+    elif made.opcode in ("fusion", "async-start", "call-start"):  # the last is what TPUs start on another core
+        for inner in (*made.called("calls"), *made.called("to_apply")):
             for part in module.computations[inner].instructions.values():
                 if OPCODE.fullmatch(part.opcode):
                     channel = _CHANNEL.search(part.attributes) if made.opcode == "fusion" else None
