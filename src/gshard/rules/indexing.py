@@ -170,7 +170,9 @@ def signed(indices: Any) -> Any:
 
 def with_column(indices: Any, column: int, values: Any) -> Any:
     """The indices with one component replaced."""
-    return indices.at[..., column].set(values.astype(indices.dtype))
+    new = values[..., None].astype(indices.dtype)
+    columns = [x for x in (indices[..., :column], new, indices[..., column + 1 :]) if x.shape[-1]]
+    return lax.concatenate(columns, indices.ndim - 1) if len(columns) > 1 else new
 
 
 def _extended(x: Any, dim: int, low: int, high: int) -> Any:
