@@ -77,15 +77,16 @@ def export(
     jitted = f if isinstance(f, Jitted) else jit(f)
     jitted = jitted if mesh is None else jitted.on(mesh)
     first = jitted.lower(*args, **kwargs)
-    every = [first, *(jitted.lower(*_placed_as(first, given, kwargs), **kwargs) for given in also)]
+    every = [first, *(jitted.lower(*_placed_as(first, given), **kwargs) for given in also)]
     platforms = (platforms,) if isinstance(platforms, str) else platforms
     listed, members = [], dict[str, bytes]()
-    for lowered in every:
-        for platform in platforms or _platforms(lowered):
+    for lowered in every:  # devices stay in the order of the mesh, which is that of whoever loads the file
+        ordered = dataclasses.replace(lowered, target=dataclasses.replace(lowered.target, reorders=False))
+        for platform in platforms or _platforms(ordered):
             member = f"{len(members)}.{platform}.jax"
-            program, mesh = _exported(lowered, platform)
+            program, axes = _exported(ordered, platform)
             members[member] = bytes(program.serialize())
-            listed.append({"file": member, **_described(lowered, program, mesh)})
+            listed.append({"file": member, **_described(ordered, program, axes)})
     with zipfile.ZipFile(to, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(LIST, json.dumps({"format": _FORMAT, "programs": listed}, indent=1))
         for member, data in members.items():
@@ -100,7 +101,7 @@ def programs_in(path: str | Path) -> list[dict[str, Any]]:
     return programs
 
 
-def _placed_as(first: Lowered, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _placed_as(first: Lowered, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of a further program. Those that the first one has too, such as weights, have its shardings."""
     (shardings, _), avals = jax.tree.unflatten(first.in_tree, first.argument_shardings), first.in_avals[0]
     kinds: list[Any] = [jax.tree.structure(args), jax.tree.structure(avals)]
@@ -139,8 +140,7 @@ def _exported(lowered: Lowered, platform: str) -> tuple[jax.export.Exported, Abs
             user_line(),
             hint="Leave out callbacks (jax.debug.print, pure_callback), and return arrays instead of references.",
         )
-    ordered = dataclasses.replace(lowered, target=dataclasses.replace(lowered.target, reorders=False))
-    program, mesh = exported(ordered.spmd, lowered.donated, platform)
+    program, mesh = exported(lowered.spmd, lowered.donated, platform)
     return dataclasses.replace(program, in_tree=lowered.in_tree, out_tree=lowered.out_tree), mesh
 
 
