@@ -9,8 +9,6 @@ from placed import in_every_way
 from sampled import sampled
 from serving_programs import CASES
 
-NEAR = 1e-3  # of the largest number of a result, as in the benchmark
-
 SAMPLE = sampled(CASES, lambda name: name.partition("/")[0], lambda name: 4, "serving")
 
 
@@ -24,7 +22,7 @@ def check(case):
 def compare(found, expected):
     found = np.asarray(found)
     if np.issubdtype(expected.dtype, np.inexact):
-        assert np.max(np.abs(found - expected)) <= NEAR * np.max(np.abs(expected))
+        assert np.max(np.abs(found - expected)) <= 1e-3 * np.max(np.abs(expected))  # as in the benchmark
     else:
         assert np.array_equal(found, expected)
 

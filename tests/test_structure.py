@@ -509,10 +509,10 @@ def test_both_packages_are_typed() -> None:
 PRIVATE_NAMES = 93  # of JAX in core/jax_adapter*.py; a number that only falls
 BUDGET = {
     "lines of src/gshard": 52_421,
-    "lines of code of src/gshard": 32_567,
+    "lines of code of src/gshard": 32_564,
     "lines of tests": 44_466,
     "lines of packages/m4": 11_027,
-    "words of README and docs": 45_771,
+    "words of README and docs": 45_760,
     "pages of docs": 34,
     "words of m4's docs": 5_999,
     "public names": 31,

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import jax
 import jax.numpy as jnp
@@ -225,16 +226,20 @@ class CheckFailed(Exception):
 
 def explanation_in(path: str) -> dict[str, Any]:
     """What ``--json`` wrote, or that of the first program of an exported file."""
-    hint = "Write one with: gshard explain TARGET --json FILE"
+    return dict(_programs(path)[0]["explanation"])
+
+
+def _programs(path: str) -> list[dict[str, Any]]:
+    """The programs of a file that ``gshard.export`` or ``--json`` wrote."""
+    hint = "Write one with: gshard explain TARGET --json FILE, or with gshard.export."
     try:
         if path.endswith(EXPORTED):
-            return dict(programs_in(path)[0]["explanation"])
-        data: dict[str, Any] = json.loads(Path(path).read_text("utf-8"))
+            return programs_in(path)
+        return [{"explanation": json.loads(Path(path).read_text("utf-8"))}]
     except OSError as error:
         raise TargetError(f"{path} cannot be read: {error.strerror}.", hint=hint) from error
-    except ValueError as error:
+    except (ValueError, KeyError, BadZipFile) as error:
         raise TargetError(f"{path} is no explanation: {error}.", hint=hint) from error
-    return data
 
 
 def end_search(stopped: int | None, peak: int, limit: float) -> None:
@@ -332,8 +337,8 @@ def _explain(options: argparse.Namespace) -> None:
 def _compare(options: argparse.Namespace) -> dict[str, Any]:
     """Prints what changed from the first target to the second, and returns the data of the second."""
     targets = options.target, options.after
-    are_files = all(target.endswith(FILES) for target in targets)
-    _refuse(options, ("machine", "mesh") if are_files else (), "two programs are compared", targets)
+    names = ("machine", "mesh") if all(target.endswith(FILES) for target in targets) else ()
+    _refuse(options, names, "two programs are compared", targets)
     before, after = (
         explanation_in(target) if target.endswith(FILES) else _explained(options, target)[0].data(options.machine, 0.0)
         for target in targets
@@ -345,13 +350,12 @@ def _compare(options: argparse.Namespace) -> dict[str, Any]:
 def _exported(options: argparse.Namespace) -> dict[str, Any]:
     """Prints the programs of an exported file, and returns the data of the first."""
     _refuse(options, ("machine", "mesh", "partitioner", "memory_limit"), "the file has the plan", [options.target])
-    programs = programs_in(options.target)
+    programs = _programs(options.target)
     for program in programs:
         versions = f"gshard {program['gshard']}, JAX {program['jax']}"
         print(f"{program['file']}: for {program['platform']}, exported with {versions}", program["text"], "", sep="\n")
-    data = dict(programs[0]["explanation"])
-    _write_data(options, data)
-    return data
+    _write_data(options, programs[0]["explanation"])
+    return dict(programs[0]["explanation"])
 
 
 def _refuse(options: argparse.Namespace, names: Sequence[str], where: str, targets: Sequence[str]) -> None:

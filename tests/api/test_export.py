@@ -135,13 +135,11 @@ def test_sizes_and_platforms(tmp_path):
     assert [(p.platforms, p.nr_devices) for p in programs] == [((p["platform"],), 64) for p in listed]
 
 
-MESH = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-HOST = NamedSharding(MESH, P("data"), memory_kind="pinned_host")
-
-
 def test_memory_of_the_host(tmp_path):
     """An argument in the memory of the host is taken from there."""
-    f = gshard.jit(lambda x: x, mesh=MESH, in_shardings=HOST)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    host = NamedSharding(mesh, P("data"), memory_kind="pinned_host")
+    f = gshard.jit(lambda x: x, mesh=mesh, in_shardings=host)
     (listed,) = gshard.export(f, X, to=tmp_path / "host.zip")
     assert listed["arguments"]["x"].startswith("float32<host>")
 
@@ -170,10 +168,14 @@ def test_explained(tmp_path, capsys):
     for dim, path in enumerate(paths):
         gshard.export(lambda x, dim=dim: gshard.split(x, dim, "data").sum(0), X, to=path, mesh={"data": 8})
     assert main(["explain", paths[0], "--json", str(tmp_path / "rows.json")]) == 0
-    assert "0.cpu.jax: for cpu, exported with gshard" in (text := capsys.readouterr().out)
-    assert "1 in one call" in text
+    text = capsys.readouterr().out
+    assert all(part in text for part in ("0.cpu.jax: for cpu, exported with gshard", "1 in one call"))
     assert main(["explain", *paths]) == 0
     assert "rows.zip" in capsys.readouterr().out
     assert main(["explain", paths[0], "--baseline", paths[1]]) != 0
     assert main(["explain", paths[0], "--why", "x"]) != 0
     assert "--why: not where the file has the plan" in capsys.readouterr().err
+    (tmp_path / "broken.zip").write_text("no archive")
+    assert main(["explain", str(tmp_path / "broken.zip")]) == main(["explain", str(tmp_path / "missing.zip")]) == 1
+    text = capsys.readouterr().err
+    assert all(part in text for part in ("is no explanation", "cannot be read"))

@@ -507,7 +507,7 @@ def test_the_page_in_a_browser(served, browser):
     browser.run("document.getElementById('go').click()")
     browser.wait("document.querySelectorAll('#result ol li').length === 4")
 
-    # What is typed is text, never markup; a refusal is told.
+    # The page shows input as text, not as markup, and reports an input that is too long.
     browser.run("document.getElementById('source').value = '<img src=x onerror=alert(1)>' + 'a'.repeat(2000)")
     browser.run("document.getElementById('go').click()")
     browser.wait("document.getElementById('status').textContent.includes('2000 is the most')")

@@ -30,7 +30,6 @@ from gshard.emit.compile import exported
 from gshard.planning.saved_plan import SavedPlan
 
 LIST = "programs.json"
-_FORMAT = 1
 PLATFORMS = ("cpu", "tpu", "cuda", "rocm")
 
 
@@ -80,7 +79,7 @@ def export(
     every = [first, *(jitted.lower(*_placed_as(first, given), **kwargs) for given in also)]
     platforms = (platforms,) if isinstance(platforms, str) else platforms
     listed, members = [], dict[str, bytes]()
-    for lowered in every:  # devices stay in the order of the mesh, which is that of whoever loads the file
+    for lowered in every:
         ordered = dataclasses.replace(lowered, target=dataclasses.replace(lowered.target, reorders=False))
         for platform in platforms or _platforms(ordered):
             member = f"{len(members)}.{platform}.jax"
@@ -88,7 +87,7 @@ def export(
             members[member] = bytes(program.serialize())
             listed.append({"file": member, **_described(ordered, program, axes)})
     with zipfile.ZipFile(to, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(LIST, json.dumps({"format": _FORMAT, "programs": listed}, indent=1))
+        archive.writestr(LIST, json.dumps({"format": 1, "programs": listed}, indent=1))
         for member, data in members.items():
             archive.writestr(member, data)
     return programs_in(to)
@@ -97,8 +96,7 @@ def export(
 def programs_in(path: str | Path) -> list[dict[str, Any]]:
     """The list of the programs in a file that ``export`` wrote, each with what ``explain`` tells of it."""
     with zipfile.ZipFile(path) as archive:
-        programs: list[dict[str, Any]] = json.loads(archive.read(LIST))["programs"]
-    return programs
+        return list(json.loads(archive.read(LIST))["programs"])
 
 
 def _placed_as(first: Lowered, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -123,8 +121,7 @@ def _platforms(lowered: Lowered) -> tuple[str, ...]:
             user_line(),
             hint='Give platforms="tpu", "cuda", "rocm" or "cpu".',
         )
-    # JAX calls the devices of CUDA and of ROCm "gpu".
-    return tuple("cuda" if d.platform == "gpu" else d.platform for d in devices[:1])
+    return tuple("cuda" if d.platform == "gpu" else d.platform for d in devices[:1])  # ROCm's are "gpu" to JAX, too
 
 
 def _exported(lowered: Lowered, platform: str) -> tuple[jax.export.Exported, AbstractMesh]:

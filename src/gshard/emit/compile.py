@@ -215,8 +215,7 @@ def exported(spmd: SpmdProgram, donated: frozenset[int], platform: str) -> tuple
     """
     by_axes = all(spmd.mesh.spec_of(s.dims) is not None for s in (*spmd.in_shardings, *spmd.out_shardings))
     given = spmd.mesh.user_jax_mesh if by_axes else spmd.mesh.jax_mesh
-    names = given.axis_names
-    mesh = AbstractMesh(given.axis_sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    mesh = AbstractMesh(given.axis_sizes, given.axis_names, axis_types=(AxisType.Auto,) * len(given.axis_names))
 
     def as_jax(own: Mesh, sharding: Sharding) -> NamedSharding:
         return NamedSharding(mesh, (named_sharding if by_axes else over_atoms)(own, sharding).spec)
